@@ -1,0 +1,67 @@
+#include "memory_format.h"
+
+#include <c10/core/MemoryFormat.h>
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+namespace nhwc {
+
+at::MemoryFormat channels_last_of(const at::Tensor& weight) {
+  return weight.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+}
+
+at::MemoryFormat resolve_memory_format(const char* op, const at::Tensor& weight,
+                                       std::optional<at::MemoryFormat> requested) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!weight.is_nested() && !weight.is_quantized() && weight.layout() == at::kStrided, op,
+                              ": expected a strided weight, got ",
+                              weight.is_nested()      ? "a nested tensor"
+                              : weight.is_quantized() ? "a quantized tensor"
+                                                      : "a tensor of another layout",
+                              " (layout ", weight.layout(), ", dtype ", weight.scalar_type(), ")");
+  TORCH_CHECK(weight.dim() == 4 || weight.dim() == 5, op, ": expected a 4D or 5D weight, got ", weight.dim(), "D: ",
+              describe(weight));
+  const at::MemoryFormat format = requested.value_or(channels_last_of(weight));
+  switch (format) {
+    case at::MemoryFormat::Contiguous:
+      return format;
+    case at::MemoryFormat::ChannelsLast:
+      TORCH_CHECK(weight.dim() == 4, op, ": required rank 4 tensor to use channels_last format, got ",
+                  describe(weight), "; channels_last_3d is the one of rank 5");
+      return format;
+    case at::MemoryFormat::ChannelsLast3d:
+      TORCH_CHECK(weight.dim() == 5, op, ": required rank 5 tensor to use channels_last_3d format, got ",
+                  describe(weight), "; channels_last is the one of rank 4");
+      return format;
+    default:
+      TORCH_CHECK(false, op, ": expected contiguous_format, channels_last or channels_last_3d, got ", format);
+  }
+}
+
+std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format) {
+  if (memory_format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(size);
+  if (memory_format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(size);
+  std::vector<int64_t> strides(size.size(), 1);
+  for (size_t d = size.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(size[d], 1);
+  return strides;
+}
+
+bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format) {
+  return weight.strides() == at::IntArrayRef(canonical_strides(weight.sizes(), memory_format));
+}
+
+FilterOrder filter_order(const at::Tensor& weight) {
+  const bool channels_first = weight.is_contiguous();
+  const bool channels_last = weight.is_contiguous(channels_last_of(weight));
+  return channels_first ? (channels_last ? FilterOrder::either : FilterOrder::channels_first)
+                        : (channels_last ? FilterOrder::channels_last : FilterOrder::neither);
+}
+
+std::string describe(const at::Tensor& tensor) {
+  std::ostringstream text;
+  text << "shape " << tensor.sym_sizes() << ", strides " << tensor.sym_strides() << ", dtype " << tensor.scalar_type()
+       << ", device " << tensor.device();
+  return text.str();
+}
+
+}  // namespace nhwc

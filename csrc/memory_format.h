@@ -1,0 +1,39 @@
+// Memory formats of weights: canonical strides, "in format", and how a weight's filters lie in memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+
+namespace nhwc {
+
+/// The format asked for: `requested`, or channels-last of the weight's rank.
+///
+/// Raises, in the name of `op`, unless `weight` is a strided 4D or 5D tensor and the format is of its rank.
+at::MemoryFormat resolve_memory_format(const char* op, const at::Tensor& weight,
+                                       std::optional<at::MemoryFormat> requested);
+
+/// The strides that `at::empty(size, memory_format)` gives, also where a size is 0 or 1.
+std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format);
+
+/// Whether the strides are exactly the canonical ones. `is_contiguous(memory_format)` is weaker: it overlooks the
+/// strides of dimensions of size 1, by which PyTorch tells the format of an ambiguous tensor.
+bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format);
+
+/// channels_last or channels_last_3d, by rank.
+at::MemoryFormat channels_last_of(const at::Tensor& weight);
+
+/// How the filters of a weight lie in memory.
+enum class FilterOrder {
+  channels_first,  ///< each filter is a dense I x K matrix
+  channels_last,   ///< each filter is a dense K x I matrix
+  either,          ///< both at once: one tap, one channel, or nothing at all
+  neither,         ///< any other strides
+};
+FilterOrder filter_order(const at::Tensor& weight);
+
+/// Shape, strides, dtype and device, for error messages.
+std::string describe(const at::Tensor& tensor);
+
+}  // namespace nhwc

@@ -1,0 +1,144 @@
+"""Builds the operator library against the torch of the running interpreter. pyproject.toml has the metadata.
+
+Environment:
+    TORCH_NHWC_CUDA: 1 builds the CUDA sources and fails where that cannot be done, 0 leaves them out. Unset, they are
+        built when torch was built for CUDA and a toolkit is found.
+    CUDA_HOME: the CUDA toolkit, where it is not found by itself.
+    TORCH_CUDA_ARCH_LIST: as everywhere with torch. Unset and without a visible GPU, DEFAULT_CUDA_ARCHITECTURES.
+    MAX_JOBS: compilers at a time.
+"""
+
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from setuptools import setup
+
+try:
+    import torch
+except ModuleNotFoundError:
+    sys.exit(
+        "torch_nhwc is built against the torch you use, and this build sees none: "
+        "type `pip install torch==2.13.0 setuptools ninja && pip install --no-build-isolation .`"
+    )
+
+from torch.utils import cpp_extension
+
+ROOT = Path(__file__).parent.resolve()
+# What the H200 and A100 generations run, and the newest data-centre one; PTX of the last serves what comes after.
+DEFAULT_CUDA_ARCHITECTURES = {"11": "7.5;8.0;9.0+PTX", "12": "8.0;9.0;10.0+PTX", "13": "8.0;9.0;10.0+PTX"}
+
+
+def cuda_home() -> Path | None:
+    """The toolkit's root: the folder with bin/nvcc and include/cuda_runtime.h."""
+    nvcc = shutil.which("nvcc")
+    candidates = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME]
+    if nvcc:
+        # nvcc itself may be a wrapper that lies elsewhere; its dry run names the real root.
+        dry_run = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
+        candidates += re.findall(r"^#\$ TOP=(.*)$", dry_run.stderr, flags=re.MULTILINE)
+    candidates.append("/usr/local/cuda")
+    for candidate in filter(None, candidates):
+        root = Path(candidate).resolve()
+        if (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
+            return root
+    return None
+
+
+def wants_cuda(home: Path | None) -> bool:
+    choice = os.environ.get("TORCH_NHWC_CUDA", "").strip()
+    if choice not in ("", "0", "1"):
+        sys.exit(f"TORCH_NHWC_CUDA is 1 (with CUDA) or 0 (without), got {choice!r}")
+    possible = torch.version.cuda is not None and home is not None
+    if choice == "1" and not possible:
+        missing = "this torch was built without CUDA" if torch.version.cuda is None else "no CUDA toolkit was found"
+        sys.exit(f"TORCH_NHWC_CUDA=1, but {missing}: install a CUDA build of torch and set CUDA_HOME to the toolkit")
+    return possible and choice != "0"
+
+
+def cuda_architectures() -> str:
+    """The value for TORCH_CUDA_ARCH_LIST. torch fails without one where no GPU is visible."""
+    chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
+    if not chosen and torch.cuda.is_available():
+        chosen = ";".join(sorted({"{}.{}".format(*torch.cuda.get_device_capability(d)) for d in range(torch.cuda.device_count())}))
+    return chosen or DEFAULT_CUDA_ARCHITECTURES.get(torch.version.cuda.split(".")[0], "8.0;9.0+PTX")
+
+
+def first_line(*command: str) -> str:
+    """What a tool calls itself, or why it cannot be asked."""
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
+    except OSError as error:
+        return str(error)
+    return next((line for line in lines if "release" in line), lines[0] if lines else "unknown")
+
+
+HOME = cuda_home()
+WITH_CUDA = wants_cuda(HOME)
+if WITH_CUDA:
+    os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(HOME)
+    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures()
+
+
+class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
+    """torch's, with objects kept apart by torch version, and a record of the build beside the library."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        # One folder for wheels, editable and in-place builds: each finds the others' objects.
+        flavour = "cuda" if WITH_CUDA else "cpu"
+        self.build_temp = str(ROOT / "build" / f"objects-torch-{torch.__version__}-{flavour}")
+
+    def run(self) -> None:
+        super().run()
+        record = {
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda if WITH_CUDA else None,
+            "cuda_architectures": os.environ["TORCH_CUDA_ARCH_LIST"] if WITH_CUDA else None,
+            "cxx_compiler": first_line(os.environ.get("CXX", "c++"), "--version"),
+            "cuda_compiler": first_line(str(HOME / "bin/nvcc"), "--version") if WITH_CUDA else None,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+        }
+        package = ROOT if self.inplace else Path(self.build_lib)
+        target = package / "torch_nhwc" / "build_info.json"
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_text(json.dumps(record, indent=2) + "\n")
+
+
+def extension():
+    # As system directories, so that warnings are errors in our sources alone.
+    system = [f"-isystem{path}" for path in cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")]
+    warnings = ["-Wall", "-Wextra", "-Werror"]
+    folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu"]
+    sources = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("*.cpp"))]
+    flags = {"cxx": ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", *warnings, *system]}
+    macros = []
+    kind = cpp_extension.CppExtension
+    if WITH_CUDA:
+        kind = cpp_extension.CUDAExtension
+        sources += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        host = ",".join(["-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"])
+        flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", host, "--Werror", "all-warnings", *system]
+        macros.append(("TORCH_NHWC_WITH_CUDA", None))
+    return kind(
+        "torch_nhwc._C",
+        sources,
+        include_dirs=[str(ROOT / "torch_nhwc/include"), str(ROOT / "csrc")],
+        define_macros=macros,
+        extra_compile_args=flags,
+        extra_link_args=["-s"],
+        py_limited_api=True,
+    )
+
+
+setup(
+    ext_modules=[extension()],
+    cmdclass={"build_ext": BuildExtension},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

@@ -1,0 +1,27 @@
+"""Convolution weights, and whole models, into channels-last memory format."""
+
+from torch_nhwc import distributed as _distributed
+from torch_nhwc.cpp_extension import extra_cflags, extra_cuda_cflags, include_paths
+from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
+from torch_nhwc.library import build_info, library_path
+from torch_nhwc.ops import Outcome, convert_weight, convert_weight_, convert_weights, convert_weights_, plan_weights
+from torch_nhwc.version import __version__
+
+__all__ = [
+    "Outcome",
+    "__version__",
+    "build_info",
+    "convert_conv2d_weight_memory_format",
+    "convert_conv3d_weight_memory_format",
+    "convert_weight",
+    "convert_weight_",
+    "convert_weights",
+    "convert_weights_",
+    "extra_cflags",
+    "extra_cuda_cflags",
+    "include_paths",
+    "library_path",
+    "plan_weights",
+]
+
+_distributed.register_when_imported()

@@ -1,0 +1,18 @@
+"""What other C++ needs to include the public headers, for `torch.utils.cpp_extension.load_inline` and build scripts."""
+
+from torch_nhwc.library import PACKAGE
+
+
+def include_paths() -> list[str]:
+    """The folders for `extra_include_paths`: below them lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`."""
+    return [str(PACKAGE / "include")]
+
+
+def extra_cflags() -> list[str]:
+    """Flags for `extra_cflags`: the filter transpose wants optimisation, which the default build leaves out."""
+    return ["-O3"]
+
+
+def extra_cuda_cflags() -> list[str]:
+    """Flags for `extra_cuda_cflags`."""
+    return ["-O3"]

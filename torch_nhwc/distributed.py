@@ -1,0 +1,59 @@
+"""DTensor: how a sharded weight converts."""
+
+import importlib.abc
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_DTENSOR = "torch.distributed.tensor"
+
+
+def register_sharding_rule() -> None:
+    """Registers the sharding rule of `nhwc::convert_weight`.
+
+    A conversion commutes with splitting a weight along any dimension: every shard converts where it is, and the result
+    is placed as the weight was.
+    """
+    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor.experimental import register_sharding
+
+    @register_sharding(torch.ops.nhwc.convert_weight.default)  # type: ignore[untyped-decorator, unused-ignore]
+    def _(weight: Any, memory_format: Any = None, *, dtype: Any = None) -> list[Any]:
+        placements = [Replicate(), *(Shard(dimension) for dimension in range(weight.ndim))]
+        return [([placement], [placement, None]) for placement in placements]
+
+
+class _RegisterOnImport(importlib.abc.MetaPathFinder):
+    """Registers the rule when DTensor is first imported: importing it here would slow down everyone's start."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name != _DTENSOR:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def execute_and_register(module: ModuleType) -> None:
+                execute(module)
+                register_sharding_rule()
+
+            spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
+        return spec
+
+
+def register_when_imported() -> None:
+    """Registers the sharding rule now, or when DTensor is imported."""
+    if not torch.distributed.is_available():
+        return
+    if _DTENSOR in sys.modules:
+        register_sharding_rule()
+    else:
+        sys.meta_path.insert(0, _RegisterOnImport())

@@ -1,0 +1,87 @@
+"""Drop-ins for `torch.nn.utils.convert_conv2d_weight_memory_format` and `convert_conv3d_weight_memory_format`."""
+
+import warnings
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from torch_nhwc.ops import Outcome, Storage, convert_weights_, plan_weights
+from torch_nhwc.reasons import Reason
+from torch_nhwc.sites import find_sites
+
+_M = TypeVar("_M", bound=nn.Module)
+
+
+def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
+    """Brings the weight of every `nn.Conv2d` and `nn.ConvTranspose2d` in a module into a memory format, in place.
+
+    What `torch.nn.utils.convert_conv2d_weight_memory_format` does right happens alike: values, exact strides, the
+    identity of the parameters, recursion, the returned module. Beyond it, everything is checked before anything
+    changes; a weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
+    and the bytes are permuted in place where nothing else can see them.
+
+    Args:
+        module: a model, or one layer.
+        memory_format: `torch.channels_last` or `torch.contiguous_format`.
+
+    Returns:
+        `module`.
+
+    Raises:
+        TypeError: `module` is not a module.
+        RuntimeError: the format is neither of the two, or a weight was refused by `convert_weights_`, which says why.
+            The module is then as it was.
+
+    Warns:
+        UserWarning: once for each layer that stays as it is because its weight is computed, lazy, scripted or
+            quantized, and for each weight that leaves a larger storage.
+    """
+    return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
+
+
+def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
+    """`convert_conv2d_weight_memory_format` for `nn.Conv3d`, `nn.ConvTranspose3d` and `torch.channels_last_3d`."""
+    return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
+
+
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
+    if memory_format not in (torch.contiguous_format, _CHANNELS_LAST[rank]):
+        raise RuntimeError(
+            f"{caller}: expected torch.contiguous_format or {_CHANNELS_LAST[rank]} for weights of rank {rank}, "
+            f"got {memory_format}"
+        )
+    sites = list(find_sites(module, rank))
+    convertible = [(site, site.weight) for site in sites if site.reason is None and site.weight is not None]
+    weights = [weight for _, weight in convertible]
+    outcomes = plan_weights(weights, memory_format)
+
+    # Warnings may be errors: they come before anything changes.
+    for site in sites:
+        if site.reason is Reason.SCRIPTED and plan_weights([site.weight], memory_format) == [Outcome.KEPT]:  # type: ignore[list-item]
+            continue
+        if site.reason is not None:
+            _warn(f"{caller}: left {site} as it is: {site.reason.value}")
+    detached = [site for (site, _), outcome in zip(convertible, outcomes) if outcome == Outcome.PART_OF_LARGER_STORAGE]
+    for site in detached:
+        _warn(f"{caller}: the weight of {site} leaves the larger storage that it was part of")
+
+    storage: Storage = "fresh" if detached else "auto"
+    try:
+        convert_weights_(weights, memory_format, storage=storage)
+    except RuntimeError as error:
+        planned = plan_weights(weights, memory_format, storage=storage)
+        refused = [str(site) for (site, _), outcome in zip(convertible, planned) if outcome.is_refusal]
+        if not refused:
+            raise
+        raise RuntimeError(f"{caller}: nothing was changed, because of {', '.join(refused)}: {error}") from error
+    return module
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, UserWarning, stacklevel=4)

@@ -1,0 +1,118 @@
+// The operators of torch_nhwc as C++ functions.
+//
+// Everything here is inline and calls the operators by name through PyTorch's dispatcher, so including code needs no
+// symbol of ours at link time: it is enough that the library is loaded when a function is first called, by
+// `import torch_nhwc`, `torch.ops.load_library`, `dlopen`, or by linking it. A call without the library raises
+// c10::Error, "Could not find schema for nhwc::...".
+//
+// The contracts of the operators stand on these declarations; csrc/library.cpp has the schemas.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <cstdint>
+#include <optional>
+#include <string_view>
+#include <vector>
+
+#include "torch_nhwc/version.h"
+
+namespace nhwc {
+
+/// What an in-place conversion did, or would do, to one weight. Negative values are refusals; only `plan_weights`
+/// returns them, the converting operators raise.
+enum class Outcome : std::int64_t {
+  kept = 0,           ///< in format already: nothing happened
+  restrided = 1,      ///< the bytes were in order: only the strides changed
+  reused = 2,         ///< the bytes were permuted in their own storage
+  fresh = 3,          ///< new storage
+  fresh_held = 4,     ///< new storage, because something else holds the old one (a view, a detached copy, a wrapper)
+  fresh_foreign = 5,  ///< new storage, because the memory is not from the device's allocator (NumPy, a memory map)
+  fresh_shared = 6,   ///< new storage, because the memory is shared between processes
+
+  not_a_leaf = -1,
+  traced = -2,
+  wrapped = -3,
+  part_of_larger_storage = -4,
+  gradient_in_the_way = -5,
+  held = -6,       ///< storage="reuse" only, as the three below
+  foreign = -7,
+  shared = -8,
+  not_dense = -9,
+};
+
+/// A fused clone of a weight in a memory format.
+///
+/// @param weight         [O, I, *kernel], 4D or 5D, strided, any strides and dtype, any device.
+/// @param memory_format  contiguous, channels-last of the weight's rank, or nothing for the latter.
+/// @param dtype          cast to it in the same pass; between floating types only.
+/// @returns a tensor of its own memory, in the strides that `at::empty(size, memory_format)` gives. Differentiable any
+///          number of times in reverse and forward mode; the gradient arrives in the weight's dtype and format.
+/// @throws c10::Error for another rank, a format of another rank, a layout that is not strided, another cast.
+inline at::Tensor convert_weight(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
+                                 std::optional<at::ScalarType> dtype = std::nullopt) {
+  using Signature = at::Tensor(const at::Tensor&, std::optional<at::MemoryFormat>, std::optional<at::ScalarType>);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight", "").typed<Signature>();
+  return op.call(weight, memory_format, dtype);
+}
+
+/// `convert_weight` for a list, results in order. Ranks, dtypes and devices may be mixed.
+inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
+                                               std::optional<at::MemoryFormat> memory_format = std::nullopt,
+                                               std::optional<at::ScalarType> dtype = std::nullopt) {
+  using Signature = std::vector<at::Tensor>(at::TensorList, std::optional<at::MemoryFormat>,
+                                            std::optional<at::ScalarType>);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights", "").typed<Signature>();
+  return op.call(weights, memory_format, dtype);
+}
+
+/// Brings weights into a memory format by `.data` replacement: same tensor objects, same autograd identity and hooks,
+/// no version bump (the values are equal). All or nothing: every weight is checked and every allocation made before
+/// anything changes. A weight's `.grad` follows it, as under "auto". Weights that are exact aliases of each other stay
+/// so. No other thread may use the weights during the call, except with "fresh".
+///
+/// @param storage  "auto": permute the bytes in place where nothing else can see them, else new storage;
+///                 "fresh": new storage for every weight that is not in format (pinned stays pinned);
+///                 "reuse": permute in place, or raise where something else could see it.
+/// @returns the outcome for each weight, in order, never negative.
+/// @throws c10::Error, before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or
+///         a tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
+///         part of a larger storage, unless "fresh" is asked for; whose gradient is part of a larger storage or graph.
+inline std::vector<Outcome> convert_weights_(at::TensorList weights,
+                                             std::optional<at::MemoryFormat> memory_format = std::nullopt,
+                                             std::string_view storage = "auto") {
+  using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights_", "").typed<Signature>();
+  std::vector<Outcome> outcomes;
+  for (const std::int64_t outcome : op.call(weights, memory_format, storage)) {
+    outcomes.push_back(static_cast<Outcome>(outcome));
+  }
+  return outcomes;
+}
+
+/// `convert_weights_` for one weight.
+inline Outcome convert_weight_(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
+                               std::string_view storage = "auto") {
+  return convert_weights_({weight}, memory_format, storage).front();
+}
+
+/// What `convert_weights_` with the same arguments would do to each weight, refusals included. Changes nothing and
+/// leaves no trace on the weights' storages.
+inline std::vector<Outcome> plan_weights(at::TensorList weights,
+                                         std::optional<at::MemoryFormat> memory_format = std::nullopt,
+                                         std::string_view storage = "auto") {
+  using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
+  std::vector<Outcome> outcomes;
+  for (const std::int64_t outcome : op.call(weights, memory_format, storage)) {
+    outcomes.push_back(static_cast<Outcome>(outcome));
+  }
+  return outcomes;
+}
+
+}  // namespace nhwc

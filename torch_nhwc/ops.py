@@ -1,0 +1,138 @@
+"""The operators of `torch.ops.nhwc`, typed and documented.
+
+The functions here add nothing to `torch.ops.nhwc.*` but types, except that a graph break of `torch.compile` surrounds
+the in-place ones. In TorchScript call `torch.ops.nhwc.*` itself.
+"""
+
+import enum
+from collections.abc import Callable, Sequence
+from typing import Literal, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torch_nhwc import library
+
+library.load()
+
+Storage = Literal["auto", "fresh", "reuse"]
+_F = TypeVar("_F", bound=Callable[..., object])
+
+
+class Outcome(enum.IntEnum):
+    """What an in-place conversion did, or would do, to one weight. Negative: refused; only `plan_weights` says so."""
+
+    KEPT = 0
+    """In format already: nothing happened."""
+    RESTRIDED = 1
+    """The bytes were in order: only the strides changed."""
+    REUSED = 2
+    """The bytes were permuted in their own storage."""
+    FRESH = 3
+    """New storage."""
+    FRESH_HELD = 4
+    """New storage, because something else holds the old one."""
+    FRESH_FOREIGN = 5
+    """New storage, because the memory is not from the device's own allocator."""
+    FRESH_SHARED = 6
+    """New storage, because the memory is shared between processes."""
+
+    NOT_A_LEAF = -1
+    TRACED = -2
+    WRAPPED = -3
+    PART_OF_LARGER_STORAGE = -4
+    GRADIENT_IN_THE_WAY = -5
+    HELD = -6
+    FOREIGN = -7
+    SHARED = -8
+    NOT_DENSE = -9
+
+    @property
+    def is_refusal(self) -> bool:
+        """Whether the operators would raise."""
+        return self < 0
+
+
+def convert_weight(
+    weight: Tensor, memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """A fused clone of a weight in a memory format.
+
+    Args:
+        weight: `[O, I, *kernel]`, 4D or 5D, any strides, dtype and device.
+        memory_format: `torch.contiguous_format`, or channels-last of the weight's rank, which is the default.
+        dtype: cast to it in the same pass; between floating types only.
+
+    Returns:
+        A tensor of its own memory, of the weight's shape, in the strides that `torch.empty(weight.shape,
+        memory_format=memory_format)` has. Differentiable any number of times, in reverse and forward mode; the gradient
+        arrives in the weight's dtype and memory format.
+
+    Raises:
+        RuntimeError: the weight is not 4D or 5D, or the format is not one of its rank.
+        NotImplementedError: the weight is sparse, quantized, nested or of another layout that is not strided.
+        TypeError: the cast is not between floating types.
+    """
+    return cast(Tensor, torch.ops.nhwc.convert_weight(weight, memory_format, dtype=dtype))
+
+
+def convert_weights(
+    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
+) -> list[Tensor]:
+    """`convert_weight` for a list: results in order; ranks, dtypes and devices may be mixed."""
+    return cast(list[Tensor], torch.ops.nhwc.convert_weights(list(weights), memory_format, dtype=dtype))
+
+
+def _outside_of_graphs(function: _F) -> _F:
+    # torch.compiler.disable means the same, but imports the whole compiler here and now.
+    return cast(_F, torch._disable_dynamo(function))  # type: ignore[no-untyped-call, unused-ignore]
+
+
+@_outside_of_graphs
+def convert_weight_(
+    weight: Tensor, memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+) -> Outcome:
+    """Brings a weight into a memory format by `.data` replacement: `convert_weights_` for one weight."""
+    return Outcome(torch.ops.nhwc.convert_weight_(weight, memory_format, storage=storage))
+
+
+@_outside_of_graphs
+def convert_weights_(
+    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+) -> list[Outcome]:
+    """Brings weights into a memory format by `.data` replacement, all or nothing.
+
+    The tensor objects, their autograd identity and hooks, and their values stay. Nothing happens to a weight that has
+    the canonical strides already. `.grad` follows its weight, as under `"auto"`. Weights that are exact aliases of each
+    other stay aliases. During the call no other thread may use the weights, except with `"fresh"`.
+
+    Args:
+        weights: leaves of the autograd graph, 4D and 5D mixed.
+        memory_format: as in `convert_weight`, for every weight.
+        storage: `"auto"` permutes the bytes in place where nothing else can see them and makes new storage elsewhere;
+            `"fresh"` always makes new storage, pinned where it was pinned; `"reuse"` permutes in place or raises.
+
+    Returns:
+        What was done to each weight, in order.
+
+    Raises:
+        RuntimeError: before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or a
+            tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
+            part of a larger storage, unless `"fresh"` is asked for; whose gradient cannot follow; for `"reuse"` where
+            it is not safe; for a wrong rank or format.
+        NotImplementedError: as in `convert_weight`.
+        ValueError: `storage` is none of the three.
+    """
+    outcomes = torch.ops.nhwc.convert_weights_(list(weights), memory_format, storage=storage)
+    return [Outcome(outcome) for outcome in outcomes]
+
+
+def plan_weights(
+    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+) -> list[Outcome]:
+    """What `convert_weights_` with the same arguments would do to each weight, refusals included.
+
+    Changes nothing, and leaves no reference to any storage behind.
+    """
+    outcomes = torch.ops.nhwc.plan_weights(list(weights), memory_format, storage=storage)
+    return [Outcome(outcome) for outcome in outcomes]
