@@ -21,7 +21,9 @@ from setuptools import setup
 
 try:
     import torch
-except ModuleNotFoundError:
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
     sys.exit(
         "torch_nhwc is built against the torch you use, and this build sees none: "
         "type `pip install torch==2.13.0 setuptools ninja && pip install --no-build-isolation .`"
@@ -30,8 +32,8 @@ except ModuleNotFoundError:
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
-# What the H200 and A100 generations run, and the newest data-centre one; PTX of the last serves what comes after.
-DEFAULT_CUDA_ARCHITECTURES = {"11": "7.5;8.0;9.0+PTX", "12": "8.0;9.0;10.0+PTX", "13": "8.0;9.0;10.0+PTX"}
+# By the toolkit's major version: the data-centre generations that it compiles for; PTX serves what comes after.
+DEFAULT_CUDA_ARCHITECTURES = {"11": "8.0;9.0+PTX", "12": "8.0;9.0;10.0+PTX", "13": "8.0;9.0;10.0+PTX"}
 
 
 def cuda_home() -> Path | None:
@@ -65,7 +67,9 @@ def cuda_architectures() -> str:
     """The value for TORCH_CUDA_ARCH_LIST. torch fails without one where no GPU is visible."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not chosen and torch.cuda.is_available():
-        chosen = ";".join(sorted({"{}.{}".format(*torch.cuda.get_device_capability(d)) for d in range(torch.cuda.device_count())}))
+        chosen = ";".join(
+            sorted({"{}.{}".format(*torch.cuda.get_device_capability(d)) for d in range(torch.cuda.device_count())})
+        )
     return chosen or DEFAULT_CUDA_ARCHITECTURES.get(torch.version.cuda.split(".")[0], "8.0;9.0+PTX")
 
 

@@ -1,5 +1,6 @@
 #include "memory_format.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
 
@@ -11,31 +12,45 @@ at::MemoryFormat channels_last_of(const at::Tensor& weight) {
   return weight.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
 }
 
-at::MemoryFormat resolve_memory_format(const char* op, const at::Tensor& weight,
+std::ostream& operator<<(std::ostream& out, const Argument& argument) {
+  out << argument.op;
+  if (argument.count > 1) out << ", weight " << argument.index << " of " << argument.count;
+  return out;
+}
+
+at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tensor& weight,
                                        std::optional<at::MemoryFormat> requested) {
-  TORCH_CHECK_NOT_IMPLEMENTED(!weight.is_nested() && !weight.is_quantized() && weight.layout() == at::kStrided, op,
+  const bool quantized = weight.is_quantized() || at::isQIntType(weight.scalar_type());
+  TORCH_CHECK_NOT_IMPLEMENTED(!weight.is_nested() && !quantized && weight.layout() == at::kStrided, argument,
                               ": expected a strided weight, got ",
-                              weight.is_nested()      ? "a nested tensor"
-                              : weight.is_quantized() ? "a quantized tensor"
-                                                      : "a tensor of another layout",
+                              weight.is_nested() ? "a nested tensor"
+                              : quantized        ? "a quantized tensor"
+                                                 : "a tensor of another layout",
                               " (layout ", weight.layout(), ", dtype ", weight.scalar_type(), ")");
-  TORCH_CHECK(weight.dim() == 4 || weight.dim() == 5, op, ": expected a 4D or 5D weight, got ", weight.dim(), "D: ",
-              describe(weight));
+  TORCH_CHECK(weight.dim() == 4 || weight.dim() == 5, argument, ": expected a 4D or 5D weight, got ", weight.dim(),
+              "D: ", describe(weight));
   const at::MemoryFormat format = requested.value_or(channels_last_of(weight));
   switch (format) {
-    case at::MemoryFormat::Contiguous:
-      return format;
+    case at::MemoryFormat::Contiguous: return format;
     case at::MemoryFormat::ChannelsLast:
-      TORCH_CHECK(weight.dim() == 4, op, ": required rank 4 tensor to use channels_last format, got ",
+      TORCH_CHECK(weight.dim() == 4, argument, ": required rank 4 tensor to use channels_last format, got ",
                   describe(weight), "; channels_last_3d is the one of rank 5");
       return format;
     case at::MemoryFormat::ChannelsLast3d:
-      TORCH_CHECK(weight.dim() == 5, op, ": required rank 5 tensor to use channels_last_3d format, got ",
+      TORCH_CHECK(weight.dim() == 5, argument, ": required rank 5 tensor to use channels_last_3d format, got ",
                   describe(weight), "; channels_last is the one of rank 4");
       return format;
     default:
-      TORCH_CHECK(false, op, ": expected contiguous_format, channels_last or channels_last_3d, got ", format);
+      TORCH_CHECK(false, argument, ": expected contiguous_format, channels_last or channels_last_3d, got ", format);
   }
+}
+
+void check_storage(const Argument& argument, const at::Tensor& weight) {
+  if (!weight.has_storage() || weight.is_meta()) return;
+  const size_t needed = at::detail::computeStorageNbytes(weight.sizes(), weight.strides(), weight.element_size(),
+                                                         weight.storage_offset());
+  TORCH_CHECK(weight.storage().nbytes() >= needed, argument, ": the weight's storage is released or cut short: it has ",
+              weight.storage().nbytes(), " bytes and needs ", needed, " (", describe(weight), ")");
 }
 
 std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format) {
@@ -51,6 +66,7 @@ bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format) {
 }
 
 FilterOrder filter_order(const at::Tensor& weight) {
+  if (weight.numel() == 0) return FilterOrder::either;
   const bool channels_first = weight.is_contiguous();
   const bool channels_last = weight.is_contiguous(channels_last_of(weight));
   return channels_first ? (channels_last ? FilterOrder::either : FilterOrder::channels_first)

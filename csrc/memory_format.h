@@ -4,15 +4,28 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <ostream>
 #include <string>
+#include <vector>
 
 namespace nhwc {
 
+/// The weight that an error is about: an operator's only one, or one of a list.
+struct Argument {
+  const char* op;
+  size_t index = 0;
+  size_t count = 1;
+};
+std::ostream& operator<<(std::ostream& out, const Argument& argument);
+
 /// The format asked for: `requested`, or channels-last of the weight's rank.
 ///
-/// Raises, in the name of `op`, unless `weight` is a strided 4D or 5D tensor and the format is of its rank.
-at::MemoryFormat resolve_memory_format(const char* op, const at::Tensor& weight,
+/// Raises unless `weight` is a strided 4D or 5D tensor and the format is of its rank.
+at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tensor& weight,
                                        std::optional<at::MemoryFormat> requested);
+
+/// Raises unless the weight's storage has all of its bytes: `untyped_storage().resize_(0)` releases them.
+void check_storage(const Argument& argument, const at::Tensor& weight);
 
 /// The strides that `at::empty(size, memory_format)` gives, also where a size is 0 or 1.
 std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format);

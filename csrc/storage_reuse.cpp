@@ -3,6 +3,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/MapAllocator.h>
 #include <c10/core/Allocator.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
@@ -11,6 +12,7 @@
 namespace nhwc {
 namespace {
 
+// Tensors that stand for something else than their own bytes.
 constexpr c10::DispatchKeySet traced_keys({
     c10::DispatchKey::Python,
     c10::DispatchKey::Functionalize,
@@ -18,14 +20,24 @@ constexpr c10::DispatchKeySet traced_keys({
     c10::DispatchKey::FuncTorchGradWrapper,
     c10::DispatchKey::BatchedNestedTensor,
     c10::DispatchKey::Batched,
+});
+constexpr c10::DispatchKeySet lazy_view_keys({
     c10::DispatchKey::Conjugate,
     c10::DispatchKey::Negative,
     c10::DispatchKey::ZeroTensor,
 });
 
+// A tracer would run the conversion while it records, on the real weight, and leave it out of the graph.
+bool is_tracing() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  const auto is_active = [](Mode mode) { return c10::impl::TorchDispatchModeTLS::get_mode(mode).has_value(); };
+  return torch::jit::tracer::isTracing() || is_active(Mode::FAKE) || is_active(Mode::PROXY) ||
+         is_active(Mode::FUNCTIONAL);
+}
+
 // DDP and FSDP1 hang their reducers there, and keep views of the gradient in the strides of the moment of wrapping:
-// gradients would be permuted silently from the second step on. Hooks made by register_post_accumulate_grad_hook do not
-// count, and a hook of the user's own in this place cannot be told from a reducer.
+// gradients would be permuted silently from then on. Hooks made by register_post_accumulate_grad_hook do not count, and
+// a hook of the user's own in this place cannot be told from a reducer.
 bool has_accumulator_post_hooks(const at::Tensor& weight) {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator && !accumulator->post_hooks().empty();
@@ -47,29 +59,29 @@ bool is_foreign(const c10::DataPtr& memory) {
 
 // Reuse where nothing else can see the bytes, else the reason against it. The order matters: what is shared is foreign
 // too, and what is foreign is often held as well.
-Outcome reuse_or_reason(const at::Tensor& weight, size_t known_references) {
-  if (weight.is_meta()) return Outcome::fresh;
+Outcome reuse_or_reason(const at::Tensor& weight) {
   const c10::DataPtr& memory = weight.storage().data_ptr();
   if (is_shared(memory)) return Outcome::fresh_shared;
   if (is_foreign(memory)) return Outcome::fresh_foreign;
-  const bool exported = !weight.requires_grad() && weight.use_count() > known_references;
-  if (weight.storage().use_count() != 1 || exported) return Outcome::fresh_held;
-  if (!weight.is_non_overlapping_and_dense()) return Outcome::fresh;
-  return weight.is_cpu() ? Outcome::reused : Outcome::fresh;
+  if (weight.storage().use_count() != 1) return Outcome::fresh_held;
+  return weight.is_cpu() && weight.is_non_overlapping_and_dense() ? Outcome::reused : Outcome::fresh;
 }
 
-Outcome decide_storage(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy,
-                       size_t known_references) {
+Outcome decide_storage(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy) {
   if (policy == StoragePolicy::fresh) return Outcome::fresh;
-  if (is_part_of_larger_storage(weight)) return Outcome::part_of_larger_storage;
-  if (weight.is_contiguous(memory_format)) return Outcome::restrided;
-  const Outcome outcome = reuse_or_reason(weight, known_references);
-  if (policy == StoragePolicy::automatic) return outcome;
+  if (is_part_of_larger_storage(weight)) {
+    return policy == StoragePolicy::detach ? Outcome::fresh : Outcome::part_of_larger_storage;
+  }
+  const bool moves_nothing = weight.numel() == 0 || weight.is_contiguous(memory_format) ||
+                             (weight.is_meta() && weight.is_non_overlapping_and_dense());
+  if (moves_nothing) return Outcome::restrided;
+  const Outcome outcome = reuse_or_reason(weight);
+  if (policy != StoragePolicy::reuse) return outcome;
   switch (outcome) {
     case Outcome::fresh_shared: return Outcome::shared;
     case Outcome::fresh_foreign: return Outcome::foreign;
     case Outcome::fresh_held: return Outcome::held;
-    case Outcome::fresh: return Outcome::not_dense;
+    case Outcome::fresh: return Outcome::not_permutable;
     default: return outcome;
   }
 }
@@ -80,28 +92,29 @@ StoragePolicy parse_storage_policy(const char* op, std::string_view storage) {
   if (storage == "auto") return StoragePolicy::automatic;
   if (storage == "fresh") return StoragePolicy::fresh;
   if (storage == "reuse") return StoragePolicy::reuse;
-  TORCH_CHECK_VALUE(false, op, ": expected storage to be 'auto', 'fresh' or 'reuse', got '", storage, "'");
+  if (storage == "detach") return StoragePolicy::detach;
+  TORCH_CHECK_VALUE(false, op, ": expected storage to be 'auto', 'fresh', 'reuse' or 'detach', got '", storage, "'");
 }
 
-bool is_traced(const at::Tensor& tensor) {
-  return tensor.key_set().has_any(traced_keys) || torch::jit::tracer::isTracing();
-}
-
-Outcome decide_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy,
-                       size_t known_references) {
-  if (is_traced(weight)) return Outcome::traced;
+Outcome decide_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy) {
+  if (weight.key_set().has_any(traced_keys) || is_tracing()) return Outcome::traced;
+  if (weight.key_set().has_any(lazy_view_keys)) return Outcome::lazy_view;
   if (!weight.is_leaf()) return Outcome::not_a_leaf;
   if (in_format(weight, memory_format)) return Outcome::kept;
   if (has_accumulator_post_hooks(weight)) return Outcome::wrapped;
-  return decide_storage(weight, memory_format, policy, known_references);
+  return decide_storage(weight, memory_format, policy);
 }
 
-Outcome decide_gradient_outcome(const at::Tensor& gradient, at::MemoryFormat memory_format) {
-  if (is_traced(gradient)) return Outcome::traced;
-  if (gradient.layout() != at::kStrided || gradient.grad_fn()) return Outcome::gradient_in_the_way;
-  if (in_format(gradient, memory_format)) return Outcome::kept;
-  const Outcome outcome = decide_storage(gradient, memory_format, StoragePolicy::automatic, /*known_references=*/1);
-  return is_refusal(outcome) ? Outcome::gradient_in_the_way : outcome;
+Outcome decide_gradient_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, Outcome outcome_of_weight) {
+  if (is_refusal(outcome_of_weight) || !weight.grad().defined()) return Outcome::kept;
+  const at::Tensor& gradient = weight.grad();
+  const bool is_plain = gradient.layout() == at::kStrided && !gradient.grad_fn() &&
+                        !gradient.key_set().has_any(traced_keys | lazy_view_keys) && gradient.sizes() == weight.sizes();
+  if (is_plain && in_format(gradient, memory_format)) return Outcome::kept;
+  const Outcome outcome =
+      is_plain ? decide_storage(gradient, memory_format, StoragePolicy::automatic) : Outcome::gradient_in_the_way;
+  if (!is_refusal(outcome)) return outcome;
+  return outcome_of_weight == Outcome::kept ? Outcome::kept : Outcome::gradient_in_the_way;
 }
 
 const char* refusal_sentence(Outcome refusal) {
@@ -109,8 +122,8 @@ const char* refusal_sentence(Outcome refusal) {
     case Outcome::not_a_leaf:
       return "is not a leaf of the autograd graph: convert the tensors that it is computed from, or use convert_weight";
     case Outcome::traced:
-      return "is traced, fake, functional or of a tensor subclass: convert in place before tracing, compiling or "
-             "wrapping, or use convert_weight";
+      return "is traced, fake, functional or of a tensor subclass, or a tracer is active: convert in place before "
+             "tracing, compiling or wrapping, or use convert_weight";
     case Outcome::wrapped:
       return "has post hooks on its gradient accumulator, as DDP and FSDP leave there, and its gradients would be "
              "permuted: convert first, then make the optimizer, then wrap";
@@ -118,8 +131,10 @@ const char* refusal_sentence(Outcome refusal) {
       return "is part of a larger storage (a view, or a flat parameter buffer) that it would leave: ask for "
              "storage='fresh' if that is meant";
     case Outcome::gradient_in_the_way:
-      return "has a gradient that cannot follow, because it is part of a larger storage or of a graph, or not strided: "
-             "set .grad to None first";
+      return "has a gradient that cannot follow, because it is part of a larger storage or of a graph, of another "
+             "shape, or not strided: set .grad to None first";
+    case Outcome::lazy_view:
+      return "is a lazy conjugate or negative view: replace it by its resolve_conj() or resolve_neg() first";
     case Outcome::held:
       return "cannot be permuted in place: something else holds its storage (a view, a detached copy, a state dict, or "
              "the wrapper that torch.save, torch.load and untyped_storage leave); use storage='auto' or 'fresh'";
@@ -128,11 +143,10 @@ const char* refusal_sentence(Outcome refusal) {
              "pinned); use storage='auto' or 'fresh'";
     case Outcome::shared:
       return "cannot be permuted in place: its memory is shared or mapped; use storage='auto' or 'fresh'";
-    case Outcome::not_dense:
-      return "cannot be permuted in place: its strides are not dense, or its device has no kernel for it; use "
+    case Outcome::not_permutable:
+      return "cannot be permuted in place: its strides are not dense, or its device has no in-place kernel; use "
              "storage='auto' or 'fresh'";
-    default:
-      TORCH_INTERNAL_ASSERT(false, "not a refusal: ", static_cast<int64_t>(refusal));
+    default: TORCH_INTERNAL_ASSERT(false, "not a refusal: ", static_cast<int64_t>(refusal));
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <string>
 #include <string_view>
 
 #include "torch_nhwc/ops.h"
@@ -11,9 +10,9 @@
 namespace nhwc {
 
 /// The `storage` argument of the in-place operators.
-enum class StoragePolicy { automatic, fresh, reuse };
+enum class StoragePolicy { automatic, fresh, reuse, detach };
 
-/// Raises, in the name of `op`, for anything but "auto", "fresh" and "reuse".
+/// Raises, in the name of `op`, for anything but "auto", "fresh", "reuse" and "detach".
 StoragePolicy parse_storage_policy(const char* op, std::string_view storage);
 
 /// What an in-place conversion of `weight` will do. Reads reference counts only: it takes no reference to the storage,
@@ -21,22 +20,22 @@ StoragePolicy parse_storage_policy(const char* op, std::string_view storage);
 ///
 /// The weight's bytes may be permuted in place when the weight is dense and spans the whole of a storage that nothing
 /// else holds, in memory of the device's own allocator. Memory from elsewhere (NumPy, a memory map, another process)
-/// may have owners that the count of references does not see. A DLPack export of a weight that needs no gradient holds
-/// the tensor itself instead of its storage: it is recognised by more references to such a tensor than
-/// `known_references`, the owner's and the call's.
-Outcome decide_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy,
-                       size_t known_references);
+/// may have owners that the count of references does not see.
+Outcome decide_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy);
 
-/// `decide_outcome` for the gradient that follows a weight, always under `StoragePolicy::automatic`. `gradient` is the
-/// weight's own reference to it, not a copy.
-Outcome decide_gradient_outcome(const at::Tensor& gradient, at::MemoryFormat memory_format);
+/// What becomes of a weight's gradient, always under `StoragePolicy::automatic`: it follows a weight that changes, and
+/// joins one that is kept where it can.
+Outcome decide_gradient_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, Outcome outcome_of_weight);
 
-/// Whether a tensor stands for something else than its own bytes: traced, fake, functional, batched, a subclass with
-/// dispatch of its own, or a lazy conjugate or negative view.
-bool is_traced(const at::Tensor& tensor);
+inline bool is_refusal(Outcome outcome) { return outcome < Outcome::kept; }
 
-/// Whether an outcome is a refusal, and the sentence that explains it: what is wrong and what to do.
-inline bool is_refusal(Outcome outcome) { return static_cast<int64_t>(outcome) < 0; }
+/// Whether an outcome brings new storage.
+inline bool is_fresh(Outcome outcome) {
+  return outcome == Outcome::fresh || outcome == Outcome::fresh_held || outcome == Outcome::fresh_foreign ||
+         outcome == Outcome::fresh_shared;
+}
+
+/// The sentence that explains a refusal: what is wrong with the weight, and what to do.
 const char* refusal_sentence(Outcome refusal);
 
 }  // namespace nhwc

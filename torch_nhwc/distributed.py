@@ -31,18 +31,22 @@ def register_sharding_rule() -> None:
 class _RegisterOnImport(importlib.abc.MetaPathFinder):
     """Registers the rule when DTensor is first imported: importing it here would slow down everyone's start."""
 
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        if name != _DTENSOR:
+    _is_searching = False  # the search below comes by here again
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        if name != _DTENSOR or self._is_searching:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec(name)
+        self._is_searching = True
+        try:
+            spec = importlib.util.find_spec(name)
+        finally:
+            self._is_searching = False
         if spec is not None and spec.loader is not None:
             execute = spec.loader.exec_module
 
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
+                sys.meta_path.remove(self)
                 register_sharding_rule()
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]

@@ -4,11 +4,10 @@ import warnings
 from typing import TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from torch_nhwc.ops import Outcome, Storage, convert_weights_, plan_weights
-from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import find_sites
+from torch_nhwc.ops import Outcome, convert_weights_, plan_weights
+from torch_nhwc.sites import Site, find_sites
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -59,28 +58,33 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     sites = list(find_sites(module, rank))
     convertible = [(site, site.weight) for site in sites if site.reason is None and site.weight is not None]
     weights = [weight for _, weight in convertible]
-    outcomes = plan_weights(weights, memory_format)
-
-    # Warnings may be errors: they come before anything changes.
-    for site in sites:
-        if site.reason is Reason.SCRIPTED and plan_weights([site.weight], memory_format) == [Outcome.KEPT]:  # type: ignore[list-item]
-            continue
-        if site.reason is not None:
-            _warn(f"{caller}: left {site} as it is: {site.reason.value}")
-    detached = [site for (site, _), outcome in zip(convertible, outcomes) if outcome == Outcome.PART_OF_LARGER_STORAGE]
-    for site in detached:
-        _warn(f"{caller}: the weight of {site} leaves the larger storage that it was part of")
-
-    storage: Storage = "fresh" if detached else "auto"
     try:
-        convert_weights_(weights, memory_format, storage=storage)
+        outcomes = plan_weights(weights, memory_format)
+        # Warnings may be errors: they come before anything changes, and behind what is known to fail.
+        if all(not outcome.is_refusal or outcome == Outcome.PART_OF_LARGER_STORAGE for outcome in outcomes):
+            for site in sites:
+                if site.reason is not None and not _in_format(site, memory_format):
+                    _warn(f"{caller}: left {site} as it is: {site.reason.value}")
+            for (site, _), outcome in zip(convertible, outcomes):
+                if outcome == Outcome.PART_OF_LARGER_STORAGE:
+                    _warn(f"{caller}: the weight of {site} leaves the larger storage that it was part of")
+        convert_weights_(weights, memory_format, storage="detach")
     except RuntimeError as error:
-        planned = plan_weights(weights, memory_format, storage=storage)
-        refused = [str(site) for (site, _), outcome in zip(convertible, planned) if outcome.is_refusal]
-        if not refused:
-            raise
-        raise RuntimeError(f"{caller}: nothing was changed, because of {', '.join(refused)}: {error}") from error
+        refused = [str(site) for site, weight in convertible if _refuses(weight, memory_format)]
+        reason = f", because of {', '.join(refused)}" if refused else ""
+        raise type(error)(f"{caller}: nothing was changed{reason}: {error}") from error
     return module
+
+
+def _refuses(weight: Tensor, memory_format: torch.memory_format) -> bool:
+    try:
+        return plan_weights([weight], memory_format, storage="detach")[0].is_refusal
+    except RuntimeError:
+        return True
+
+
+def _in_format(site: Site, memory_format: torch.memory_format) -> bool:
+    return site.weight is not None and plan_weights([site.weight], memory_format) == [Outcome.KEPT]
 
 
 def _warn(message: str) -> None:

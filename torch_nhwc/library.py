@@ -57,4 +57,4 @@ def load() -> None:
             f"torch_nhwc was built for torch {built['torch']}, but torch {torch.__version__} is imported here: "
             f"type {REBUILD}"
         )
-    torch.ops.load_library(library_path())
+    torch.ops.load_library(library_path())  # type: ignore[no-untyped-call, unused-ignore]

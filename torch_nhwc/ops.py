@@ -1,7 +1,7 @@
 """The operators of `torch.ops.nhwc`, typed and documented.
 
-The functions here add nothing to `torch.ops.nhwc.*` but types, except that a graph break of `torch.compile` surrounds
-the in-place ones. In TorchScript call `torch.ops.nhwc.*` itself.
+The functions here add types to `torch.ops.nhwc.*`, and make a graph break of `torch.compile` around the in-place ones.
+In TorchScript call `torch.ops.nhwc.*` itself.
 """
 
 import enum
@@ -15,7 +15,7 @@ from torch_nhwc import library
 
 library.load()
 
-Storage = Literal["auto", "fresh", "reuse"]
+Storage = Literal["auto", "fresh", "reuse", "detach"]
 _F = TypeVar("_F", bound=Callable[..., object])
 
 
@@ -38,14 +38,25 @@ class Outcome(enum.IntEnum):
     """New storage, because the memory is shared between processes."""
 
     NOT_A_LEAF = -1
+    """The weight is computed from other tensors."""
     TRACED = -2
+    """Traced, fake, functional or a tensor subclass, or a tracer is active."""
     WRAPPED = -3
+    """Its gradient accumulator has post hooks: DDP or FSDP1 came first."""
     PART_OF_LARGER_STORAGE = -4
+    """A view, or a slice of a flat parameter buffer."""
     GRADIENT_IN_THE_WAY = -5
-    HELD = -6
-    FOREIGN = -7
-    SHARED = -8
-    NOT_DENSE = -9
+    """Its gradient cannot follow."""
+    LAZY_VIEW = -6
+    """A conjugate or negative view that is not resolved."""
+    HELD = -7
+    """Under `"reuse"`, where `"auto"` says `FRESH_HELD`."""
+    FOREIGN = -8
+    """Under `"reuse"`, where `"auto"` says `FRESH_FOREIGN`."""
+    SHARED = -9
+    """Under `"reuse"`, where `"auto"` says `FRESH_SHARED`."""
+    NOT_PERMUTABLE = -10
+    """Under `"reuse"`: not dense, or no in-place kernel for the device."""
 
     @property
     def is_refusal(self) -> bool:
@@ -66,7 +77,7 @@ def convert_weight(
     Returns:
         A tensor of its own memory, of the weight's shape, in the strides that `torch.empty(weight.shape,
         memory_format=memory_format)` has. Differentiable any number of times, in reverse and forward mode; the gradient
-        arrives in the weight's dtype and memory format.
+        arrives in the weight's dtype and memory format, contiguous where it has none.
 
     Raises:
         RuntimeError: the weight is not 4D or 5D, or the format is not one of its rank.
@@ -85,7 +96,9 @@ def convert_weights(
 
 def _outside_of_graphs(function: _F) -> _F:
     # torch.compiler.disable means the same, but imports the whole compiler here and now.
-    return cast(_F, torch._disable_dynamo(function))  # type: ignore[no-untyped-call, unused-ignore]
+    from torch._compile import _disable_dynamo
+
+    return cast(_F, _disable_dynamo(function))
 
 
 @_outside_of_graphs
@@ -103,14 +116,18 @@ def convert_weights_(
     """Brings weights into a memory format by `.data` replacement, all or nothing.
 
     The tensor objects, their autograd identity and hooks, and their values stay. Nothing happens to a weight that has
-    the canonical strides already. `.grad` follows its weight, as under `"auto"`. Weights that are exact aliases of each
-    other stay aliases. During the call no other thread may use the weights, except with `"fresh"`.
+    the canonical strides already. `.grad` follows its weight, as under `"auto"`; that of a weight in format joins it
+    where it can. Weights that are exact aliases of each other stay aliases.
+
+    As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
+    the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.
 
     Args:
         weights: leaves of the autograd graph, 4D and 5D mixed.
         memory_format: as in `convert_weight`, for every weight.
         storage: `"auto"` permutes the bytes in place where nothing else can see them and makes new storage elsewhere;
-            `"fresh"` always makes new storage, pinned where it was pinned; `"reuse"` permutes in place or raises.
+            `"fresh"` always makes new storage, pinned where it was pinned; `"reuse"` permutes in place or raises;
+            `"detach"` is `"auto"`, except that a weight that is part of a larger storage leaves it for new storage.
 
     Returns:
         What was done to each weight, in order.
@@ -118,10 +135,10 @@ def convert_weights_(
     Raises:
         RuntimeError: before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or a
             tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
-            part of a larger storage, unless `"fresh"` is asked for; whose gradient cannot follow; for `"reuse"` where
+            part of a larger storage, under `"auto"` and `"reuse"`; whose gradient cannot follow; for `"reuse"` where
             it is not safe; for a wrong rank or format.
         NotImplementedError: as in `convert_weight`.
-        ValueError: `storage` is none of the three.
+        ValueError: `storage` is none of the four.
     """
     outcomes = torch.ops.nhwc.convert_weights_(list(weights), memory_format, storage=storage)
     return [Outcome(outcome) for outcome in outcomes]

@@ -52,27 +52,35 @@ def find_sites(model: nn.Module, rank: int) -> Iterator[Site]:
     for path, module in model.named_modules():
         layer = type(module).__name__
         if isinstance(module, torch.jit.ScriptModule):
-            if module.original_name in names:
-                yield Site(path, module.original_name, module.weight, Reason.SCRIPTED)
+            yield from _scripted_site(path, module, rank, names)
         elif isinstance(module, LAYERS[rank]):
-            weight, reason = _plain_weight(module)
-            if reason is None and not isinstance(weight, Tensor):
-                raise TypeError(
-                    f"torch_nhwc: expected the weight of {path!r} ({layer}) to be a tensor, got {type(weight).__name__}"
-                )
+            weight, reason = _plain_weight(module, f"{path!r} ({layer})")
             yield Site(path, layer, weight, reason)
         elif isinstance(module, quantized):
-            yield Site(path, layer, None, Reason.QUANTIZED)
+            yield Site(path, layer, None, Reason.PACKED)
 
 
-def _plain_weight(module: nn.Module) -> tuple[Tensor | None, Reason | None]:
+def _scripted_site(path: str, module: torch.jit.ScriptModule, rank: int, names: set[str]) -> Iterator[Site]:
+    # A class keeps its name through scripting and tracing; a subclass shows by the constants of a convolution, which
+    # only scripting keeps; oneDNN's namesakes are scripted always.
+    layer = module.original_name
+    weight = getattr(module, "weight", None)
+    if isinstance(weight, Tensor) and weight.layout == torch.strided:
+        if weight.dim() == rank and (layer in names or hasattr(module, "output_padding")):
+            yield Site(path, layer, weight, Reason.SCRIPTED)
+    elif layer.removeprefix("Mkldnn") in names and (weight is not None or hasattr(module, "_packed_params")):
+        yield Site(path, layer, None, Reason.PACKED)
+
+
+def _plain_weight(module: nn.Module, name: str) -> tuple[Tensor | None, Reason | None]:
     # A computed weight is not even read: reading runs the parametrization, which may update its own state.
-    if parametrize.is_parametrized(module, "weight") or any(name in module._parameters for name in _ORIGINALS):
+    originals = "weight" not in module._parameters and any(name in module._parameters for name in _ORIGINALS)
+    if originals or parametrize.is_parametrized(module, "weight"):
         return None, Reason.COMPUTED
-    weight = module.weight
+    weight: object = module.weight
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"torch_nhwc: expected the weight of {name} to be a tensor, got {type(weight).__name__}")
     if is_lazy(weight):
         return None, Reason.LAZY
-    stored = any("weight" in place for place in (module._parameters, module._buffers, module.__dict__))
-    if isinstance(weight, Tensor) and not (stored and weight.is_leaf):
-        return None, Reason.COMPUTED
-    return weight, None  # type: ignore[return-value, unused-ignore]
+    # A property may compute its value without autograd's knowledge; a stored tensor is the same one every time.
+    return (weight, None) if weight.is_leaf and weight is module.weight else (None, Reason.COMPUTED)

@@ -3,6 +3,8 @@
 // The node is written by hand because only this form also passes torch.func, compiled autograd, double backward, and
 // programs that never start Python: torch::autograd::Function raises under torch.func, and a formula registered from
 // Python is lost, without an error, where our Python is not imported.
+#include "../convert_weight.h"
+
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
@@ -11,7 +13,6 @@
 #include <torch/library.h>
 #include <torch/version.h>
 
-#include "../convert_weight.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {
@@ -52,14 +53,14 @@ autograd::variable_list ConvertWeightBackward::apply_with_saved(const autograd::
                                                                 torch::dynamo::autograd::SwapSavedVariables& saved) {
   namespace compiled = torch::dynamo::autograd;
   const auto& compiler = compiled::getPyCompilerInterface();
-  const auto function = compiler->bind_function(saved.get_py_compiler(), "nhwc_convert_weight_backward",
-                                                apply_functional, {at::IntType::get(), at::IntType::get()},
-                                                /*is_custom_function=*/false, /*is_traceable=*/true);
-  return compiler->call_function(
-      saved.get_py_compiler(), "apply_functional", function, gradients,
-      {static_cast<int64_t>(memory_format), static_cast<int64_t>(dtype)},
-      compiled::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
-          compiled::get_input_metadata(next_edges())));
+  // Bound once, as the nodes of PyTorch itself: a name that is bound twice is an error.
+  static const auto function = compiler->bind_function(saved.get_py_compiler(), "nhwc_convert_weight_backward",
+                                                       apply_functional, {at::IntType::get(), at::IntType::get()},
+                                                       /*is_custom_function=*/false, /*is_traceable=*/true);
+  return compiler->call_function(saved.get_py_compiler(), "apply_functional", function, gradients,
+                                 {static_cast<int64_t>(memory_format), static_cast<int64_t>(dtype)},
+                                 compiled::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
+                                     compiled::get_input_metadata(next_edges())));
 }
 
 // The owning pointer of a node changed from std::shared_ptr to c10::intrusive_ptr after torch 2.11.

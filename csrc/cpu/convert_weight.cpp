@@ -27,7 +27,8 @@ Filters filters_of(const at::Tensor& weight, FilterOrder order) {
 template <typename Body>
 void for_filters(const Filters& filters, int64_t element_size, const Body& body) {
   constexpr int64_t bytes_worth_a_thread = 1 << 21;
-  const int64_t grain = std::max<int64_t>(1, bytes_worth_a_thread / std::max<int64_t>(1, filters.size() * element_size));
+  const int64_t grain =
+      std::max<int64_t>(1, bytes_worth_a_thread / std::max<int64_t>(1, filters.size() * element_size));
   at::parallel_for(0, filters.count, grain, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
 }
 
@@ -57,27 +58,25 @@ struct CastLikeTorch {
   }
 };
 
-#define NHWC_FLOATING_TYPES \
-  AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, \
-      at::kFloat8_e4m3fnuz, at::kFloat8_e5m2fnuz, at::kFloat8_e8m0fnu
+#define NHWC_FLOATING_TYPES                                                                                           \
+  AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, \
+      at::kFloat8_e5m2fnuz, at::kFloat8_e8m0fnu
 
 void write_and_cast(const at::Tensor& weight, const at::Tensor& out, const Filters& filters) {
-  AT_DISPATCH_V2(
-      weight.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
-        using From = scalar_t;
-        const auto* source = weight.const_data_ptr<From>();
-        AT_DISPATCH_V2(
-            out.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
-              auto* destination = out.mutable_data_ptr<scalar_t>();
-              for_filters(filters, sizeof(From), [&](int64_t first, int64_t count) {
-                const int64_t offset = first * filters.size();
-                filter_transpose(source + offset, destination + offset, count, filters.rows, filters.columns,
-                                 CastLikeTorch<scalar_t>{});
-              });
-            }),
-            NHWC_FLOATING_TYPES);
-      }),
-      NHWC_FLOATING_TYPES);
+  AT_DISPATCH_V2(weight.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
+                   using From = scalar_t;
+                   const auto* source = weight.const_data_ptr<From>();
+                   AT_DISPATCH_V2(out.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
+                                    auto* destination = out.mutable_data_ptr<scalar_t>();
+                                    for_filters(filters, sizeof(From), [&](int64_t first, int64_t count) {
+                                      const int64_t offset = first * filters.size();
+                                      filter_transpose(source + offset, destination + offset, count, filters.rows,
+                                                       filters.columns, CastLikeTorch<scalar_t>{});
+                                    });
+                                  }),
+                                  NHWC_FLOATING_TYPES);
+                 }),
+                 NHWC_FLOATING_TYPES);
 }
 
 void write_bytes(const at::Tensor& weight, const at::Tensor& out, const Filters& filters) {
@@ -92,13 +91,26 @@ void write_bytes(const at::Tensor& weight, const at::Tensor& out, const Filters&
   });
 }
 
+// PyTorch's copy has no kernel for some dtypes, such as those of less than a byte; as integers their elements move too.
+void copy_any_strides(const at::Tensor& weight, const at::Tensor& out) {
+  constexpr std::pair<int64_t, at::ScalarType> integers[] = {
+      {1, at::kByte}, {2, at::kShort}, {4, at::kInt}, {8, at::kLong}, {16, at::kComplexDouble}};
+  if (weight.scalar_type() != out.scalar_type()) {
+    out.copy_(weight);
+    return;
+  }
+  for (const auto& [size, integer] : integers) {
+    if (size == weight.element_size()) out.view(integer).copy_(weight.view(integer));
+  }
+}
+
 }  // namespace
 
 void write_weight(const at::Tensor& weight, const at::Tensor& out) {
   const FilterOrder from = filter_order(weight);
   const FilterOrder to = filter_order(out);
   if (from == FilterOrder::neither) {
-    out.copy_(weight);
+    copy_any_strides(weight, out);
     return;
   }
   Filters filters = filters_of(weight, from);

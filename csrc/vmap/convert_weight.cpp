@@ -1,9 +1,11 @@
-// The batching rule of vmap: filters are independent of each other, so a batch of weights is one weight of more filters.
+// The batching rule of vmap: filters are independent of each other, so a batch of weights is one weight of more
+// filters.
+#include "../convert_weight.h"
+
 #include <ATen/ATen.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
 #include <torch/library.h>
 
-#include "../convert_weight.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {

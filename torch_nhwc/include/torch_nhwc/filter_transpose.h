@@ -64,7 +64,8 @@ void filter_transpose(const From* source, To* destination, std::int64_t filters,
   }
 }
 
-/// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`, each in its place.
+/// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`, each in its
+/// place.
 ///
 /// @param data     `filters * rows * columns` elements of a trivially copyable type, overwritten.
 /// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`.

@@ -24,22 +24,23 @@ namespace nhwc {
 /// returns them, the converting operators raise.
 enum class Outcome : std::int64_t {
   kept = 0,           ///< in format already: nothing happened
-  restrided = 1,      ///< the bytes were in order: only the strides changed
+  restrided = 1,      ///< the bytes were in order, or there are none: only the strides changed
   reused = 2,         ///< the bytes were permuted in their own storage
   fresh = 3,          ///< new storage
   fresh_held = 4,     ///< new storage, because something else holds the old one (a view, a detached copy, a wrapper)
   fresh_foreign = 5,  ///< new storage, because the memory is not from the device's allocator (NumPy, a memory map)
   fresh_shared = 6,   ///< new storage, because the memory is shared between processes
 
-  not_a_leaf = -1,
-  traced = -2,
-  wrapped = -3,
-  part_of_larger_storage = -4,
-  gradient_in_the_way = -5,
-  held = -6,       ///< storage="reuse" only, as the three below
-  foreign = -7,
-  shared = -8,
-  not_dense = -9,
+  not_a_leaf = -1,              ///< the weight is computed from other tensors
+  traced = -2,                  ///< traced, fake, functional or a tensor subclass, or a tracer is active
+  wrapped = -3,                 ///< its gradient accumulator has post hooks: DDP or FSDP1 came first
+  part_of_larger_storage = -4,  ///< a view, or a slice of a flat parameter buffer
+  gradient_in_the_way = -5,     ///< its gradient cannot follow
+  lazy_view = -6,               ///< a conjugate or negative view that is not resolved
+  held = -7,                    ///< "reuse" only: where "auto" says fresh_held
+  foreign = -8,                 ///< "reuse" only: where "auto" says fresh_foreign
+  shared = -9,                  ///< "reuse" only: where "auto" says fresh_shared
+  not_permutable = -10,         ///< "reuse" only: not dense, or no in-place kernel for the device
 };
 
 /// A fused clone of a weight in a memory format.
@@ -48,13 +49,13 @@ enum class Outcome : std::int64_t {
 /// @param memory_format  contiguous, channels-last of the weight's rank, or nothing for the latter.
 /// @param dtype          cast to it in the same pass; between floating types only.
 /// @returns a tensor of its own memory, in the strides that `at::empty(size, memory_format)` gives. Differentiable any
-///          number of times in reverse and forward mode; the gradient arrives in the weight's dtype and format.
+///          number of times in reverse and forward mode; the gradient arrives in the weight's dtype and memory format,
+///          contiguous where it has none.
 /// @throws c10::Error for another rank, a format of another rank, a layout that is not strided, another cast.
 inline at::Tensor convert_weight(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                  std::optional<at::ScalarType> dtype = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, std::optional<at::MemoryFormat>, std::optional<at::ScalarType>);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight", "").typed<Signature>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight", "").typed<Signature>();
   return op.call(weight, memory_format, dtype);
 }
 
@@ -62,25 +63,28 @@ inline at::Tensor convert_weight(const at::Tensor& weight, std::optional<at::Mem
 inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
                                                std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                                std::optional<at::ScalarType> dtype = std::nullopt) {
-  using Signature = std::vector<at::Tensor>(at::TensorList, std::optional<at::MemoryFormat>,
-                                            std::optional<at::ScalarType>);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights", "").typed<Signature>();
+  using Signature =
+      std::vector<at::Tensor>(at::TensorList, std::optional<at::MemoryFormat>, std::optional<at::ScalarType>);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights", "").typed<Signature>();
   return op.call(weights, memory_format, dtype);
 }
 
 /// Brings weights into a memory format by `.data` replacement: same tensor objects, same autograd identity and hooks,
 /// no version bump (the values are equal). All or nothing: every weight is checked and every allocation made before
-/// anything changes. A weight's `.grad` follows it, as under "auto". Weights that are exact aliases of each other stay
-/// so. No other thread may use the weights during the call, except with "fresh".
+/// anything changes. A weight's `.grad` follows it, as under "auto"; the `.grad` of a weight that is in format already
+/// joins it where it can. Weights that are exact aliases of each other stay so.
+///
+/// As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
+/// the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.
 ///
 /// @param storage  "auto": permute the bytes in place where nothing else can see them, else new storage;
 ///                 "fresh": new storage for every weight that is not in format (pinned stays pinned);
-///                 "reuse": permute in place, or raise where something else could see it.
+///                 "reuse": permute in place, or raise where something else could see it;
+///                 "detach": as "auto", and a weight that is part of a larger storage leaves it for new storage.
 /// @returns the outcome for each weight, in order, never negative.
 /// @throws c10::Error, before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or
 ///         a tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
-///         part of a larger storage, unless "fresh" is asked for; whose gradient is part of a larger storage or graph.
+///         part of a larger storage, under "auto" and "reuse"; whose gradient is part of a larger storage or graph.
 inline std::vector<Outcome> convert_weights_(at::TensorList weights,
                                              std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                              std::string_view storage = "auto") {
@@ -97,7 +101,9 @@ inline std::vector<Outcome> convert_weights_(at::TensorList weights,
 /// `convert_weights_` for one weight.
 inline Outcome convert_weight_(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                std::string_view storage = "auto") {
-  return convert_weights_({weight}, memory_format, storage).front();
+  using Signature = std::int64_t(const at::Tensor&, std::optional<at::MemoryFormat>, c10::string_view);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight_", "").typed<Signature>();
+  return static_cast<Outcome>(op.call(weight, memory_format, storage));
 }
 
 /// What `convert_weights_` with the same arguments would do to each weight, refusals included. Changes nothing and
@@ -106,8 +112,7 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
                                          std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                          std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
   std::vector<Outcome> outcomes;
   for (const std::int64_t outcome : op.call(weights, memory_format, storage)) {
     outcomes.push_back(static_cast<Outcome>(outcome));

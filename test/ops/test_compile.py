@@ -1,0 +1,162 @@
+"""opcheck, torch.compile, torch.export and FakeTensor: equal results in equal strides, or one clear error."""
+
+import subprocess
+import sys
+
+import pytest
+import reference
+import torch
+from torch._subclasses import FakeTensorMode
+from torch.testing._internal.optests import OpCheckError
+
+import torch_nhwc as nhwc
+
+SAMPLES = {
+    "contiguous": lambda: torch.randn(4, 3, 3, 3),
+    "channels_last": lambda: torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last),
+    "sliced": lambda: torch.randn(4, 6, 3, 3)[:, ::2],
+    "expanded": lambda: torch.randn(1, 3, 3, 3).expand(4, 3, 3, 3),
+    "1x1": lambda: torch.randn(4, 3, 1, 1),
+    "one_channel": lambda: torch.randn(4, 1, 3, 3),
+    "empty": lambda: torch.randn(0, 3, 3, 3),
+    "3d": lambda: torch.randn(4, 3, 3, 2, 3),
+}
+BACKENDS = ["eager", "aot_eager", "inductor"]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_opcheck_of_the_functional_operators(sample, requires_grad):
+    weight = SAMPLES[sample]().requires_grad_(requires_grad)
+    for arguments, options in (
+        ((), {}),
+        ((torch.contiguous_format,), {}),
+        ((), {"dtype": torch.bfloat16}),
+        ((torch.contiguous_format,), {"dtype": torch.float64}),
+    ):
+        torch.library.opcheck(torch.ops.nhwc.convert_weight.default, (weight, *arguments), options)
+    other = SAMPLES["3d"]()
+    torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([weight, other],), {"dtype": torch.float64})
+    torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([],))
+
+
+@pytest.mark.parametrize("op", ["convert_weight_", "convert_weights_"])
+def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op):
+    weight = torch.randn(4, 3, 3, 3)
+    overload = getattr(torch.ops.nhwc, op).default
+    # opcheck clones its inputs into larger buffers, which only "fresh" may leave.
+    arguments = ([weight] if op == "convert_weights_" else weight,), {"storage": "fresh"}
+    others = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    torch.library.opcheck(overload, *arguments, test_utils=others)
+    with pytest.raises(OpCheckError, match=f"nhwc::{op}: the weight is traced, fake, functional"):
+        torch.library.opcheck(overload, *arguments, test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_h27_compiled_and_eager_agree_in_values_strides_and_gradients(backend, dynamic):
+    def layer(w, x):
+        weight = torch.ops.nhwc.convert_weight(w)
+        back = torch.ops.nhwc.convert_weight(weight, torch.contiguous_format, dtype=torch.float64)
+        (listed,) = torch.ops.nhwc.convert_weights([w * 2])
+        return torch.nn.functional.conv2d(x, weight), weight, back, listed
+
+    for shape in ((4, 3, 3, 3), (6, 5, 3, 3), (8, 7, 5, 5), (4, 3, 1, 1), (4, 1, 3, 3)):
+        for memory_format in (torch.contiguous_format, torch.channels_last):
+            w = nhwc.convert_weight(torch.randn(shape), memory_format).requires_grad_()
+            eager = w.detach().clone().requires_grad_()
+            x = torch.randn(2, shape[1], 8, 8)
+            torch._dynamo.reset()  # there is a limit to the variants of one function
+            compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
+            actual, expected = compiled(w, x), layer(eager, x)
+            torch.testing.assert_close(actual, expected)
+            assert [a.stride() for a in actual[1:]] == [e.stride() for e in expected[1:]]
+            actual[0].sum().backward()
+            expected[0].sum().backward()
+            torch.testing.assert_close(w.grad, eager.grad)
+            if 1 not in shape:  # AccumulateGrad overlooks the strides of sizes of 1
+                assert w.grad.stride() == eager.grad.stride()
+
+
+def test_fake_and_symbolic_tensors_get_exact_strides():
+    with FakeTensorMode():
+        for shape in reference.SHAPES:
+            for memory_format in (torch.contiguous_format, reference.FORMATS[len(shape)]):
+                out = nhwc.convert_weight(torch.empty(shape), memory_format, dtype=torch.float16)
+                assert out.dtype == torch.float16
+                assert out.stride() == reference.canonical_strides(shape, memory_format)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_in_place_in_a_compiled_graph_raises_and_breaks_the_graph_when_called_by_our_name(backend):
+    layer = torch.nn.Conv2d(3, 4, 3)
+    before = layer.weight.stride()
+
+    def by_operator(x):
+        torch.ops.nhwc.convert_weight_(layer.weight)
+        return layer(x)
+
+    def by_name(x):
+        nhwc.convert_weight_(layer.weight)
+        return layer(x)
+
+    x = torch.randn(1, 3, 8, 8)
+    expected = layer(x)
+    with pytest.raises(Exception, match="nhwc::convert_weight_: the weight is traced, fake, functional"):
+        torch.compile(by_operator, backend=backend)(x)
+    assert layer.weight.stride() == before
+    torch.testing.assert_close(torch.compile(by_name, backend=backend)(x), expected)
+    assert layer.weight.stride() == (27, 1, 9, 3)
+
+
+class Layer(torch.nn.Module):
+    """A convolution whose weight passes through the operators."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+
+    def forward(self, x):
+        weight = torch.ops.nhwc.convert_weight(self.weight)
+        return torch.nn.functional.conv2d(x, weight), weight
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_exported_program_runs_where_only_the_library_is_loaded(strict, tmp_path):
+    layer, x = Layer(), torch.randn(2, 3, 8, 8)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    program = torch.export.export(layer, (x,), dynamic_shapes=({0: batch},), strict=strict)
+    torch.export.save(program, tmp_path / "program.pt2")
+    torch.save((x, layer(x)[0]), tmp_path / "expected.pt")
+    script = f"""
+import torch
+torch.ops.load_library({str(nhwc.library_path())!r})
+x, expected = torch.load({str(tmp_path / "expected.pt")!r})
+program = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
+out, weight = program(x)
+torch.testing.assert_close(out, expected)
+assert weight.stride() == (27, 1, 9, 3)
+assert program(torch.randn(5, 3, 8, 8))[0].shape == (5, 4, 6, 6)
+import sys
+assert "torch_nhwc" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env={"PATH": ""})
+
+
+def test_export_refuses_an_in_place_conversion():
+    class Converts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            torch.ops.nhwc.convert_weight_(self.layer.weight)
+            return self.layer(x)
+
+    with pytest.raises(Exception, match="nhwc::convert_weight_: the weight is traced, fake, functional"):
+        torch.export.export(Converts(), (torch.randn(1, 3, 8, 8),))

@@ -1,0 +1,380 @@
+"""convert_weight_ and convert_weights_: storage, identity, gradients, refusals, all or nothing."""
+
+import copy
+import multiprocessing
+
+import numpy as np
+import pytest
+import reference
+import torch
+from reference import SHAPES, SOURCES, arrange, random_weight
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import torch_nhwc as nhwc
+from torch_nhwc import Outcome
+
+CL = torch.channels_last
+STRIDES = (27, 1, 9, 3)
+
+
+def parameter(shape=(4, 3, 3, 3), **options):
+    return nn.Parameter(torch.randn(shape), **options)
+
+
+@pytest.mark.parametrize("storage", ["auto", "fresh"])
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_stay_and_strides_become_canonical(shape, source, storage, device):
+    for memory_format in (None, torch.contiguous_format):
+        weight = arrange(random_weight(shape, device=device), source)
+        wanted = memory_format or reference.channels_last_of(weight)
+        expected = reference.convert_weight(weight, wanted)
+        (planned,) = nhwc.plan_weights([weight], memory_format, storage=storage)
+        if planned == Outcome.PART_OF_LARGER_STORAGE:
+            before = weight.stride(), weight.data_ptr()
+            with pytest.raises(RuntimeError, match=r"is part of a larger storage .* storage='fresh'"):
+                nhwc.convert_weight_(weight, memory_format, storage=storage)
+            assert (weight.stride(), weight.data_ptr()) == before
+            continue
+        pointer = weight.data_ptr()
+        outcome = nhwc.convert_weight_(weight, memory_format, storage=storage)
+        assert outcome == planned
+        reference.assert_same(weight, expected)
+        if outcome in (Outcome.KEPT, Outcome.RESTRIDED, Outcome.REUSED):
+            assert weight.data_ptr() == pointer
+        assert nhwc.convert_weight_(weight, memory_format, storage=storage) == Outcome.KEPT
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", reference.ALL_DTYPES, ids=str)
+def test_bytes_are_permuted_in_place(dtype, threads):
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for shape in ((6, 5, 3, 3), (64, 130, 7, 7), (3, 4, 3, 3, 3), (5, 67, 2, 1, 3)):
+            weight = random_weight(shape, dtype).clone()
+            expected = reference.convert_weight(weight)
+            pointer = weight.data_ptr()
+            assert nhwc.convert_weight_(weight, storage="reuse") == Outcome.REUSED
+            reference.assert_same(weight, expected)
+            assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.REUSED
+            reference.assert_same(weight, expected.contiguous())
+            assert weight.data_ptr() == pointer
+    finally:
+        torch.set_num_threads(before)
+
+
+def numpy_view(weight):
+    return weight.detach().numpy()
+
+
+# Name: what shares the weight's bytes (or makes them), the outcome it must have, and why "reuse" is refused.
+OWNERS = {
+    "nothing": (lambda w: (w, None), Outcome.REUSED, None),
+    "deepcopy": (lambda w: (copy.deepcopy(w), None), Outcome.REUSED, None),
+    "dropped_view": (lambda w: (w, w.detach().sum().item()), Outcome.REUSED, None),
+    "view": (lambda w: (w, w.detach().view(-1)), Outcome.FRESH_HELD, "something else holds its storage"),
+    "detach": (lambda w: (w, w.detach()), Outcome.FRESH_HELD, "something else holds its storage"),
+    "second_parameter": (lambda w: (w, nn.Parameter(w.data)), Outcome.FRESH_HELD, "something else holds its storage"),
+    "numpy_export": (lambda w: (w, numpy_view(w)), Outcome.FRESH_HELD, "something else holds its storage"),
+    "storage_wrapper": (lambda w: (w, w.untyped_storage()), Outcome.FRESH_HELD, "something else holds its storage"),
+    "dlpack_of_detach": (
+        lambda w: (w, np.from_dlpack(w.detach())),
+        Outcome.FRESH_HELD,
+        "something else holds its storage",
+    ),
+    "numpy_import": (
+        lambda w: (nn.Parameter(torch.from_numpy(w.detach().numpy().copy())), None),
+        Outcome.FRESH_FOREIGN,
+        "memory is not from the device's own allocator",
+    ),
+    "shared": (
+        lambda w: (nn.Parameter(w.detach().clone().share_memory_()), None),
+        Outcome.FRESH_SHARED,
+        "memory is shared or mapped",
+    ),
+    "expanded": (
+        lambda w: (w.detach().clone()[:1].clone().expand(4, 3, 3, 3), None),
+        Outcome.FRESH_HELD,
+        "something else holds its storage",
+    ),
+}
+
+
+@pytest.mark.parametrize("op", ["convert_weight_", "convert_weights_"])
+@pytest.mark.parametrize("owner", OWNERS)
+def test_storage_is_reused_only_where_nothing_else_can_see_the_bytes(owner, op):
+    make, expected, refusal = OWNERS[owner]
+    weight, other = make(parameter())
+    before, values = copy.deepcopy(other), weight.detach().clone()
+    mention = (lambda w: w) if op == "convert_weight_" else (lambda w: [w])
+    call = getattr(torch.ops.nhwc, op)
+    stride, pointer = weight.stride(), weight.data_ptr()
+    if refusal is not None:
+        with pytest.raises(RuntimeError, match=refusal):
+            call(mention(weight), storage="reuse")
+        assert (weight.stride(), weight.data_ptr()) == (stride, pointer)
+    assert nhwc.plan_weights([weight]) == [expected]
+    assert call(mention(weight)) == mention(expected)
+    assert torch.equal(weight, values)
+    assert weight.stride() == STRIDES
+    assert (weight.data_ptr() == pointer) == (expected == Outcome.REUSED)
+    if isinstance(other, torch.Tensor):
+        assert torch.equal(other, before)
+    elif isinstance(other, np.ndarray):
+        assert np.array_equal(other, before)
+
+
+def test_a_saved_weight_gets_fresh_storage(tmp_path):
+    weight = parameter()
+    torch.save(weight, tmp_path / "weight.pt")
+    loaded = torch.load(tmp_path / "weight.pt")
+    assert nhwc.convert_weights_([weight, loaded]) == [Outcome.FRESH_HELD] * 2
+    assert torch.equal(weight, loaded)
+
+
+def test_planning_leaves_no_trace_on_the_storage():
+    weight = parameter()
+    for _ in range(3):
+        assert nhwc.plan_weights([weight, weight]) == [Outcome.REUSED] * 2
+    assert weight.is_contiguous()
+    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+
+
+def _read_shared(weight, queue):
+    queue.put(weight.sum().item())
+
+
+def test_another_process_does_not_see_a_conversion():
+    weight = nn.Parameter(torch.arange(108.0).view(4, 3, 3, 3).share_memory_(), requires_grad=False)
+    view = weight.detach()
+    nhwc.convert_weight_(weight)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_read_shared, args=(view, queue))
+    process.start()
+    assert queue.get(timeout=60) == sum(range(108))
+    process.join()
+    assert torch.equal(view.view(-1), torch.arange(108.0))
+
+
+def test_identity_hooks_and_version_survive():
+    layer = nn.Conv2d(3, 4, 3)
+    weight, version = layer.weight, layer.weight._version
+    seen = []
+    weight.register_hook(lambda g: seen.append(g.stride()))
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.stride()))
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    nhwc.convert_weight_(weight)
+    assert layer.weight is weight is optimizer.param_groups[0]["params"][0]
+    assert weight._version == version
+    before = weight.detach().clone()
+    layer(torch.randn(2, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    assert len(seen) == 2
+    assert seen[1] == STRIDES
+    torch.testing.assert_close(weight, before - 0.1 * weight.grad)
+
+
+def test_the_gradient_of_a_kept_weight_joins_it_where_it_can():
+    weight = nn.Parameter(nhwc.convert_weight(torch.randn(4, 3, 3, 3)))
+    weight.grad = torch.randn(4, 3, 3, 3)
+    pointer = weight.data_ptr()
+    assert nhwc.convert_weight_(weight) == Outcome.KEPT
+    assert weight.data_ptr() == pointer
+    assert weight.grad.stride() == STRIDES
+    weight.grad = torch.randn(8, 3, 3, 3)[:4]
+    assert nhwc.convert_weight_(weight) == Outcome.KEPT
+    assert weight.grad.is_contiguous()
+
+
+@pytest.mark.parametrize("storage", ["auto", "fresh"])
+def test_the_gradient_follows(storage):
+    weight = parameter()
+    (weight * torch.randn(4, 3, 3, 3)).sum().backward()
+    gradient, values = weight.grad, weight.grad.clone()
+    nhwc.convert_weight_(weight, storage=storage)
+    assert weight.grad is gradient
+    assert gradient.stride() == STRIDES
+    assert torch.equal(gradient, values)
+
+
+def test_a_gradient_that_cannot_follow_refuses_the_weight():
+    sliced, in_graph, of_another_shape = parameter(), parameter(), nn.Parameter(torch.randn(12, 3, 3))
+    of_another_shape.grad = torch.randn(12, 3, 3)
+    of_another_shape.data = torch.randn(4, 3, 3, 3)
+    sliced.grad = torch.randn(8, 3, 3, 3)[2:6]
+    in_graph.grad = torch.randn(4, 3, 3, 3, requires_grad=True) * 2
+    for weight in (sliced, in_graph, of_another_shape):
+        good = parameter()
+        for storage in ("auto", "fresh", "reuse"):
+            with pytest.raises(
+                RuntimeError, match=r"weight 1 of 2: the weight has a gradient that cannot follow.*set .grad to None"
+            ):
+                nhwc.convert_weights_([good, weight], storage=storage)
+        assert good.is_contiguous()
+        assert weight.is_contiguous()
+        assert weight.grad.is_contiguous()
+
+
+def test_a_weight_converted_in_inference_mode_still_trains():
+    weight = parameter()
+    with torch.inference_mode():
+        nhwc.convert_weight_(weight, storage="fresh")
+        gradient_free = parameter(requires_grad=False)
+        nhwc.convert_weight_(gradient_free)
+    assert not weight.is_inference()
+    (weight**2).sum().backward()
+    assert torch.equal(weight.grad, 2 * weight.detach())
+    assert gradient_free.is_inference()  # it was made there, and stays what it was
+    assert gradient_free.stride() == STRIDES
+
+
+@pytest.mark.parametrize("storage", ["auto", "fresh"])
+@pytest.mark.parametrize("saved", ["weight", "view"])
+def test_weights_saved_for_an_earlier_backward_give_right_gradients(saved, storage):
+    weight = parameter()
+    other = torch.randn(4, 27, requires_grad=True)
+    out = (weight.view(4, 27) * other) if saved == "view" else (weight * other.view(4, 3, 3, 3))
+    expected = weight.detach().clone().view(4, 27)
+    outcome = nhwc.convert_weight_(weight, storage=storage)
+    if storage == "auto":
+        assert outcome == (Outcome.FRESH_HELD if saved == "view" else Outcome.REUSED)
+    out.sum().backward()
+    assert torch.equal(other.grad, expected)
+    assert torch.equal(weight.grad, other.detach().view(4, 3, 3, 3))
+
+
+def test_optimizers_step_right_after_a_conversion_between_backward_and_step():
+    for optimizer_class, options in (
+        (torch.optim.SGD, {"lr": 0.1, "fused": True}),
+        (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
+    ):
+        layer, twin = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+        twin.load_state_dict(layer.state_dict())
+        x = torch.randn(2, 3, 8, 8)
+        for module in (layer, twin):
+            optimizer = optimizer_class(module.parameters(), **options)
+            module(x).square().sum().backward()
+            if module is layer:
+                nhwc.convert_weight_(module.weight)
+            optimizer.step()
+        torch.testing.assert_close(layer.weight, twin.weight)
+
+
+def test_tied_weights_convert_once_and_aliases_stay_aliases():
+    weight = parameter()
+    assert nhwc.convert_weights_([weight, weight]) == [Outcome.REUSED] * 2
+    assert weight.stride() == STRIDES
+    first, alias = parameter(), None
+    alias = nn.Parameter(first.data)
+    other = nn.Parameter(first.data.view(-1)[:108].view(4, 3, 3, 3).transpose(0, 1))
+    values = first.detach().clone()
+    nhwc.convert_weights_([first, alias, other], storage="fresh")
+    assert first.data_ptr() == alias.data_ptr()
+    assert first.stride() == alias.stride() == STRIDES
+    assert other.data_ptr() != first.data_ptr()
+    with torch.no_grad():
+        first[0, 0, 0, 0] += 1
+    assert alias[0, 0, 0, 0] == first[0, 0, 0, 0]
+    assert torch.equal(other, values.transpose(0, 1))
+
+
+def test_weights_on_meta_get_strides_alone():
+    weight = nn.Parameter(torch.empty(4, 3, 3, 3, device="meta"))
+    nhwc.convert_weight_(weight)
+    assert weight.is_meta
+    assert weight.stride() == STRIDES
+
+
+def test_detach_is_auto_for_all_but_slices_of_a_larger_storage():
+    flat = torch.randn(1000)
+    values = flat.clone()
+    owner, pointwise = parameter(), parameter((4, 3, 1, 1))
+    first, alias = (nn.Parameter(flat[100:208].view(4, 3, 3, 3)) for _ in range(2))
+    outcomes = nhwc.convert_weights_([owner, first, pointwise, alias], storage="detach")
+    assert outcomes == [Outcome.REUSED, Outcome.FRESH, Outcome.RESTRIDED, Outcome.FRESH]
+    assert first.data_ptr() == alias.data_ptr()
+    assert torch.equal(first, values[100:208].view(4, 3, 3, 3))
+    assert torch.equal(flat, values)
+
+
+def test_a_released_storage_raises():
+    for size in (0, 100):
+        weight = parameter()
+        with torch.no_grad():
+            weight.untyped_storage().resize_(size)
+        for call in (nhwc.convert_weight, nhwc.convert_weight_):
+            with pytest.raises(
+                RuntimeError, match=f"storage is released or cut short: it has {size} bytes and needs 432"
+            ):
+                call(weight)
+
+
+def test_unknown_storage_raises():
+    with pytest.raises(ValueError, match="expected storage to be 'auto', 'fresh', 'reuse' or 'detach', got 'quick'"):
+        nhwc.convert_weight_(parameter(), storage="quick")
+
+
+def refused_weights():
+    yield "non-leaf", parameter() * 1, "is not a leaf of the autograd graph"
+    yield "non-leaf in format", nhwc.convert_weight(parameter()), "is not a leaf of the autograd graph"
+    yield (
+        "conjugate view",
+        torch.randn(4, 3, 3, 3, dtype=torch.complex64).conj(),
+        "is a lazy conjugate or negative view",
+    )
+    yield "larger storage", nn.Parameter(torch.randn(8, 3, 3, 3)[2:6]), "is part of a larger storage"
+    yield "larger storage, 1x1", nn.Parameter(torch.randn(8, 3, 1, 1)[2:6]), "is part of a larger storage"
+    with FakeTensorMode():
+        fake = torch.randn(4, 3, 3, 3)
+    yield "fake", fake, "is traced, fake, functional"
+
+
+@pytest.mark.parametrize("name", [name for name, _, _ in refused_weights()])
+def test_refusals_come_before_anything_is_touched(name):
+    ((weight, message),) = [(weight, message) for each, weight, message in refused_weights() if each == name]
+    good, restrides = parameter(), parameter((4, 3, 1, 1))
+    good.sum().backward()
+    before = [(t.stride(), t.data_ptr()) for t in (good, good.grad, restrides)]
+    with pytest.raises(RuntimeError, match=f"nhwc::convert_weights_, weight 2 of 3: the weight {message}"):
+        nhwc.convert_weights_([good, restrides, weight])
+    assert nhwc.plan_weights([good, weight])[1].is_refusal
+    assert [(t.stride(), t.data_ptr()) for t in (good, good.grad, restrides)] == before
+    assert nhwc.convert_weights_([good, restrides]) == [Outcome.REUSED, Outcome.RESTRIDED]
+
+
+def test_under_tracing_modes_and_transforms_it_raises():
+    weight = parameter()
+    for mode in (FakeTensorMode(), FakeTensorMode(allow_non_fake_inputs=True)):
+        with mode, pytest.raises(RuntimeError, match="or a tracer is active"):
+            nhwc.convert_weight_(weight)
+    with pytest.raises(RuntimeError, match="or a tracer is active"):
+        make_fx(lambda x: (torch.ops.nhwc.convert_weight_(weight), x * 2)[1])(torch.randn(3))
+    for transform in (torch.func.vmap, torch.func.grad, torch.func.functionalize):
+        weights = torch.randn((2, 4, 3, 3, 3) if transform is torch.func.vmap else (4, 3, 3, 3))
+        with pytest.raises(RuntimeError, match="is traced, fake, functional"):
+            transform(lambda w: torch.ops.nhwc.convert_weight_(w))(weights)
+    assert weight.is_contiguous()
+
+
+def test_out_of_memory_changes_nothing():
+    good = parameter()
+    view = good.detach()
+    huge = torch.empty(1, dtype=torch.uint8).expand(2**30, 2**6, 2**3, 2**3)  # would be 4 TiB
+    with pytest.raises(RuntimeError, match=r"memory|alloc"):
+        nhwc.convert_weights_([good, huge], storage="fresh")
+    assert good.is_contiguous()
+    assert good.data_ptr() == view.data_ptr()
+
+
+@pytest.mark.cuda
+def test_pinned_memory_stays_pinned():
+    for storage in ("auto", "fresh"):
+        weight = nn.Parameter(torch.randn(4, 3, 3, 3).pin_memory())
+        outcome = nhwc.convert_weight_(weight, storage=storage)
+        assert outcome == (Outcome.FRESH if storage == "fresh" else Outcome.FRESH_FOREIGN)
+        assert weight.is_pinned()
+        assert weight.stride() == STRIDES

@@ -1,0 +1,122 @@
+"""DDP, raw process groups and DTensor: what converts, and what is refused before it goes wrong."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import torch_nhwc as nhwc
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def train(model, module, steps, between=None):
+    """The weight after every step of plain SGD; `between` runs behind the second."""
+    torch.manual_seed(1)
+    weights = []
+    for step in range(steps):
+        model.zero_grad()
+        model(torch.randn(2, 3, 8, 8)).square().mean().backward()
+        with torch.no_grad():
+            for parameter in module.parameters():
+                parameter -= 0.1 * parameter.grad
+        weights.append(module.weight.detach().clone())
+        if step == 1 and between is not None:
+            between()
+    return weights
+
+
+def test_h31_a_weight_that_ddp_has_wrapped_is_refused():
+    def pair():
+        torch.manual_seed(0)
+        layer = nn.Conv2d(3, 4, 3)
+        return nn.parallel.DistributedDataParallel(layer), layer
+
+    wrapped, layer = pair()
+    expected = train(wrapped, layer, 4)
+
+    # What plain PyTorch does: nothing looks wrong, and the gradients of the next step are permuted.
+    wrapped, layer = pair()
+    stock = train(wrapped, layer, 4, lambda: nn.utils.convert_conv2d_weight_memory_format(layer, torch.channels_last))
+    torch.testing.assert_close(stock[1], expected[1])
+    assert not torch.allclose(stock[2], expected[2])
+
+    wrapped, layer = pair()
+
+    def refused():
+        for call in (
+            lambda: nhwc.convert_weight_(layer.weight),
+            lambda: nhwc.convert_weight_(layer.weight, storage="fresh"),
+            lambda: nhwc.convert_conv2d_weight_memory_format(wrapped, torch.channels_last),
+        ):
+            with pytest.raises(RuntimeError, match=r"post hooks on its gradient accumulator.*convert first.*then wrap"):
+                call()
+
+    ours = train(wrapped, layer, 4, refused)
+    torch.testing.assert_close(ours, expected)
+    assert layer.weight.is_contiguous()
+
+
+def test_converting_first_and_wrapping_second_trains_equally():
+    torch.manual_seed(0)
+    plain = nn.Conv2d(3, 4, 3)
+    expected = train(plain, plain, 5)
+    torch.manual_seed(0)
+    layer = nn.Conv2d(3, 4, 3)
+    nhwc.convert_weight_(layer.weight)
+    wrapped = nn.parallel.DistributedDataParallel(layer)
+    again = []
+    ours = train(wrapped, layer, 5, lambda: again.append(nhwc.convert_weight_(layer.weight)))
+    torch.testing.assert_close(ours, expected)
+    assert again == [nhwc.Outcome.KEPT]  # nothing to do is not refused
+
+
+def mesh():
+    return dist.init_device_mesh("cpu", (1,))
+
+
+@pytest.mark.parametrize("dimension", [None, 0, 1, 2])
+def test_a_dtensor_converts_shard_by_shard(dimension):
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    placement = Replicate() if dimension is None else Shard(dimension)
+    weight = distribute_tensor(torch.randn(4, 3, 3, 3), mesh(), [placement]).requires_grad_()
+    out = nhwc.convert_weight(weight, dtype=torch.float64)
+    assert out.placements == (placement,)
+    assert out.stride() == out.to_local().stride() == (27, 1, 9, 3)
+    assert torch.equal(out.full_tensor(), weight.full_tensor().double())
+    out.sum().backward()
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.stride() == weight.stride()
+    assert torch.equal(weight.grad.full_tensor(), torch.ones(4, 3, 3, 3))
+    with pytest.raises(RuntimeError, match="is traced, fake, functional or of a tensor subclass"):
+        nhwc.convert_weight_(nn.Parameter(weight.detach()))
+
+
+@pytest.mark.parametrize("first", ["torch_nhwc", "torch.distributed.tensor"])
+def test_the_sharding_rule_is_there_whichever_is_imported_first(first, tmp_path):
+    second = {"torch_nhwc": "torch.distributed.tensor", "torch.distributed.tensor": "torch_nhwc"}[first]
+    script = f"""
+import sys, torch, {first}
+assert ("torch.distributed.tensor" in sys.modules) == ({first!r} != "torch_nhwc")
+import importlib.util
+importlib.util.find_spec("torch.distributed.tensor")  # a mere question must not lose the rule
+import {second}
+from torch.distributed.tensor import DTensor
+rules = DTensor._op_dispatcher.sharding_propagator
+known = [table for table in vars(rules).values() if isinstance(table, dict)]
+assert any(torch.ops.nhwc.convert_weight.default in table for table in known)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,124 @@
+"""The operators in TorchScript, and saved modules in processes that never import our Python."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torch_nhwc as nhwc
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+CHANNELS_LAST = 2  # what torch.channels_last is in TorchScript, which does not know the name
+
+
+class Layer(torch.nn.Module):
+    """Calls every operator, by position and by keyword."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+
+    def forward(self, x: torch.Tensor, memory_format: int):
+        weight = torch.ops.nhwc.convert_weight(self.weight, memory_format)
+        half = torch.ops.nhwc.convert_weight(weight=self.weight, memory_format=None, dtype=torch.bfloat16)
+        listed = torch.ops.nhwc.convert_weights([self.weight, weight], 0)
+        return torch.nn.functional.conv2d(x, weight), half, listed[1]
+
+    @torch.jit.export
+    def convert(self, storage: str):
+        planned = torch.ops.nhwc.plan_weights([self.weight], None, storage=storage)
+        done = torch.ops.nhwc.convert_weights_([self.weight], memory_format=None, storage=storage)
+        again = torch.ops.nhwc.convert_weight_(self.weight)
+        return planned, done, again
+
+
+def test_scripted_equals_eager_forward_and_backward():
+    layer = Layer()
+    scripted = torch.jit.script(layer)
+    x = torch.randn(2, 3, 8, 8)
+    for _ in range(3):  # the profiling executor specialises from the second run on
+        actual, expected = scripted(x, CHANNELS_LAST), layer(x, torch.channels_last)
+        for a, e in zip(actual, expected):
+            assert torch.equal(a, e)
+            assert a.stride() == e.stride()
+        (gradient,) = torch.autograd.grad(actual[0].sum(), [layer.weight])
+        (reference,) = torch.autograd.grad(expected[0].sum(), [layer.weight])
+        assert torch.equal(gradient, reference)
+
+
+def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
+    class Converts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+
+        def forward(self, x):
+            return torch.nn.functional.conv2d(x, torch.ops.nhwc.convert_weight(self.weight))
+
+    layer, x = Converts().eval(), torch.randn(2, 3, 8, 8)
+    traced = torch.jit.trace(layer, x)
+    assert "nhwc::convert_weight" in str(traced.inlined_graph)
+    frozen = torch.jit.freeze(torch.jit.script(layer))
+    assert "nhwc::convert_weight" not in str(frozen.graph)
+    for module in (traced, frozen):
+        torch.testing.assert_close(module(x), layer(x))
+
+
+def test_a_scripted_method_converts_its_own_weights_in_place():
+    layer = Layer()
+    scripted = torch.jit.script(layer)
+    values = layer.weight.detach().clone()
+    planned, done, again = scripted.convert("auto")
+    assert planned == done == [nhwc.Outcome.REUSED]
+    assert again == nhwc.Outcome.KEPT
+    assert layer.weight.stride() == scripted.weight.stride() == (27, 1, 9, 3)
+    assert torch.equal(layer.weight, values)
+
+
+def test_tracing_refuses_an_in_place_conversion_and_changes_nothing():
+    class Converts(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = torch.nn.Conv2d(3, 4, 3)
+
+        def forward(self, x):
+            torch.ops.nhwc.convert_weights_([self.layer.weight])
+            return self.layer(x)
+
+    module = Converts()
+    with pytest.raises(RuntimeError, match="nhwc::convert_weights_: the weight is traced"):
+        torch.jit.trace(module, torch.randn(1, 3, 8, 8))
+    assert module.layer.weight.is_contiguous()
+
+
+def test_a_saved_module_trains_where_only_the_library_is_loaded(tmp_path):
+    layer, x = Layer(), torch.randn(2, 3, 8, 8)
+    torch.jit.script(layer).save(tmp_path / "layer.pt")
+    out = layer(x, torch.channels_last)[0]
+    out.sum().backward()
+    torch.save((x, out.detach(), layer.weight.grad), tmp_path / "expected.pt")
+    script = f"""
+import torch
+torch.ops.load_library({str(nhwc.library_path())!r})
+x, expected, gradient = torch.load({str(tmp_path / "expected.pt")!r})
+layer = torch.jit.load({str(tmp_path / "layer.pt")!r})
+out, half, listed = layer(x, 2)
+assert torch.equal(out, expected)
+assert half.stride() == (27, 1, 9, 3) and half.dtype == torch.bfloat16
+out.sum().backward()
+assert torch.equal(layer.weight.grad, gradient) and layer.weight.grad.stride() == gradient.stride()
+planned, done, again = layer.convert("auto")
+assert layer.weight.stride() == layer.weight.grad.stride() == (27, 1, 9, 3) and again == 0
+assert torch.equal(layer(x, 2)[0], expected)
+import sys
+assert "torch_nhwc" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env={"PATH": ""})
+
+
+def test_without_the_library_an_archive_names_the_operator(tmp_path):
+    torch.jit.script(Layer()).save(tmp_path / "layer.pt")
+    script = f"import torch; torch.jit.load({str(tmp_path / 'layer.pt')!r})"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, env={"PATH": ""})
+    assert "Unknown builtin op: nhwc::convert_weight" in run.stderr

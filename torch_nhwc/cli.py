@@ -1,0 +1,123 @@
+"""`python -m torch_nhwc`: the command line. Needs the extra `cli`, and for the built-in models the extra `models`."""
+
+import json
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from torch_nhwc import demo as main_job
+from torch_nhwc import environment
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in main_job.TOLERANCES}
+
+
+@app.command()
+def env(json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False) -> None:
+    """Show versions, compilers and devices: what a report of a problem needs."""
+    print(json.dumps(environment.describe(), indent=2) if json_output else environment.as_text())
+
+
+@app.command()
+def demo(
+    model: Annotated[list[str], typer.Option(help=f"Built-in models: {', '.join(main_job.MODELS)}.")] = [  # noqa: B006
+        "resnet50",
+        "unet3d",
+    ],
+    torchscript: Annotated[
+        str | None, typer.Option(help="A saved TorchScript model instead; needs --input-shape.")
+    ] = None,
+    factory: Annotated[
+        str | None, typer.Option(help="module:callable that returns a model, or (model, input).")
+    ] = None,
+    input_shape: Annotated[str | None, typer.Option(help="Shape of the random input, such as 1,3,224,224.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
+    repeats: Annotated[int, typer.Option(min=1, help="Interleaved runs behind every median.")] = 5,
+    seed: Annotated[int, typer.Option(help="Of the random weights and inputs.")] = 0,
+    json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Convert real models to channels-last, compare their outputs, and time it."""
+    shape = _parse_shape(input_shape)
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
+    if torchscript is not None and shape is None:
+        raise typer.BadParameter("--torchscript needs --input-shape, such as 1,3,224,224", param_hint="--torchscript")
+    for name in model:
+        if name not in main_job.MODELS:
+            raise typer.BadParameter(
+                f"expected one of {', '.join(main_job.MODELS)}, got {name!r}", param_hint="--model"
+            )
+
+    def examples() -> list[main_job.Example]:
+        if torchscript is not None and shape is not None:
+            return [main_job.load_torchscript(torchscript, shape)]
+        if factory is not None:
+            return [main_job.load_factory(factory, shape)]
+        return [main_job.MODELS[name]() for name in model]
+
+    torch.manual_seed(seed)
+    try:
+        results = [main_job.run(example, device, DTYPES[dtype], repeats) for example in examples()]
+    except ModuleNotFoundError as error:
+        raise SystemExit(f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`") from error
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
+    if json_output:
+        print(json.dumps([result.as_dict() for result in results], indent=2))
+    else:
+        console = Console()
+        for result in results:
+            console.print(_table(result))
+    if not all(result.unchanged for result in results):
+        raise SystemExit(1)
+
+
+def _parse_shape(text: str | None) -> list[int] | None:
+    if text is None:
+        return None
+    try:
+        return [int(size) for size in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"expected sizes such as 1,3,224,224, got {text!r}", param_hint="--input-shape"
+        ) from None
+
+
+def _table(result: main_job.Result) -> Table:
+    table = Table(
+        title=f"{result.model}, {result.dtype}, {result.device}, {result.threads} threads",
+        title_justify="left",
+        show_header=False,
+    )
+    for name in ("converted", "restrided", "kept"):
+        tally: main_job.Tally = getattr(result, name)
+        table.add_row(name, f"{tally.sites} weights, {tally.bytes / 1e6:.1f} MB")
+    for left in result.left:
+        table.add_row("left as it is", left)
+    if result.stock_convert_ms is None:
+        table.add_row("conversion", f"{result.convert_ms:.2f} ms (torch.nn.utils skips TorchScript layers)")
+    else:
+        table.add_row(
+            "conversion",
+            f"{result.convert_ms:.2f} ms; torch.nn.utils {result.stock_convert_ms:.2f} ms: "
+            f"{result.stock_over_ours:.1f}x ours",
+        )
+    before = result.forward_contiguous_ms
+    for label, after in (
+        ("converted weights", result.forward_converted_ms),
+        ("and a channels-last input", result.forward_channels_last_input_ms),
+    ):
+        change = f"{before / after:.2f}x faster" if after < before else f"{after / before:.2f}x slower"
+        table.add_row(f"forward, {label}", f"{after:.1f} ms; contiguous {before:.1f} ms: {change}")
+    table.add_row("weights", "equal bit for bit" if result.weights_equal else "[red]DIFFERENT[/red]")
+    verdict = "within" if result.largest_difference <= result.tolerance else "[red]BEYOND[/red]"
+    table.add_row(
+        "largest output difference",
+        f"{result.largest_difference:.2g}, {verdict} the tolerance {result.tolerance:.2g} "
+        f"(largest output {result.largest_output:.2g})",
+    )
+    return table

@@ -1,0 +1,37 @@
+"""What a report of a problem needs to say about the machine and the build."""
+
+import platform
+import sys
+
+import torch
+
+from torch_nhwc import library
+from torch_nhwc.version import __version__
+
+
+def describe() -> dict[str, object]:
+    """Versions, compilers and devices, as plain data."""
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    return {
+        "torch_nhwc": __version__,
+        "library": library.library_path().name,
+        "built with": dict(library.build_info()),
+        "torch": torch.__version__,
+        "torch's CUDA": torch.version.cuda,
+        "GPUs": gpus,
+        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": sys.version.split()[0],
+        "platform": platform.platform(),
+    }
+
+
+def as_text() -> str:
+    """`describe` in lines."""
+    lines = []
+    for name, value in describe().items():
+        if isinstance(value, dict):
+            lines += [f"{name}:", *(f"    {key}: {entry}" for key, entry in value.items())]
+        else:
+            lines.append(f"{name}: {value}")
+    return "\n".join(lines)
