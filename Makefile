@@ -5,6 +5,7 @@ TORCH ?= 2.13.0
 MATRIX ?= 2.11.0 2.15.0
 
 bin := $(VENV)/bin
+export TORCH_NHWC_VENV := $(VENV)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
 .PHONY: demo test lint bench matrix test-cuda clean
@@ -35,7 +36,7 @@ test-cuda: $(VENV)/built
 	TORCH_NHWC_REQUIRE_GPU=1 $(bin)/python -m pytest -m cuda
 
 clean:
-	rm -rf $(VENV) .matrix build dist *.egg-info torch_nhwc/_C*.so torch_nhwc/build_info.json
+	rm -rf $(VENV) .matrix build dist *.egg-info torch_nhwc/libtorch_nhwc*.so torch_nhwc/build_info.json
 
 $(VENV)/installed: pyproject.toml tools/make_environment.py
 	$(PYTHON) tools/make_environment.py $(VENV) --torch $(TORCH)

@@ -11,8 +11,6 @@ Environment:
 import json
 import os
 import platform
-import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -32,24 +30,12 @@ except ModuleNotFoundError as error:
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
+sys.path.insert(0, str(ROOT / "tools"))
+
+from cuda_toolkit import find_cuda_toolkit  # noqa: E402
+
 # By the toolkit's major version: the data-centre generations that it compiles for; PTX serves what comes after.
 DEFAULT_CUDA_ARCHITECTURES = {"11": "8.0;9.0+PTX", "12": "8.0;9.0;10.0+PTX", "13": "8.0;9.0;10.0+PTX"}
-
-
-def cuda_home() -> Path | None:
-    """The toolkit's root: the folder with bin/nvcc and include/cuda_runtime.h."""
-    nvcc = shutil.which("nvcc")
-    candidates = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME]
-    if nvcc:
-        # nvcc itself may be a wrapper that lies elsewhere; its dry run names the real root.
-        dry_run = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
-        candidates += re.findall(r"^#\$ TOP=(.*)$", dry_run.stderr, flags=re.MULTILINE)
-    candidates.append("/usr/local/cuda")
-    for candidate in filter(None, candidates):
-        root = Path(candidate).resolve()
-        if (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
-            return root
-    return None
 
 
 def wants_cuda(home: Path | None) -> bool:
@@ -82,7 +68,7 @@ def first_line(*command: str) -> str:
     return next((line for line in lines if "release" in line), lines[0] if lines else "unknown")
 
 
-HOME = cuda_home()
+HOME = find_cuda_toolkit()
 WITH_CUDA = wants_cuda(HOME)
 if WITH_CUDA:
     os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(HOME)
@@ -117,7 +103,8 @@ class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
 
 def extension():
     # As system directories, so that warnings are errors in our sources alone.
-    system = [f"-isystem{path}" for path in cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")]
+    headers = cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")
+    system = [flag for folder in headers for flag in ("-isystem", folder)]
     warnings = ["-Wall", "-Wextra", "-Werror"]
     folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu"]
     sources = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("*.cpp"))]
@@ -131,17 +118,19 @@ def extension():
         flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", host, "--Werror", "all-warnings", *system]
         macros.append(("TORCH_NHWC_WITH_CUDA", None))
     return kind(
-        "torch_nhwc._C",
+        "torch_nhwc.libtorch_nhwc",
         sources,
         include_dirs=[str(ROOT / "torch_nhwc/include"), str(ROOT / "csrc")],
         define_macros=macros,
         extra_compile_args=flags,
-        extra_link_args=["-s"],
+        # Without a soname of its own, linkers and CMake would not take the library by its path.
+        extra_link_args=["-s", "-Wl,-soname,libtorch_nhwc.abi3.so"],
         py_limited_api=True,
     )
 
 
 setup(
+    license="BSD-3-Clause",  # here, because the form in pyproject.toml changed between versions of setuptools
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExtension},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

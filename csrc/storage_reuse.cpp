@@ -4,6 +4,7 @@
 #include <ATen/MapAllocator.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 

@@ -11,7 +11,7 @@ import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-BUILD_REQUIREMENTS = ["setuptools>=77", "wheel", "ninja>=1.11"]
+BUILD_REQUIREMENTS = ["setuptools>=64", "wheel", "ninja>=1.11"]
 
 
 def installed_torch() -> str | None:

@@ -30,7 +30,7 @@ def library_path() -> Path:
     Raises:
         ImportError: it was never built.
     """
-    for path in PACKAGE.glob("_C*.so"):
+    for path in PACKAGE.glob("libtorch_nhwc*.so"):
         return path
     raise ImportError(f"torch_nhwc's operator library is not built: type {REBUILD}")
 
@@ -53,8 +53,9 @@ def load() -> None:
     same_version = built["torch"].split("+")[0] == torch.__version__.split("+")[0]
     same_cuda = built["cuda"] in (None, torch.version.cuda)
     if not (same_version and same_cuda):
+        with_cuda = "" if same_cuda else f" with CUDA {built['cuda']}"
         raise ImportError(
-            f"torch_nhwc was built for torch {built['torch']}, but torch {torch.__version__} is imported here: "
-            f"type {REBUILD}"
+            f"torch_nhwc was built for torch {built['torch']}{with_cuda}, but torch {torch.__version__} is imported "
+            f"here: type {REBUILD}"
         )
     torch.ops.load_library(library_path())  # type: ignore[no-untyped-call, unused-ignore]

@@ -1,0 +1,118 @@
+"""The main job and the command line."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torch_nhwc
+from torch_nhwc import demo
+
+
+def command_line(*arguments, **options):
+    command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize("name", demo.MODELS)
+def test_real_models_convert_with_unchanged_outputs(name):
+    result = demo.run(demo.MODELS[name](), repeats=1)
+    assert result.unchanged
+    assert result.weights_equal
+    assert result.converted.sites > 10
+    assert result.restrided.sites > 0
+    assert result.kept.sites == 0
+    assert not result.left
+    assert result.stock_over_ours == result.stock_convert_ms / result.convert_ms
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_other_dtypes(dtype, device):
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 3))
+    result = demo.run(demo.Example("small", model, torch.randn(2, 3, 16, 16)), device, dtype, repeats=1)
+    assert (result.converted.sites, result.restrided.sites) == (2, 1)
+    assert result.unchanged
+
+
+def test_a_wrong_conversion_would_show(monkeypatch):
+    def spoil(model):
+        with torch.no_grad():
+            next(model.parameters()).add_(1)
+
+    monkeypatch.setattr(demo, "_convert", spoil)
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    assert not demo.run(demo.Example("spoilt", model, torch.randn(1, 3, 8, 8)), repeats=1).unchanged
+
+
+def factory():
+    """What `--factory` calls below."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))
+
+
+def test_the_command_line_reads_a_factory_and_prints_json():
+    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
+    arguments = ["demo", "--factory", "test_demo:factory", "--json", "--repeats", 1]
+    run = command_line(*arguments, "--input-shape", "1,3,8,8", env=environment)
+    (result,) = json.loads(run.stdout)
+    assert result["unchanged"]
+    assert result["converted"] == {"sites": 1, "bytes": 432}
+    assert len(result["left"]) == 1
+    assert "computed from other tensors" in result["left"][0]
+    run = command_line(*arguments, env=environment)
+    assert run.returncode == 1
+    assert "name its shape with --input-shape" in run.stderr
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_the_command_line_reads_torchscript_and_prints_a_table(tmp_path):
+    torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(2, 2, 3))[:1]).save(tmp_path / "model.pt")
+    run = command_line(
+        "demo", "--torchscript", tmp_path / "model.pt", "--input-shape", "1,3,8,8", "--repeats", 1,
+        env=os.environ | {"COLUMNS": "100"},
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    assert "1 weights, 0.0 MB" in run.stdout
+    assert "torch.nn.utils skips TorchScript layers" in run.stdout
+    assert "equal bit for bit" in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--dtype", "int8"], "expected one of float64, float32, float16, bfloat16, got 'int8'"),
+        (["--model", "alexnet"], "expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
+        (["--torchscript", "x.pt"], "--torchscript needs --input-shape"),
+        (["--input-shape", "a,b"], "expected sizes such as 1,3,224,224, got 'a,b'"),
+    ],
+)
+def test_bad_arguments_end_in_one_sentence(arguments, message):
+    run = command_line("demo", *arguments, env=os.environ | {"COLUMNS": "200", "TERM": "dumb"})
+    assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_env_tells_what_a_bug_report_needs(option):
+    run = command_line("env", *option)
+    for word in (torch_nhwc.__version__, torch.__version__, "cxx_compiler", "CPU capability", "cuda_architectures"):
+        assert word in run.stdout
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [("typer", ["demo"], "cli"), ("rich", ["demo"], "cli"), ("transformers", ["demo"], "models")],
+)
+def test_a_missing_extra_is_named_in_one_sentence(missing, arguments, extra, tmp_path):
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('gone', name={missing!r})")
+    run = command_line(*arguments, env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 1
+    assert run.stderr.strip().endswith(f"{missing} is missing: type `pip install 'torch-nhwc[{extra}]'`")
+    assert "Traceback" not in run.stderr
+    run = command_line("env", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert run.returncode == 0

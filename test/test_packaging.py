@@ -1,0 +1,135 @@
+"""Wheels, installs, and the sentences that builds and imports end in when they cannot work."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import torch_nhwc as nhwc
+
+ROOT = Path(__file__).parent.parent
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    """A wheel built from a copy of the sources, with the objects of the last build."""
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
+    subprocess.run(command, check=True)
+    (path,) = folder.glob("*.whl")
+    return path
+
+
+def test_one_wheel_serves_every_python(wheel):
+    assert wheel.name.startswith(f"torch_nhwc-{nhwc.__version__}-cp310-abi3-linux")
+    names = zipfile.ZipFile(wheel).namelist()
+    for name in ("libtorch_nhwc.abi3.so", "build_info.json", "py.typed", "include/torch_nhwc/ops.h"):
+        assert f"torch_nhwc/{name}" in names
+    assert not [name for name in names if name.startswith(("test", "csrc", "benchmarks", "tools"))]
+
+
+def test_an_installed_wheel_works_outside_of_the_sources(wheel, tmp_path):
+    venv.create(tmp_path / "venv", with_pip=False, symlinks=True)
+    (site_packages,) = tmp_path.glob("venv/lib/python3*/site-packages")
+    python = tmp_path / "venv/bin/python"
+    subprocess.run([*PIP, "install", "--quiet", "--no-deps", "--target", site_packages, wheel], check=True)
+    torchs = {str(Path(module.__file__).parent.parent) for module in (torch, pytest)}
+    (site_packages / "torch.pth").write_text("\n".join(torchs))
+    script = f"""
+import pathlib, torch, torch_nhwc
+assert pathlib.Path(torch_nhwc.__file__).is_relative_to({str(tmp_path)!r})
+assert torch_nhwc.convert_weight(torch.randn(4, 3, 3, 3)).stride() == (27, 1, 9, 3)
+(folder,) = torch_nhwc.include_paths()
+assert pathlib.Path(folder, "torch_nhwc", "filter_transpose.h").exists()
+"""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    subprocess.run([python, "-c", script], check=True, cwd=tmp_path, env=environment)
+
+
+def test_importing_needs_torch_alone():
+    script = """
+import sys, torch
+before = set(sys.modules)
+import torch_nhwc
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not new & {"rich", "typer", "transformers", "diffusers", "monai", "hypothesis"}, new
+assert "torch._dynamo" not in sys.modules and "torch.distributed.tensor" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.fixture
+def package_copy(tmp_path):
+    """The installed package under another roof, to be broken."""
+    package = tmp_path / "torch_nhwc"
+    shutil.copytree(Path(nhwc.__file__).parent, package)
+    return package
+
+
+def import_copy(package):
+    environment = os.environ | {"PYTHONPATH": str(package.parent)}
+    command = [sys.executable, "-c", "import torch_nhwc"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=package.parent, env=environment)
+
+
+@pytest.mark.parametrize(("key", "other"), [("torch", "2.99.0"), ("cuda", "99.9")])
+def test_a_library_for_another_torch_ends_in_one_sentence_naming_both(package_copy, key, other):
+    record = package_copy / "build_info.json"
+    record.write_text(json.dumps(json.loads(record.read_text()) | {key: other}))
+    run = import_copy(package_copy)
+    built = other if key == "torch" else f"{nhwc.build_info()['torch']} with CUDA {other}"
+    assert (
+        run.stderr.strip()
+        .splitlines()[-1]
+        .startswith(
+            f"ImportError: torch_nhwc was built for torch {built}, but torch {torch.__version__} is imported here: type"
+        )
+    )
+
+
+def test_a_package_without_its_library_says_what_to_type(package_copy):
+    for library in package_copy.glob("libtorch_nhwc*.so"):
+        library.unlink()
+    run = import_copy(package_copy)
+    assert "operator library is not built: type `pip install --no-build-isolation .`" in run.stderr
+
+
+def run_setup(folder, **environment):
+    command = [sys.executable, "setup.py", "--name"]
+    return subprocess.run(command, capture_output=True, text=True, cwd=folder, env=os.environ | environment)
+
+
+def test_a_build_that_sees_no_torch_says_what_to_type(tmp_path):
+    # As in an isolated build: an interpreter with setuptools and without torch.
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')")
+    run = run_setup(ROOT, PYTHONPATH=str(tmp_path))
+    assert run.returncode == 1
+    assert run.stderr.strip().splitlines()[-1] == (
+        "torch_nhwc is built against the torch you use, and this build sees none: "
+        "type `pip install torch==2.13.0 setuptools ninja && pip install --no-build-isolation .`"
+    )
+
+
+def test_the_cuda_switch_is_checked():
+    run = run_setup(ROOT, TORCH_NHWC_CUDA="yes")
+    assert "TORCH_NHWC_CUDA is 1 (with CUDA) or 0 (without), got 'yes'" in run.stderr
+    if torch.version.cuda is None:
+        run = run_setup(ROOT, TORCH_NHWC_CUDA="1")
+        assert "TORCH_NHWC_CUDA=1, but this torch was built without CUDA" in run.stderr
+    assert run_setup(ROOT, TORCH_NHWC_CUDA="0").returncode == 0
+
+
+def test_a_cpu_torch_beside_a_toolkit_builds_for_the_cpu():
+    if torch.version.cuda is None:
+        assert nhwc.build_info()["cuda"] is None
+        assert nhwc.build_info()["cuda_architectures"] is None
+    elif nhwc.build_info()["cuda"]:
+        assert nhwc.build_info()["cuda_architectures"]

@@ -1,0 +1,28 @@
+"""Finding the CUDA toolkit, for setup.py and the tests."""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+from torch.utils import cpp_extension
+
+
+def find_cuda_toolkit() -> Path | None:
+    """The toolkit's root, the folder with bin/nvcc and include/cuda_runtime.h, or None.
+
+    In order: CUDA_HOME, what torch found, what nvcc says of itself, and the usual place.
+    """
+    candidates = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME]
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        # nvcc on the path may be a wrapper that lies elsewhere; its dry run names the real root.
+        dry_run = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
+        candidates += re.findall(r"^#\$ TOP=(.*)$", dry_run.stderr, flags=re.MULTILINE)
+    candidates.append("/usr/local/cuda")
+    for candidate in filter(None, candidates):
+        root = Path(candidate).resolve()
+        if (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
+            return root
+    return None
