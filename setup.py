@@ -108,7 +108,7 @@ def extension():
     warnings = ["-Wall", "-Wextra", "-Werror"]
     folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu"]
     sources = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("*.cpp"))]
-    flags = {"cxx": ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", *warnings, *system]}
+    flags = {"cxx": ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp", *warnings, *system]}
     macros = []
     kind = cpp_extension.CppExtension
     if WITH_CUDA:
@@ -124,7 +124,7 @@ def extension():
         define_macros=macros,
         extra_compile_args=flags,
         # Without a soname of its own, linkers and CMake would not take the library by its path.
-        extra_link_args=["-s", "-Wl,-soname,libtorch_nhwc.abi3.so"],
+        extra_link_args=["-s", "-fopenmp", "-Wl,-soname,libtorch_nhwc.abi3.so"],
         py_limited_api=True,
     )
 

@@ -1,6 +1,8 @@
 """The main job on real models: convert, prove that the outputs did not change, and time it honestly."""
 
 import copy
+import ctypes
+import gc
 import importlib
 import statistics
 import time
@@ -136,7 +138,7 @@ def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float3
     inputs = example.input.to(device=device, dtype=dtype)
     result = Result(example.name, device, str(dtype).removeprefix("torch."), torch.get_num_threads())
 
-    converted = copy.deepcopy(model)
+    converted = _copy(model)
     _tally(converted, result)
     _convert(converted)
     result.weights_equal = _weights_equal(model, converted)
@@ -196,9 +198,14 @@ def _stock_convert(model: nn.Module) -> None:
     nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
 
 
+def _copy(model: nn.Module) -> nn.Module:
+    with torch.no_grad():  # a copied TorchScript module would otherwise remember where its parameters came from
+        return copy.deepcopy(model)
+
+
 def _prepared(job: Callable[[nn.Module], object], model: nn.Module) -> Callable[[], Callable[[], object]]:
     def prepare() -> Callable[[], object]:
-        fresh = copy.deepcopy(model)
+        fresh = _copy(model)
         return lambda: job(fresh)
 
     return prepare
@@ -211,11 +218,16 @@ def _weights_equal(a: nn.Module, b: nn.Module) -> bool:
 def _interleaved(
     preparations: Mapping[str, Callable[[], Callable[[], object]]], repeats: int, device: str
 ) -> dict[str, float]:
-    """The median time of each job in milliseconds. A preparation makes a job for one run, outside of the time."""
+    """The median time of each job in milliseconds. A preparation makes a job for one run, outside of the time.
+
+    A model is converted once in a process's life, so memory that earlier runs have freed goes back to the system before
+    each run: otherwise one job would be given the warm pages of another.
+    """
     samples: dict[str, list[float]] = {name: [] for name in preparations}
     for repeat in range(repeats + 1):  # the first round warms up
         for name, prepare in preparations.items():
             job = prepare()
+            _give_freed_memory_back()
             _synchronize(device)
             start = time.perf_counter()
             job()
@@ -223,6 +235,13 @@ def _interleaved(
             if repeat:
                 samples[name].append((time.perf_counter() - start) * 1e3)
     return {name: statistics.median(values) for name, values in samples.items()}
+
+
+def _give_freed_memory_back() -> None:
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of the GNU C library
+    if trim is not None:
+        trim(0)
 
 
 def _synchronize(device: str) -> None:

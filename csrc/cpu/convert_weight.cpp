@@ -26,7 +26,7 @@ Filters filters_of(const at::Tensor& weight, FilterOrder order) {
 // Runs `body(first filter, number of filters)` over the filters, split among threads once the work is worth it.
 template <typename Body>
 void for_filters(const Filters& filters, int64_t element_size, const Body& body) {
-  constexpr int64_t bytes_worth_a_thread = 1 << 21;
+  constexpr int64_t bytes_worth_a_thread = 1 << 18;
   const int64_t grain =
       std::max<int64_t>(1, bytes_worth_a_thread / std::max<int64_t>(1, filters.size() * element_size));
   at::parallel_for(0, filters.count, grain, [&](int64_t begin, int64_t end) { body(begin, end - begin); });

@@ -89,6 +89,7 @@ def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):
 def test_the_library_needs_no_python():
     needed = subprocess.run(["readelf", "-d", nhwc.library_path()], check=True, capture_output=True, text=True).stdout
     assert "libtorch_cpu" in needed
+    assert "libgomp" in needed  # without OpenMP at::parallel_for runs on one thread, and says nothing
     assert "python" not in needed
     symbols = subprocess.run(["nm", "-D", nhwc.library_path()], check=True, capture_output=True, text=True).stdout
     assert not re.search(r" U _?Py", symbols)
