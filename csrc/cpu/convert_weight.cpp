@@ -32,7 +32,8 @@ void for_filters(const Filters& filters, int64_t element_size, const Body& body)
   at::parallel_for(0, filters.count, grain, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
 }
 
-struct alignas(16) Element16 {
+// Not aligned to its size: complex tensors are aligned to their parts alone.
+struct Element16 {
   uint64_t halves[2];
 };
 

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cuda_build
 import pytest
 import torch
 from torch.utils import cpp_extension
@@ -77,12 +78,15 @@ def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):
     configure += [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", f"-DTORCH_NHWC_INCLUDE={INCLUDE}"]
     configure += [f"-DTORCH_NHWC_LIBRARY={nhwc.library_path()}"]
     if torch.version.cuda:
-        configure += [f"-DCMAKE_CUDA_COMPILER={cuda_root() / 'bin/nvcc'}", f"-DCUDA_TOOLKIT_ROOT_DIR={cuda_root()}"]
+        root = cuda_build.toolkit()
+        configure += [f"-DCMAKE_CUDA_COMPILER={root / 'bin/nvcc'}", f"-DCUDA_TOOLKIT_ROOT_DIR={root}"]
+        configure += [f"-DCUDA_nvrtc_LIBRARY={cuda_build.library('nvrtc')}"]  # which a small toolkit lacks
     subprocess.run(configure, check=True)
     subprocess.run([cmake, "--build", tmp_path / "build", "--parallel", "2"], check=True)
     program = tmp_path / "build" / "consumer"
     assert "libpython" not in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
-    run = subprocess.run([program, tmp_path / "layer.pt"], check=True, capture_output=True, text=True)
+    command = [program, tmp_path / "layer.pt"]
+    run = subprocess.run(command, check=True, capture_output=True, text=True, env=cuda_build.environment())
     assert run.stdout == "ok\n"
 
 
@@ -95,20 +99,10 @@ def test_the_library_needs_no_python():
     assert not re.search(r" U _?Py", symbols)
 
 
-def cuda_root():
-    """The toolkit that setup.py would use, or None."""
-    sys.path.insert(0, str(ROOT / "tools"))
-    try:
-        from cuda_toolkit import find_cuda_toolkit
-    finally:
-        sys.path.pop(0)
-    return find_cuda_toolkit()
-
-
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_the_cuda_sources_compile(architecture, tmp_path):
     """Against the headers of any torch, a CPU build included. Where nvcc is promised, its absence fails."""
-    root = cuda_root()
+    root = cuda_build.toolkit()
     if root is None:
         assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
         pytest.skip("needs nvcc")
