@@ -20,6 +20,7 @@ std::ostream& operator<<(std::ostream& out, const Argument& argument) {
 
 at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tensor& weight,
                                        std::optional<at::MemoryFormat> requested) {
+  TORCH_CHECK(weight.defined(), argument, ": expected a weight, got none");
   const bool quantized = weight.is_quantized() || at::isQIntType(weight.scalar_type());
   TORCH_CHECK_NOT_IMPLEMENTED(!weight.is_nested() && !quantized && weight.layout() == at::kStrided, argument,
                               ": expected a strided weight, got ",

@@ -46,6 +46,9 @@ def demo(
         raise typer.BadParameter(f"expected one of {', '.join(DTYPES)}, got {dtype!r}", param_hint="--dtype")
     if torchscript is not None and shape is None:
         raise typer.BadParameter("--torchscript needs --input-shape, such as 1,3,224,224", param_hint="--torchscript")
+    if torchscript is not None and factory is not None:
+        raise typer.BadParameter("--torchscript and --factory name two models", param_hint="--factory")
+    _check_device(device)
     for name in model:
         if name not in main_job.MODELS:
             raise typer.BadParameter(
@@ -63,6 +66,8 @@ def demo(
     try:
         results = [main_job.run(example, device, DTYPES[dtype], repeats) for example in examples()]
     except ModuleNotFoundError as error:
+        if factory is not None:
+            raise
         raise SystemExit(f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`") from error
     except ValueError as error:
         raise SystemExit(str(error)) from error
@@ -76,11 +81,22 @@ def demo(
         raise SystemExit(1)
 
 
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise typer.BadParameter(f"{device!r} cannot be used: {reason}", param_hint="--device") from None
+
+
 def _parse_shape(text: str | None) -> list[int] | None:
     if text is None:
         return None
     try:
-        return [int(size) for size in text.split(",")]
+        sizes = [int(size) for size in text.split(",")]
+        if min(sizes) < 0:
+            raise ValueError
+        return sizes
     except ValueError:
         raise typer.BadParameter(
             f"expected sizes such as 1,3,224,224, got {text!r}", param_hint="--input-shape"
@@ -108,8 +124,8 @@ def _table(result: main_job.Result) -> Table:
         )
     before = result.forward_contiguous_ms
     for label, after in (
-        ("converted weights", result.forward_converted_ms),
-        ("and a channels-last input", result.forward_channels_last_input_ms),
+        ("weights converted", result.forward_converted_ms),
+        ("input channels-last as well", result.forward_channels_last_input_ms),
     ):
         change = f"{before / after:.2f}x faster" if after < before else f"{after / before:.2f}x slower"
         table.add_row(f"forward, {label}", f"{after:.1f} ms; contiguous {before:.1f} ms: {change}")

@@ -66,21 +66,34 @@ MODELS: dict[str, Callable[[], Example]] = {
 
 
 def load_torchscript(path: str, input_shape: Sequence[int]) -> Example:
-    """A saved TorchScript model with a random input."""
-    return Example(path, torch.jit.load(path, map_location="cpu"), torch.randn(*input_shape))  # type: ignore[no-untyped-call, unused-ignore]
+    """A saved TorchScript model with a random input.
+
+    Raises:
+        ValueError: the file cannot be loaded.
+    """
+    try:
+        model = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call, unused-ignore]
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{path} is not a TorchScript archive: {str(error).splitlines()[0]}") from error
+    return Example(path, model, torch.randn(*input_shape))
 
 
 def load_factory(factory: str, input_shape: Sequence[int] | None) -> Example:
     """A model from `module:callable`, which returns the model, or the model and its input.
 
     Raises:
-        ValueError: the name has no colon, or there is neither an input nor a shape for one.
+        ValueError: there is no such callable, it returns something else, or there is neither an input nor a shape for
+            one.
     """
     module_name, _, function_name = factory.partition(":")
-    if not function_name:
-        raise ValueError(f"expected module:callable, got {factory!r}")
-    made = getattr(importlib.import_module(module_name), function_name)()
-    model, example_input = made if isinstance(made, tuple) else (made, None)
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"expected module:callable, got {factory!r}: {error}") from error
+    made = function()
+    model, example_input = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module) or not isinstance(example_input, Tensor | None):
+        raise ValueError(f"expected {factory} to return a module, or a module and its input tensor")
     if example_input is None:
         if input_shape is None:
             raise ValueError(f"{factory} returns no input: name its shape with --input-shape, such as 1,3,224,224")
@@ -96,6 +109,7 @@ class Tally:
     bytes: int = 0
 
     def add(self, weight: Tensor) -> None:
+        """Counts one more site."""
         self.sites += 1
         self.bytes += weight.nbytes
 
@@ -129,12 +143,14 @@ class Result:
         return self.weights_equal and self.largest_difference <= self.tolerance
 
     def as_dict(self) -> dict[str, Any]:
+        """The result as plain data."""
         return asdict(self) | {"unchanged": self.unchanged}
 
 
 def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float32, repeats: int = 5) -> Result:
-    """Does the main job on one model; the example's own model is left contiguous."""
+    """Does the main job on one model; the example's own model becomes and stays contiguous."""
     model = example.model.eval().to(device=device, dtype=dtype)
+    _convert(model, torch.contiguous_format)
     inputs = example.input.to(device=device, dtype=dtype)
     result = Result(example.name, device, str(dtype).removeprefix("torch."), torch.get_num_threads())
 
@@ -175,7 +191,11 @@ def _sites(model: nn.Module) -> list[Site]:
 
 
 def _tally(model: nn.Module, result: Result) -> None:
+    counted: set[int] = set()
     for site in _sites(model):
+        if site.weight is not None and id(site.weight) in counted:
+            continue  # tied
+        counted.add(id(site.weight))
         if site.weight is None:
             result.left.append(f"{site}: {site.reason.value if site.reason else ''}")
             continue
@@ -184,13 +204,14 @@ def _tally(model: nn.Module, result: Result) -> None:
         tallies.get(outcome, result.converted).add(site.weight)
 
 
-def _convert(model: nn.Module) -> None:
+def _convert(model: nn.Module, memory_format: torch.memory_format | None = None) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report names what was left as it is
-        nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
-        nhwc.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
+        nhwc.convert_conv2d_weight_memory_format(model, memory_format or torch.channels_last)
+        nhwc.convert_conv3d_weight_memory_format(model, memory_format or torch.channels_last_3d)
     # The drop-ins leave scripted layers alone, as the stock converters do; their weights are ordinary tensors.
-    nhwc.convert_weights_([s.weight for s in _sites(model) if s.reason is Reason.SCRIPTED and s.weight is not None])
+    scripted = [site.weight for site in _sites(model) if site.reason is Reason.SCRIPTED and site.weight is not None]
+    nhwc.convert_weights_(scripted, memory_format)
 
 
 def _stock_convert(model: nn.Module) -> None:
@@ -212,7 +233,11 @@ def _prepared(job: Callable[[nn.Module], object], model: nn.Module) -> Callable[
 
 
 def _weights_equal(a: nn.Module, b: nn.Module) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+    return all(torch.equal(_bits(p), _bits(q)) for p, q in zip(a.parameters(), b.parameters(), strict=True))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
 
 
 def _interleaved(

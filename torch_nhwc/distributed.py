@@ -3,6 +3,7 @@
 import importlib.abc
 import importlib.util
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -47,7 +48,10 @@ class _RegisterOnImport(importlib.abc.MetaPathFinder):
             def execute_and_register(module: ModuleType) -> None:
                 execute(module)
                 sys.meta_path.remove(self)
-                register_sharding_rule()
+                try:
+                    register_sharding_rule()
+                except Exception as error:  # the import is the user's, and must not fail for our sake
+                    warnings.warn(f"torch_nhwc: DTensor gets no sharding rule: {error}", stacklevel=2)
 
             spec.loader.exec_module = execute_and_register  # type: ignore[method-assign]
         return spec

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.ops import Outcome, convert_weights_, plan_weights
+from torch_nhwc.reasons import Reason
 from torch_nhwc.sites import Site, find_sites
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -34,7 +35,7 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
 
     Warns:
         UserWarning: once for each layer that stays as it is because its weight is computed, lazy, scripted or
-            quantized, and for each weight that leaves a larger storage.
+            packed, and for each weight that leaves a larger storage or shared memory.
     """
     return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
 
@@ -45,6 +46,10 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
 
 
 _CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_LEAVES = {
+    Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
+    Outcome.FRESH_SHARED: "the shared memory that it was in",
+}
 
 
 def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
@@ -59,20 +64,20 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     convertible = [(site, site.weight) for site in sites if site.reason is None and site.weight is not None]
     weights = [weight for _, weight in convertible]
     try:
-        outcomes = plan_weights(weights, memory_format)
         # Warnings may be errors: they come before anything changes, and behind what is known to fail.
-        if all(not outcome.is_refusal or outcome == Outcome.PART_OF_LARGER_STORAGE for outcome in outcomes):
+        if not any(outcome.is_refusal for outcome in plan_weights(weights, memory_format, storage="detach")):
             for site in sites:
                 if site.reason is not None and not _in_format(site, memory_format):
                     _warn(f"{caller}: left {site} as it is: {site.reason.value}")
-            for (site, _), outcome in zip(convertible, outcomes):
-                if outcome == Outcome.PART_OF_LARGER_STORAGE:
-                    _warn(f"{caller}: the weight of {site} leaves the larger storage that it was part of")
+            for (site, _), outcome in zip(convertible, plan_weights(weights, memory_format)):
+                if outcome in _LEAVES:
+                    _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
         convert_weights_(weights, memory_format, storage="detach")
     except RuntimeError as error:
         refused = [str(site) for site, weight in convertible if _refuses(weight, memory_format)]
         reason = f", because of {', '.join(refused)}" if refused else ""
-        raise type(error)(f"{caller}: nothing was changed{reason}: {error}") from error
+        message = str(error).split(": ", maxsplit=1)[-1]  # behind the operator, which the caller did not call
+        raise type(error)(f"{caller}: nothing was changed{reason}: {message}") from error
     return module
 
 
@@ -84,7 +89,9 @@ def _refuses(weight: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _in_format(site: Site, memory_format: torch.memory_format) -> bool:
-    return site.weight is not None and plan_weights([site.weight], memory_format) == [Outcome.KEPT]
+    if site.weight is None:
+        return site.reason is Reason.LAZY and memory_format == torch.contiguous_format
+    return plan_weights([site.weight], memory_format) == [Outcome.KEPT]
 
 
 def _warn(message: str) -> None:

@@ -90,8 +90,20 @@ def convert_weight(
 def convert_weights(
     weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """`convert_weight` for a list: results in order; ranks, dtypes and devices may be mixed."""
-    return cast(list[Tensor], torch.ops.nhwc.convert_weights(list(weights), memory_format, dtype=dtype))
+    """`convert_weight` for a list: results in order; ranks, dtypes and devices may be mixed.
+
+    Raises:
+        TypeError: `weights` is one tensor, or as in `convert_weight`.
+    """
+    weights = _as_list("convert_weights", weights)
+    return cast(list[Tensor], torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype))
+
+
+def _as_list(function: str, weights: Sequence[Tensor]) -> list[Tensor]:
+    # A tensor is a sequence too: of its filters, which nobody means.
+    if isinstance(weights, Tensor):
+        raise TypeError(f"{function}: expected a list of weights, got one tensor of shape {tuple(weights.shape)}")
+    return list(weights)
 
 
 def _outside_of_graphs(function: _F) -> _F:
@@ -134,16 +146,19 @@ def convert_weights_(
 
     Raises:
         RuntimeError: before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or a
-            tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
-            part of a larger storage, under `"auto"` and `"reuse"`; whose gradient cannot follow; for `"reuse"` where
-            it is not safe; for a wrong rank or format.
+            tensor subclass, or a lazy conjugate or negative view; whose gradient accumulator has post hooks (DDP,
+            FSDP1: convert first, then wrap); that is part of a larger storage, under `"auto"` and `"reuse"`; whose
+            gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
+            format.
         NotImplementedError: as in `convert_weight`.
+        TypeError: `weights` is one tensor.
         ValueError: `storage` is none of the four.
     """
-    outcomes = torch.ops.nhwc.convert_weights_(list(weights), memory_format, storage=storage)
+    outcomes = torch.ops.nhwc.convert_weights_(_as_list("convert_weights_", weights), memory_format, storage=storage)
     return [Outcome(outcome) for outcome in outcomes]
 
 
+@_outside_of_graphs
 def plan_weights(
     weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
 ) -> list[Outcome]:
@@ -151,5 +166,5 @@ def plan_weights(
 
     Changes nothing, and leaves no reference to any storage behind.
     """
-    outcomes = torch.ops.nhwc.plan_weights(list(weights), memory_format, storage=storage)
+    outcomes = torch.ops.nhwc.plan_weights(_as_list("plan_weights", weights), memory_format, storage=storage)
     return [Outcome(outcome) for outcome in outcomes]

@@ -73,14 +73,17 @@ def _scripted_site(path: str, module: torch.jit.ScriptModule, rank: int, names: 
 
 
 def _plain_weight(module: nn.Module, name: str) -> tuple[Tensor | None, Reason | None]:
+    parameter = module._parameters.get("weight")
     # A computed weight is not even read: reading runs the parametrization, which may update its own state.
-    originals = "weight" not in module._parameters and any(name in module._parameters for name in _ORIGINALS)
-    if originals or parametrize.is_parametrized(module, "weight"):
+    if parameter is None and (
+        parametrize.is_parametrized(module, "weight") or any(each in module._parameters for each in _ORIGINALS)
+    ):
         return None, Reason.COMPUTED
-    weight: object = module.weight
+    weight: object = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
         raise TypeError(f"torch_nhwc: expected the weight of {name} to be a tensor, got {type(weight).__name__}")
     if is_lazy(weight):
         return None, Reason.LAZY
     # A property may compute its value without autograd's knowledge; a stored tensor is the same one every time.
-    return (weight, None) if weight.is_leaf and weight is module.weight else (None, Reason.COMPUTED)
+    is_stored = weight is parameter or (weight.is_leaf and weight is module.weight)
+    return (weight, None) if is_stored else (None, Reason.COMPUTED)

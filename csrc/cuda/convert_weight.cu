@@ -1,4 +1,4 @@
-// PyTorch's own copy moves the elements here; csrc/cuda/ is where a kernel of ours replaces it.
+// On the GPU PyTorch's own copy moves the elements.
 #include <c10/cuda/CUDAGuard.h>
 
 #include "convert_weight.h"

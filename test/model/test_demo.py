@@ -39,7 +39,7 @@ def test_other_dtypes(dtype, device):
 
 
 def test_a_wrong_conversion_would_show(monkeypatch):
-    def spoil(model):
+    def spoil(model, memory_format=None):
         with torch.no_grad():
             next(model.parameters()).add_(1)
 
@@ -52,6 +52,23 @@ def factory():
     """What `--factory` calls below."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))
+
+
+def factory_without_module():
+    """Returns something else."""
+    return 3
+
+
+def test_a_tied_weight_counts_once_and_the_baseline_is_contiguous():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)).to(
+        memory_format=torch.channels_last
+    )
+    model[1].weight = model[0].weight
+    with torch.no_grad():
+        model[0].weight[0, 0, 0, 0] = float("nan")
+    result = demo.run(demo.Example("tied", model, torch.randn(1, 3, 8, 8)), repeats=1)
+    assert result.converted == demo.Tally(1, 324)
+    assert result.weights_equal
 
 
 def test_the_command_line_reads_a_factory_and_prints_json():
@@ -84,6 +101,10 @@ def test_the_command_line_reads_torchscript_and_prints_a_table(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["--device", "cuda:99"], "'cuda:99' cannot be used"),
+        (["--device", "abacus"], "'abacus' cannot be used"),
+        (["--torchscript", "x.pt", "--factory", "a:b", "--input-shape", "1"], "name two models"),
+        (["--input-shape", "1,-3"], "expected sizes such as 1,3,224,224, got '1,-3'"),
         (["--dtype", "int8"], "expected one of float64, float32, float16, bfloat16, got 'int8'"),
         (["--model", "alexnet"], "expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
         (["--torchscript", "x.pt"], "--torchscript needs --input-shape"),
@@ -93,6 +114,23 @@ def test_the_command_line_reads_torchscript_and_prints_a_table(tmp_path):
 def test_bad_arguments_end_in_one_sentence(arguments, message):
     run = command_line("demo", *arguments, env=os.environ | {"COLUMNS": "200", "TERM": "dumb"})
     assert run.returncode == 2
+    assert message in run.stderr
+    assert "Traceback" not in run.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
+        (["--factory", "no_such_module:f"], "expected module:callable, got 'no_such_module:f'"),
+        (["--factory", "json"], "expected module:callable, got 'json'"),
+        (["--factory", "test_demo:factory_without_module"], "to return a module, or a module and its input tensor"),
+        (["--torchscript", __file__, "--input-shape", "1"], "is not a TorchScript archive"),
+    ],
+)
+def test_models_that_cannot_be_had_end_in_one_sentence(arguments, message):
+    run = command_line("demo", *arguments, env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)})
+    assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
 

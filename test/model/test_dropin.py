@@ -215,6 +215,36 @@ SKIPPED = {
 }
 
 
+def test_a_lazy_layer_is_nothing_to_warn_about_on_the_way_to_contiguous():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nhwc.convert_conv2d_weight_memory_format(nn.LazyConv2d(4, 3), torch.contiguous_format)
+
+
+def test_warnings_come_through_in_compiled_code():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), parametrizations.weight_norm(nn.Conv2d(3, 3, 3)))
+    with pytest.warns(UserWarning, match="computed from other tensors"):
+        torch.compile(nhwc.convert_conv2d_weight_memory_format, backend="eager")(model, CL)
+    assert model[0].weight.stride() == (27, 1, 9, 3)
+
+
+def test_leaving_shared_memory_is_warned_about():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3)).share_memory()
+    with pytest.warns(UserWarning, match=r"the weight of '0' \(Conv2d\) leaves the shared memory that it was in"):
+        nhwc.convert_conv2d_weight_memory_format(model, CL)
+    assert not model[0].weight.is_shared()
+
+
+def test_nothing_is_warned_about_when_the_call_is_refused():
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight = nn.Parameter(torch.randn(8, 3, 3, 3)[4:])
+    layer.weight.grad = torch.randn(8, 3, 3, 3)[4:]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeError, match=r"because of the module itself \(Conv2d\): the weight has a gradient"):
+            nhwc.convert_conv2d_weight_memory_format(layer, CL)
+
+
 @pytest.mark.parametrize("kind", SKIPPED)
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_layer_that_stock_skips_is_named_once_and_the_rest_converts(kind):

@@ -2,6 +2,8 @@
 
 import copy
 import multiprocessing
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -311,6 +313,19 @@ def test_a_released_storage_raises():
                 RuntimeError, match=f"storage is released or cut short: it has {size} bytes and needs 432"
             ):
                 call(weight)
+
+
+@pytest.mark.parametrize("function", [nhwc.convert_weights, nhwc.convert_weights_, nhwc.plan_weights])
+def test_one_tensor_in_the_place_of_a_list_raises(function):
+    for weight in (parameter(), nn.Parameter(torch.randn(4, 3, 3, 3, 3))):
+        with pytest.raises(TypeError, match=r"expected a list of weights, got one tensor of shape \(4, 3"):
+            function(weight)
+
+
+def test_outcomes_are_those_of_the_header():
+    header = (Path(nhwc.include_paths()[0]) / "torch_nhwc/ops.h").read_text()
+    pairs = re.findall(r"^  (\w+) = (-?\d+),", header, flags=re.MULTILINE)
+    assert {name.upper(): int(value) for name, value in pairs} == {outcome.name: outcome.value for outcome in Outcome}
 
 
 def test_unknown_storage_raises():

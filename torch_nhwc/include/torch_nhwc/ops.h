@@ -83,8 +83,10 @@ inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
 ///                 "detach": as "auto", and a weight that is part of a larger storage leaves it for new storage.
 /// @returns the outcome for each weight, in order, never negative.
 /// @throws c10::Error, before anything is touched, for a weight that is not a leaf; that is traced, fake, functional or
-///         a tensor subclass; whose gradient accumulator has post hooks (DDP, FSDP1: convert first, then wrap); that is
-///         part of a larger storage, under "auto" and "reuse"; whose gradient is part of a larger storage or graph.
+///         a tensor subclass, or a lazy conjugate or negative view; whose gradient accumulator has post hooks (DDP,
+///         FSDP1: convert first, then wrap); that is part of a larger storage, under "auto" and "reuse"; whose gradient
+///         is part of a larger storage or graph, or of another shape or layout; whose storage is released; for "reuse"
+///         where it is not safe; for another `storage`; for what `convert_weight` raises for.
 inline std::vector<Outcome> convert_weights_(at::TensorList weights,
                                              std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                              std::string_view storage = "auto") {
