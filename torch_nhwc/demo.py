@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 import torch_nhwc as nhwc
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import Site, find_sites
+from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # How far an output may lie from the contiguous model's, in units of the largest output: other kernels add in another
 # order, and a deep network carries the rounding of its dtype along.
 TOLERANCES = {torch.float64: 1e-10, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 2e-1}
@@ -167,7 +166,9 @@ def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float3
         result.stock_convert_ms = times["stock"]
         result.stock_over_ours = times["stock"] / times["ours"]
 
-    channels_last_input = inputs.to(memory_format=FORMATS[inputs.dim()]) if inputs.dim() in FORMATS else inputs
+    channels_last_input = (
+        inputs.to(memory_format=CHANNELS_LAST[inputs.dim()]) if inputs.dim() in CHANNELS_LAST else inputs
+    )
     with torch.no_grad():
         reference = _first_tensor(model(inputs)).double()
         output = _first_tensor(converted(inputs)).double()
@@ -187,18 +188,18 @@ def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float3
 
 
 def _sites(model: nn.Module) -> list[Site]:
-    return [site for rank in FORMATS for site in find_sites(model, rank)]
+    return [site for rank in CHANNELS_LAST for site in find_sites(model, rank)]
 
 
 def _tally(model: nn.Module, result: Result) -> None:
     counted: set[int] = set()
     for site in _sites(model):
-        if site.weight is not None and id(site.weight) in counted:
-            continue  # tied
-        counted.add(id(site.weight))
         if site.weight is None:
             result.left.append(f"{site}: {site.reason.value if site.reason else ''}")
             continue
+        if id(site.weight) in counted:
+            continue  # tied
+        counted.add(id(site.weight))
         (outcome,) = nhwc.plan_weights([site.weight])
         tallies = {nhwc.Outcome.KEPT: result.kept, nhwc.Outcome.RESTRIDED: result.restrided}
         tallies.get(outcome, result.converted).add(site.weight)
@@ -225,8 +226,11 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _prepared(job: Callable[[nn.Module], object], model: nn.Module) -> Callable[[], Callable[[], object]]:
+    # A model is converted once in a process's life, so memory that earlier runs have freed goes back to the system
+    # before each: otherwise one job would be given the warm pages of another.
     def prepare() -> Callable[[], object]:
         fresh = _copy(model)
+        _give_freed_memory_back()
         return lambda: job(fresh)
 
     return prepare
@@ -243,16 +247,11 @@ def _bits(tensor: Tensor) -> Tensor:
 def _interleaved(
     preparations: Mapping[str, Callable[[], Callable[[], object]]], repeats: int, device: str
 ) -> dict[str, float]:
-    """The median time of each job in milliseconds. A preparation makes a job for one run, outside of the time.
-
-    A model is converted once in a process's life, so memory that earlier runs have freed goes back to the system before
-    each run: otherwise one job would be given the warm pages of another.
-    """
+    """The median time of each job in milliseconds. A preparation makes a job for one run, outside of the time."""
     samples: dict[str, list[float]] = {name: [] for name in preparations}
     for repeat in range(repeats + 1):  # the first round warms up
         for name, prepare in preparations.items():
             job = prepare()
-            _give_freed_memory_back()
             _synchronize(device)
             start = time.perf_counter()
             job()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from torch_nhwc.ops import Outcome, convert_weights_, plan_weights
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import Site, find_sites
+from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -45,7 +45,6 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
     return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
 
 
-_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 _LEAVES = {
     Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
     Outcome.FRESH_SHARED: "the shared memory that it was in",
@@ -55,9 +54,9 @@ _LEAVES = {
 def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
-    if memory_format not in (torch.contiguous_format, _CHANNELS_LAST[rank]):
+    if memory_format not in (torch.contiguous_format, CHANNELS_LAST[rank]):
         raise RuntimeError(
-            f"{caller}: expected torch.contiguous_format or {_CHANNELS_LAST[rank]} for weights of rank {rank}, "
+            f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
             f"got {memory_format}"
         )
     sites = list(find_sites(module, rank))

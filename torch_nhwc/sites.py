@@ -16,6 +16,8 @@ LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
     5: (nn.Conv3d, nn.ConvTranspose3d),
 }
+# The channels-last format of a rank.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Parameters that the older weight_norm, spectral_norm and pruning compute `weight` from.
 _ORIGINALS = ("weight_g", "weight_v", "weight_orig")
 

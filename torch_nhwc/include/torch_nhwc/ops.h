@@ -43,6 +43,17 @@ enum class Outcome : std::int64_t {
   not_permutable = -10,         ///< "reuse" only: not dense, or no in-place kernel for the device
 };
 
+namespace detail {
+
+inline std::vector<Outcome> as_outcomes(const std::vector<std::int64_t>& values) {
+  std::vector<Outcome> outcomes;
+  outcomes.reserve(values.size());
+  for (const std::int64_t value : values) outcomes.push_back(static_cast<Outcome>(value));
+  return outcomes;
+}
+
+}  // namespace detail
+
 /// A fused clone of a weight in a memory format.
 ///
 /// @param weight         [O, I, *kernel], 4D or 5D, strided, any strides and dtype, any device.
@@ -93,11 +104,7 @@ inline std::vector<Outcome> convert_weights_(at::TensorList weights,
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights_", "").typed<Signature>();
-  std::vector<Outcome> outcomes;
-  for (const std::int64_t outcome : op.call(weights, memory_format, storage)) {
-    outcomes.push_back(static_cast<Outcome>(outcome));
-  }
-  return outcomes;
+  return detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
 /// `convert_weights_` for one weight.
@@ -115,11 +122,7 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
                                          std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
-  std::vector<Outcome> outcomes;
-  for (const std::int64_t outcome : op.call(weights, memory_format, storage)) {
-    outcomes.push_back(static_cast<Outcome>(outcome));
-  }
-  return outcomes;
+  return detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
 }  // namespace nhwc
