@@ -258,6 +258,7 @@ def _interleaved(
             _synchronize(device)
             if repeat:
                 samples[name].append((time.perf_counter() - start) * 1e3)
+            del job  # and its model, before the next preparation gives freed memory back
     return {name: statistics.median(values) for name, values in samples.items()}
 
 
