@@ -106,7 +106,7 @@ def extension():
     headers = cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")
     system = [flag for folder in headers for flag in ("-isystem", folder)]
     warnings = ["-Wall", "-Wextra", "-Werror"]
-    folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu"]
+    folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu", "csrc/cpu/levels"]
     sources = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("*.cpp"))]
     flags = {"cxx": ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp", *warnings, *system]}
     macros = []

@@ -1,9 +1,13 @@
 #include "convert_weight.h"
 
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "cpu/convert_weight.h"
+#include "cpu/pages.h"
 #include "cuda/convert_weight.h"
 #include "torch_nhwc/ops.h"
 
@@ -23,16 +27,26 @@ Conversion check_conversion(const at::Tensor& weight, std::optional<at::MemoryFo
   return {format, to};
 }
 
-void write_weight(const at::Tensor& weight, const at::Tensor& out) {
-  if (weight.is_cpu()) {
-    cpu::write_weight(weight, out);
+at::Tensor empty_weight(at::IntArrayRef size, const at::TensorOptions& options, at::MemoryFormat memory_format) {
+  at::Tensor out = at::empty(size, options, memory_format);
+  if (out.is_cpu()) cpu::advise_huge_pages(out);
+  return out;
+}
+
+void write_weights(const std::vector<Write>& writes) {
+  std::vector<Write> on_cpu;
+  for (const auto& [weight, out] : writes) {
+    if (weight.is_cpu()) {
+      on_cpu.push_back({weight, out});
 #ifdef TORCH_NHWC_WITH_CUDA
-  } else if (weight.is_cuda()) {
-    cuda::write_weight(weight, out);
+    } else if (weight.is_cuda()) {
+      cuda::write_weight(weight, out);
 #endif
-  } else if (!weight.is_meta()) {
-    out.copy_(weight);
+    } else if (!weight.is_meta()) {
+      out.copy_(weight);
+    }
   }
+  cpu::write_weights(on_cpu);
 }
 
 namespace {
@@ -41,19 +55,55 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
                                  std::optional<at::ScalarType> dtype) {
   const auto [format, to] = check_conversion(weight, memory_format, dtype);
   check_storage({"nhwc::convert_weight"}, weight);
-  at::Tensor out = at::empty(weight.sizes(), weight.options().dtype(to), format);
-  write_weight(weight, out);
+  at::Tensor out = empty_weight(weight.sizes(), weight.options().dtype(to), format);
+  write_weights({{weight, out}});
   return out;
+}
+
+// Whether one call may stand for the calls of convert_weight one by one: nothing watches the operators, and every
+// weight is an ordinary tensor in memory without a tangent.
+bool can_be_one_call(at::TensorList weights) {
+  constexpr c10::DispatchKeySet ordinary({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU,
+                                          c10::DispatchKey::ADInplaceOrView});
+  const auto watching = c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set -
+                        c10::autocast_dispatch_keyset;
+  return watching.empty() && std::all_of(weights.begin(), weights.end(), [&](const at::Tensor& weight) {
+           return (weight.key_set() | ordinary) == ordinary && !weight._fw_grad(/*level=*/0).defined();
+         });
 }
 
 std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::optional<at::MemoryFormat> memory_format,
                                                std::optional<at::ScalarType> dtype) {
+  constexpr const char* op = "nhwc::convert_weights";
+  std::vector<Conversion> conversions;
+  conversions.reserve(weights.size());
   for (size_t index = 0; index < weights.size(); ++index) {
-    check_conversion(weights[index], memory_format, dtype, {"nhwc::convert_weights", index, weights.size()});
+    conversions.push_back(check_conversion(weights[index], memory_format, dtype, {op, index, weights.size()}));
   }
   std::vector<at::Tensor> results;
   results.reserve(weights.size());
-  for (const at::Tensor& weight : weights) results.push_back(convert_weight(weight, memory_format, dtype));
+  if (!can_be_one_call(weights)) {
+    for (const at::Tensor& weight : weights) results.push_back(convert_weight(weight, memory_format, dtype));
+    return results;
+  }
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    std::vector<Write> writes;
+    writes.reserve(weights.size());
+    for (size_t index = 0; index < weights.size(); ++index) {
+      const at::Tensor& weight = weights[index];
+      check_storage({op, index, weights.size()}, weight);
+      const auto [format, to] = conversions[index];
+      results.push_back(empty_weight(weight.sizes(), weight.options().dtype(to), format));
+      writes.push_back({weight, results.back()});
+    }
+    write_weights(writes);
+  }
+  const bool is_below_autograd =
+      c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
+  for (size_t index = 0; !is_below_autograd && index < weights.size(); ++index) {
+    record_conversion(weights[index], results[index]);
+  }
   return results;
 }
 

@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <vector>
 
 #include "memory_format.h"
 
@@ -19,8 +20,17 @@ struct Conversion {
 Conversion check_conversion(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format,
                             std::optional<at::ScalarType> dtype, const Argument& argument = {"nhwc::convert_weight"});
 
-/// Writes the values of `weight` into `out`: same shape and device, canonical strides of some memory format, a memory
-/// of its own, and a dtype that `check_conversion` let pass.
-void write_weight(const at::Tensor& weight, const at::Tensor& out);
+/// A tensor for the result of a conversion: contents undefined, canonical strides.
+at::Tensor empty_weight(at::IntArrayRef size, const at::TensorOptions& options, at::MemoryFormat memory_format);
+
+/// The values of `weight` go to `out`: same shape and device, canonical strides of some memory format, a memory of its
+/// own, and a dtype that `check_conversion` let pass.
+struct Write {
+  at::Tensor weight, out;
+};
+void write_weights(const std::vector<Write>& writes);
+
+/// Makes `out` differentiable as the conversion of `weight`, where that is asked for.
+void record_conversion(const at::Tensor& weight, const at::Tensor& out);
 
 }  // namespace nhwc

@@ -102,7 +102,7 @@ bool are_aliases(const at::Tensor& a, const at::Tensor& b) {
 // Makes and fills every replacement. Tensors that are exact aliases of each other stay so: they share one.
 void prepare(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
-  std::vector<const Change*> to_write;
+  std::vector<Write> writes;
   for (Change& change : changes) {
     const ReplacementGuard guard(change.tensor);
     const at::Tensor& tensor = change.tensor;
@@ -116,30 +116,27 @@ void prepare(std::vector<Change>& changes) {
       }
       neighbours.push_back(&change);
       const auto options = tensor.options().pinned_memory(tensor.is_cpu() && tensor.is_pinned());
-      change.replacement = at::empty(tensor.sizes(), options, change.memory_format);
-      to_write.push_back(&change);
+      change.replacement = empty_weight(tensor.sizes(), options, change.memory_format);
+      writes.push_back({tensor.detach(), change.replacement});
     } else {
       change.replacement =
           tensor.detach().as_strided(tensor.sizes(), canonical_strides(tensor.sizes(), change.memory_format));
     }
     if (change.is_staged()) {
-      change.staged = at::empty(tensor.sizes(), tensor.options(), change.memory_format);
-      to_write.push_back(&change);
+      change.staged = empty_weight(tensor.sizes(), tensor.options(), change.memory_format);
+      writes.push_back({tensor.detach(), change.staged});
     }
   }
-  for (const Change* change : to_write) {
-    const ReplacementGuard guard(change->tensor);
-    write_weight(change->tensor.detach(), change->staged.defined() ? change->staged : change->replacement);
-  }
+  const at::NoGradGuard no_grad;
+  write_weights(writes);
 }
 
 // Permutes where storage is reused, and swaps the replacements in.
-void commit(const std::vector<Change>& changes, const at::Tensor& scratch) {
+void commit(const std::vector<Change>& changes, const cpu::Permutations& permutations) {
+  permutations.run();
   for (const Change& change : changes) {
     if (change.staged.defined()) {
       std::memcpy(change.tensor.mutable_data_ptr(), change.staged.const_data_ptr(), change.tensor.nbytes());
-    } else if (change.is_permuted()) {
-      cpu::permute_weight(change.tensor, scratch.mutable_data_ptr());
     }
     at::Tensor(change.tensor).set_data(change.replacement);
   }
@@ -150,13 +147,13 @@ std::vector<int64_t> convert_in_place(const char* op, at::TensorList weights,
   const auto plans = plan_each(op, weights, memory_format, parse_storage_policy(op, storage));
   std::vector<Change> changes = changes_of(op, weights, plans);
   if (changes.empty()) return outcomes_of(plans);
-  int64_t scratch_bytes = 0;
+  cpu::Permutations permutations;
   for (const Change& change : changes) {
-    if (change.is_permuted()) scratch_bytes = std::max(scratch_bytes, cpu::permute_scratch_bytes(change.tensor));
+    if (change.is_permuted()) permutations.add(change.tensor);
   }
-  const at::Tensor scratch = at::empty({scratch_bytes}, at::kByte);
+  permutations.allocate();
   prepare(changes);
-  commit(changes, scratch);
+  commit(changes, permutations);
   // Autocast keeps low-precision copies of weights; those of the old layout would serve until its region ends.
   at::autocast::clear_cache();
   return outcomes_of(plans);

@@ -80,13 +80,6 @@ at::MemoryFormat gradient_format(const at::Tensor& weight) {
 at::Tensor convert_weight_autograd(c10::DispatchKeySet keys, const at::Tensor& weight,
                                    std::optional<at::MemoryFormat> memory_format, std::optional<at::ScalarType> dtype) {
   const auto [format, to] = check_conversion(weight, memory_format, dtype);
-  decltype(make_node()) node;
-  if (autograd::compute_requires_grad(weight) && autograd::isDifferentiableType(to)) {
-    node = make_node();
-    node->memory_format = gradient_format(weight);
-    node->dtype = weight.scalar_type();
-    node->set_next_edges(autograd::collect_next_edges(weight));
-  }
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("nhwc::convert_weight", "")
@@ -96,13 +89,22 @@ at::Tensor convert_weight_autograd(c10::DispatchKeySet keys, const at::Tensor& w
     const at::AutoDispatchBelowADInplaceOrView below;
     out = op.redispatch(keys & c10::after_autograd_keyset, weight, format, to);
   }
-  if (node) autograd::set_history(out, node);
+  record_conversion(weight, out);
   const at::Tensor& tangent = weight._fw_grad(/*level=*/0);
   if (tangent.defined()) out._set_fw_grad(convert_weight(tangent, format, to), /*level=*/0, /*is_inplace_op=*/false);
   return out;
 }
 
 }  // namespace
+
+void record_conversion(const at::Tensor& weight, const at::Tensor& out) {
+  if (!autograd::compute_requires_grad(weight) || !autograd::isDifferentiableType(out.scalar_type())) return;
+  const auto node = make_node();
+  node->memory_format = gradient_format(weight);
+  node->dtype = weight.scalar_type();
+  node->set_next_edges(autograd::collect_next_edges(weight));
+  autograd::set_history(out, node);
+}
 
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) { m.impl("convert_weight", TORCH_FN(convert_weight_autograd)); }
 

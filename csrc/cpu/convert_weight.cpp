@@ -3,51 +3,54 @@
 #include <ATen/Dispatch.h>
 #include <ATen/Dispatch_v2.h>
 #include <ATen/Parallel.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <bit>
 
 #include "../memory_format.h"
+#include "dispatch.h"
+#include "pages.h"
 #include "torch_nhwc/filter_transpose.h"
 
 namespace nhwc::cpu {
 namespace {
 
-// A weight as the filter transpose sees it.
-struct Filters {
+// A weight as the kernels see it: `count` matrices.
+struct Shape {
   int64_t count, rows, columns;
-  int64_t size() const { return rows * columns; }
 };
 
-Filters filters_of(const at::Tensor& weight, FilterOrder order) {
+Shape shape_of(const at::Tensor& weight, FilterOrder order) {
   const int64_t channels = weight.size(1);
-  const int64_t taps = weight.numel() == 0 ? 0 : weight.numel() / (weight.size(0) * channels);
-  return order == FilterOrder::channels_last ? Filters{weight.size(0), taps, channels}
-                                             : Filters{weight.size(0), channels, taps};
+  const int64_t taps = weight.numel() / (weight.size(0) * channels);
+  return order == FilterOrder::channels_last ? Shape{weight.size(0), taps, channels}
+                                             : Shape{weight.size(0), channels, taps};
 }
 
-// Runs `body(first filter, number of filters)` over the filters, split among threads once the work is worth it.
-template <typename Body>
-void for_filters(const Filters& filters, int64_t element_size, const Body& body) {
-  constexpr int64_t bytes_worth_a_thread = 1 << 18;
-  const int64_t grain =
-      std::max<int64_t>(1, bytes_worth_a_thread / std::max<int64_t>(1, filters.size() * element_size));
-  at::parallel_for(0, filters.count, grain, [&](int64_t begin, int64_t end) { body(begin, end - begin); });
+int log2_of(int64_t element_size) {
+  const int log2 = std::countr_zero(static_cast<uint64_t>(element_size));
+  TORCH_INTERNAL_ASSERT(int64_t{1} << log2 == element_size && log2 < 5, "an element of ", element_size, " bytes");
+  return log2;
 }
 
-// Not aligned to its size: complex tensors are aligned to their parts alone.
-struct Element16 {
-  uint64_t halves[2];
-};
-
-// Calls `body` with a value of the unsigned type that has the size of one element.
-template <typename Body>
-void with_element_type(int64_t element_size, const Body& body) {
-  switch (element_size) {
-    case 1: return body(uint8_t{});
-    case 2: return body(uint16_t{});
-    case 4: return body(uint32_t{});
-    case 8: return body(uint64_t{});
-    case 16: return body(Element16{});
-    default: TORCH_INTERNAL_ASSERT(false, "an element of ", element_size, " bytes");
-  }
+// Splits all filters of all weights among threads by their bytes: one region, or none where it would cost more than it
+// brings. Calls `body(weight, first filter, number of filters)`. `ends` are the running totals of bytes.
+template <typename Weights, typename Body>
+void for_filters(const Weights& weights, const std::vector<int64_t>& ends, const Body& body) {
+  constexpr int64_t bytes_worth_a_thread = 1 << 20;
+  if (weights.empty()) return;
+  at::parallel_for(0, ends.back(), bytes_worth_a_thread, [&](int64_t begin, int64_t end) {
+    for (size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); i < weights.size(); ++i) {
+      const int64_t start = i == 0 ? 0 : ends[i - 1];
+      if (start >= end) break;
+      // A filter belongs to the range that its first byte lies in.
+      const int64_t bytes = weights[i].bytes;
+      const int64_t first = (std::max(begin - start, int64_t{0}) + bytes - 1) / bytes;
+      const int64_t last = std::min(weights[i].count, (end - start + bytes - 1) / bytes);
+      if (first < last) body(weights[i], first, last - first);
+    }
+  });
 }
 
 // PyTorch's conversion between floating types, which goes through float whenever a narrow type takes part.
@@ -59,37 +62,34 @@ struct CastLikeTorch {
   }
 };
 
+template <typename From, typename To>
+void transpose_and_cast(const void* source, void* destination, int64_t filters, int64_t rows, int64_t columns, bool) {
+  const CastLikeTorch<To> cast;
+  detail::transpose_by_loops({static_cast<const char*>(source), static_cast<char*>(destination), filters, rows, columns,
+                              columns, rows, false},
+                             detail::Cast<From, To, CastLikeTorch<To>>{cast});
+}
+
 #define NHWC_FLOATING_TYPES                                                                                           \
   AT_EXPAND(AT_FLOATING_TYPES), at::kHalf, at::kBFloat16, at::kFloat8_e4m3fn, at::kFloat8_e5m2, at::kFloat8_e4m3fnuz, \
       at::kFloat8_e5m2fnuz, at::kFloat8_e8m0fnu
 
-void write_and_cast(const at::Tensor& weight, const at::Tensor& out, const Filters& filters) {
-  AT_DISPATCH_V2(weight.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
+FilterKernels::Transpose find_kernel(const at::Tensor& weight, const at::Tensor& out) {
+  const FilterKernels& kernels = filter_kernels();
+  const at::ScalarType from = weight.scalar_type(), to = out.scalar_type();
+  if (from == to) return kernels.transpose[log2_of(weight.element_size())];
+  if (from == at::kFloat && to == at::kBFloat16) return kernels.float_to_bfloat16;
+  if (from == at::kFloat && to == at::kHalf) return kernels.float_to_half;
+  if (from == at::kBFloat16 && to == at::kFloat) return kernels.bfloat16_to_float;
+  if (from == at::kHalf && to == at::kFloat) return kernels.half_to_float;
+  FilterKernels::Transpose found = nullptr;
+  AT_DISPATCH_V2(from, "nhwc::convert_weight", AT_WRAP([&] {
                    using From = scalar_t;
-                   const auto* source = weight.const_data_ptr<From>();
-                   AT_DISPATCH_V2(out.scalar_type(), "nhwc::convert_weight", AT_WRAP([&] {
-                                    auto* destination = out.mutable_data_ptr<scalar_t>();
-                                    for_filters(filters, sizeof(From), [&](int64_t first, int64_t count) {
-                                      const int64_t offset = first * filters.size();
-                                      filter_transpose(source + offset, destination + offset, count, filters.rows,
-                                                       filters.columns, CastLikeTorch<scalar_t>{});
-                                    });
-                                  }),
-                                  NHWC_FLOATING_TYPES);
+                   AT_DISPATCH_V2(to, "nhwc::convert_weight",
+                                  AT_WRAP([&] { found = transpose_and_cast<From, scalar_t>; }), NHWC_FLOATING_TYPES);
                  }),
                  NHWC_FLOATING_TYPES);
-}
-
-void write_bytes(const at::Tensor& weight, const at::Tensor& out, const Filters& filters) {
-  with_element_type(weight.element_size(), [&](auto element) {
-    using Element = decltype(element);
-    const auto* source = static_cast<const Element*>(weight.const_data_ptr());
-    auto* destination = static_cast<Element*>(out.mutable_data_ptr());
-    for_filters(filters, sizeof(Element), [&](int64_t first, int64_t count) {
-      const int64_t offset = first * filters.size();
-      filter_transpose(source + offset, destination + offset, count, filters.rows, filters.columns);
-    });
-  });
+  return found;
 }
 
 // PyTorch's copy has no kernel for some dtypes, such as those of less than a byte; as integers their elements move too.
@@ -107,37 +107,57 @@ void copy_any_strides(const at::Tensor& weight, const at::Tensor& out) {
 
 }  // namespace
 
-void write_weight(const at::Tensor& weight, const at::Tensor& out) {
-  const FilterOrder from = filter_order(weight);
-  const FilterOrder to = filter_order(out);
-  if (from == FilterOrder::neither) {
-    copy_any_strides(weight, out);
-    return;
+void write_weights(const std::vector<Write>& writes) {
+  struct Filters {
+    FilterKernels::Transpose transpose;
+    const char* source;
+    char* destination;
+    int64_t count, rows, columns, bytes, destination_bytes;  // bytes of one filter
+    bool non_temporal;
+  };
+  std::vector<Filters> weights;
+  std::vector<int64_t> ends;
+  weights.reserve(writes.size());
+  ends.reserve(writes.size());
+  for (const auto& [weight, out] : writes) {
+    if (weight.numel() == 0) continue;
+    const FilterOrder from = filter_order(weight), to = filter_order(out);
+    if (from == FilterOrder::neither) {
+      copy_any_strides(weight, out);
+      continue;
+    }
+    const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
+    // What keeps its order is one linear copy, which may be split anywhere.
+    const Shape shape = moves ? shape_of(weight, from) : Shape{weight.numel(), 1, 1};
+    const int64_t size = shape.rows * shape.columns;
+    const auto total = static_cast<int64_t>(weight.nbytes());
+    weights.push_back({find_kernel(weight, out), static_cast<const char*>(weight.const_data_ptr()),
+                       static_cast<char*>(out.mutable_data_ptr()), shape.count, shape.rows, shape.columns,
+                       size * weight.element_size(), size * out.element_size(),
+                       moves && is_worth_streaming(weight, out)});
+    ends.push_back((ends.empty() ? 0 : ends.back()) + total);
   }
-  Filters filters = filters_of(weight, from);
-  const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
-  if (!moves) filters = {filters.count, 1, filters.size()};
-  if (weight.scalar_type() == out.scalar_type()) {
-    write_bytes(weight, out, filters);
-  } else {
-    write_and_cast(weight, out, filters);
-  }
+  for_filters(weights, ends, [](const Filters& filters, int64_t first, int64_t count) {
+    filters.transpose(filters.source + first * filters.bytes, filters.destination + first * filters.destination_bytes,
+                      count, filters.rows, filters.columns, filters.non_temporal);
+  });
 }
 
-int64_t permute_scratch_bytes(const at::Tensor& weight) {
-  return at::get_num_threads() * filters_of(weight, filter_order(weight)).size() * weight.element_size();
+void Permutations::add(const at::Tensor& weight) {
+  const auto [count, rows, columns] = shape_of(weight, filter_order(weight));
+  const int64_t bytes = rows * columns * weight.element_size();
+  weights_.push_back({filter_kernels().transpose_in_place[log2_of(weight.element_size())],
+                      static_cast<char*>(weight.mutable_data_ptr()), count, rows, columns, bytes});
+  ends_.push_back((ends_.empty() ? 0 : ends_.back()) + count * bytes);
+  largest_filter_ = std::max(largest_filter_, bytes);
 }
 
-void permute_weight(const at::Tensor& weight, void* scratch) {
-  const Filters filters = filters_of(weight, filter_order(weight));
-  with_element_type(weight.element_size(), [&](auto element) {
-    using Element = decltype(element);
-    auto* data = static_cast<Element*>(weight.mutable_data_ptr());
-    for_filters(filters, sizeof(Element), [&](int64_t first, int64_t count) {
-      filter_transpose_in_place(data + first * filters.size(),
-                                static_cast<Element*>(scratch) + at::get_thread_num() * filters.size(), count,
-                                filters.rows, filters.columns);
-    });
+void Permutations::allocate() { scratch_ = at::empty({at::get_num_threads() * largest_filter_}, at::kByte); }
+
+void Permutations::run() const {
+  for_filters(weights_, ends_, [this](const Filters& filters, int64_t first, int64_t count) {
+    char* scratch = static_cast<char*>(scratch_.mutable_data_ptr()) + at::get_thread_num() * largest_filter_;
+    filters.transpose(filters.data + first * filters.bytes, scratch, count, filters.rows, filters.columns);
   });
 }
 

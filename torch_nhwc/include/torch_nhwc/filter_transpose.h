@@ -8,15 +8,24 @@
 //   back:              filter_transpose(source, destination, O, K, I)
 //
 // Needs C++17 and no other library. No allocation, no threads, no static state: split `filters` to use several threads.
+// The code is for the instruction set that the file is compiled for, see cpu_level.h; matrix_transpose.h has the ways
+// through a matrix, zip_network.h the shuffles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
+#include "torch_nhwc/cpu_level.h"
+#include "torch_nhwc/matrix_transpose.h"
 #include "torch_nhwc/version.h"
 
 namespace nhwc {
+inline namespace NHWC_CPU_LEVEL {
+
+/// How results are written. `non_temporal` stores go past the caches: for destinations much larger than those, whose
+/// pages are resident already. They take effect where registers of 64 bytes meet aligned rows of whole cache lines.
+enum class Stores { cached, non_temporal };
 
 /// The default conversion of one element: the language's own.
 template <typename To>
@@ -27,41 +36,81 @@ struct StaticCast {
   }
 };
 
-/// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`, converting every
-/// element by `cast` on the way. With one row or one column this is a linear, converting copy.
+namespace detail {
+
+/// Whether non-temporal stores can serve: aligned registers of 64 bytes everywhere, and no tile overlaps another.
+template <int size, int register_bytes>
+bool can_stream(const void* destination, Index rows, Index columns) {
+  const Index short_side = rows < columns ? rows : columns, long_side = rows < columns ? columns : rows;
+#if NHWC_X86_LEVEL >= 3
+  return register_bytes == 64 && is_shuffled(size) && short_side <= longest_short_side && long_side * size % 64 == 0 &&
+         reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
+#else
+  return static_cast<void>(destination), short_side > long_side;  // never
+#endif
+}
+
+/// Orders non-temporal stores before whatever follows.
+inline void finish_stream() {
+#if NHWC_X86_LEVEL >= 3
+  _mm_sfence();
+#endif
+}
+
+/// A linear copy that fetches what lies `ahead` bytes further on.
+inline void copy_and_prefetch(const char* from, char* to, Index bytes, Index ahead) {
+  constexpr Index line = 64;
+  Index i = 0;
+  for (; i + line <= bytes; i += line) {
+#if defined(__GNUC__)
+    __builtin_prefetch(from + i + ahead, 1);
+#endif
+    std::memcpy(to + i, from + i, line);
+  }
+  std::memcpy(to + i, from + i, static_cast<std::size_t>(bytes - i));
+}
+
+}  // namespace detail
+
+/// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`. With one row or
+/// one column this is a linear copy.
 ///
-/// @param source       `filters * rows * columns` elements, read only.
-/// @param destination  as many elements; must not overlap `source`.
-/// @param cast         called once for each element, in unspecified order.
-template <typename From, typename To, typename Cast = StaticCast<To>>
+/// @tparam register_bytes  the width of the vector registers to use.
+/// @param source           `filters * rows * columns` elements of a trivially copyable type, read only.
+/// @param destination      as many elements; must not overlap `source`.
+template <typename Element, int register_bytes = NHWC_REGISTER_BYTES>
+void filter_transpose(const Element* source, Element* destination, std::int64_t filters, std::int64_t rows,
+                      std::int64_t columns, Stores stores = Stores::cached) {
+  static_assert(std::is_trivially_copyable_v<Element>, "filters are moved as bytes");
+  const auto* from = reinterpret_cast<const char*>(source);
+  auto* to = reinterpret_cast<char*>(destination);
+  const detail::Keep<Element> keep{};
+  if (filters * rows * columns == 0) return;
+  if (rows == 1 || columns == 1) return keep(from, to, filters * rows * columns);
+  const bool streams = stores == Stores::non_temporal &&
+                       detail::can_stream<sizeof(Element), register_bytes>(destination, rows, columns);
+  detail::transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, keep);
+  if (streams) detail::finish_stream();
+}
+
+/// The same, with every element converted by `cast` on the way.
+///
+/// @param cast  `To cast(From)`, called at least once for each element, in unspecified order; or, for casts that have a
+///              faster way for many elements, `cast(const From* source, To* destination, std::int64_t count)`.
+template <typename From, typename To, typename Cast = StaticCast<To>, int register_bytes = NHWC_REGISTER_BYTES,
+          typename = std::enable_if_t<!std::is_same_v<Cast, Stores>>>
 void filter_transpose(const From* source, To* destination, std::int64_t filters, std::int64_t rows,
-                      std::int64_t columns, Cast cast = {}) {
-  // A strip of source rows is short enough that its cache lines, each touched once for every column, stay in L1.
-  constexpr std::int64_t strip = 64;
-  const std::int64_t filter_size = rows * columns;
-  if (rows == 1 || columns == 1) {
-    if constexpr (std::is_same_v<From, To> && std::is_same_v<Cast, StaticCast<To>> &&
-                  std::is_trivially_copyable_v<To>) {
-      if (filters * filter_size > 0) {
-        std::memcpy(destination, source, static_cast<std::size_t>(filters * filter_size) * sizeof(To));
-      }
-    } else {
-      for (std::int64_t i = 0; i < filters * filter_size; ++i) destination[i] = cast(source[i]);
-    }
-    return;
-  }
-  for (std::int64_t filter = 0; filter < filters; ++filter) {
-    for (std::int64_t begin = 0; begin < rows; begin += strip) {
-      const std::int64_t end = begin + strip < rows ? begin + strip : rows;
-      for (std::int64_t column = 0; column < columns; ++column) {
-        for (std::int64_t row = begin; row < end; ++row) {
-          destination[column * rows + row] = cast(source[row * columns + column]);
-        }
-      }
-    }
-    source += filter_size;
-    destination += filter_size;
-  }
+                      std::int64_t columns, const Cast& cast = {}, Stores stores = Stores::cached) {
+  static_assert(std::is_trivially_copyable_v<To>, "filters are moved as bytes");
+  const auto* from = reinterpret_cast<const char*>(source);
+  auto* to = reinterpret_cast<char*>(destination);
+  const detail::Cast<From, To, Cast> way{cast};
+  if (filters * rows * columns == 0) return;
+  if (rows == 1 || columns == 1) return way(from, to, filters * rows * columns);
+  const bool streams =
+      stores == Stores::non_temporal && detail::can_stream<sizeof(To), register_bytes>(destination, rows, columns);
+  detail::transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, way);
+  if (streams) detail::finish_stream();
 }
 
 /// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`, each in its
@@ -69,16 +118,25 @@ void filter_transpose(const From* source, To* destination, std::int64_t filters,
 ///
 /// @param data     `filters * rows * columns` elements of a trivially copyable type, overwritten.
 /// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`.
-template <typename Element>
+template <typename Element, int register_bytes = NHWC_REGISTER_BYTES>
 void filter_transpose_in_place(Element* data, Element* scratch, std::int64_t filters, std::int64_t rows,
                                std::int64_t columns) {
   static_assert(std::is_trivially_copyable_v<Element>, "filters are moved as bytes");
-  const std::int64_t filter_size = rows * columns;
-  if (rows == 1 || columns == 1 || filter_size == 0) return;
-  for (std::int64_t filter = 0; filter < filters; ++filter, data += filter_size) {
-    std::memcpy(scratch, data, static_cast<std::size_t>(filter_size) * sizeof(Element));
-    filter_transpose(scratch, data, 1, rows, columns);
+  using detail::Index;
+  const Index filter_bytes = rows * columns * static_cast<Index>(sizeof(Element));
+  if (rows == 1 || columns == 1 || filter_bytes == 0) return;
+  alignas(64) char buffer[detail::buffer_bytes];
+  const bool is_small = filter_bytes <= detail::buffer_bytes;
+  char* copy = is_small ? buffer : reinterpret_cast<char*>(scratch);
+  char* bytes = reinterpret_cast<char*>(data);
+  for (Index together = is_small ? detail::buffer_bytes / filter_bytes : 1; filters > 0; filters -= together) {
+    if (together > filters) together = filters;
+    detail::copy_and_prefetch(bytes, copy, together * filter_bytes, together * filter_bytes);
+    detail::transpose<register_bytes>({copy, bytes, together, rows, columns, columns, rows, false},
+                                      detail::Keep<Element>{});
+    bytes += together * filter_bytes;
   }
 }
 
+}  // namespace NHWC_CPU_LEVEL
 }  // namespace nhwc

@@ -1,0 +1,53 @@
+// Copies values into memory that is there already: what the functional operators do, less the allocation.
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include "convert_weight.h"
+#include "cpu/dispatch.h"
+
+namespace nhwc {
+namespace {
+
+constexpr const char* op = "nhwc::copy_weight_";
+
+void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
+  check_conversion(weight, std::nullopt, self.scalar_type(), {op});
+  const bool is_in_a_format = self.dim() == weight.dim() && (in_format(self, at::MemoryFormat::Contiguous) ||
+                                                             in_format(self, channels_last_of(self)));
+  TORCH_CHECK(is_in_a_format && self.sizes() == weight.sizes() && self.device() == weight.device(), op,
+              ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ", describe(self),
+              " for the weight ", describe(weight));
+  TORCH_CHECK(!self.is_neg() && !self.is_conj(), op, ": expected a tensor that is not a lazy view, got ",
+              describe(self));
+  check_storage({op}, self);
+  check_storage({op}, weight);
+  at::assert_no_overlap(self, weight);
+  write_weights({{weight.resolve_conj().resolve_neg(), self}});
+}
+
+// Values alone are copied, so nothing may be recorded; what was saved of `self` is told that it changed.
+void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
+  TORCH_CHECK(!torch::autograd::compute_requires_grad(self, weight), op,
+              ": expected tensors that need no gradient: call it under torch.no_grad(), or use convert_weight");
+  static const auto operation = c10::Dispatcher::singleton()
+                                    .findSchemaOrThrow(op, "")
+                                    .typed<void(const at::Tensor&, const at::Tensor&)>();
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    operation.redispatch(keys & c10::after_autograd_keyset, self, weight);
+  }
+  if (!self.is_inference()) torch::autograd::impl::bump_version(self);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
+  m.impl("copy_weight_", TORCH_FN(copy_weight_kernel_));
+  m.impl("cpu_capability", TORCH_FN(cpu::capability));
+}
+TORCH_LIBRARY_IMPL(nhwc, Autograd, m) { m.impl("copy_weight_", TORCH_FN(copy_weight_autograd_)); }
+
+}  // namespace nhwc

@@ -1,0 +1,103 @@
+#include "dispatch.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string_view>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace nhwc::cpu {
+namespace {
+
+struct Level {
+  std::string_view name;
+  std::string_view aten_name;  // the ATEN_CPU_CAPABILITY that it belongs to
+  bool is_supported;
+  FilterKernels kernels;
+};
+
+#if defined(__x86_64__)
+
+// AMD's Zen 4 carries out 64-byte shuffles in two halves: registers of 32 bytes are faster there.
+bool splits_registers_of_64_bytes() {
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx != signature_AMD_ebx) return false;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
+  return (eax >> 8 & 0xF) + (eax >> 20 & 0xFF) == 0x19;
+}
+
+FilterKernels best_avx512_vbmi() {
+  const bool half_width = splits_registers_of_64_bytes();
+  FilterKernels kernels = half_width ? levels::avx512_vbmi_half_width : levels::avx512_vbmi;
+  if (__builtin_cpu_supports("avx512bf16")) {
+    kernels.float_to_bfloat16 = half_width ? levels::float_to_bfloat16_half_width : levels::float_to_bfloat16;
+  }
+  return kernels;
+}
+
+std::vector<Level> all_levels() {
+  __builtin_cpu_init();
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                    __builtin_cpu_supports("bmi2") && __builtin_cpu_supports("f16c");
+  const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
+  return {{"baseline", "default", true, levels::baseline},
+          {"avx2", "avx2", avx2, levels::avx2},
+          {"avx512", "avx512", avx512, levels::avx512},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi()}};
+}
+
+#elif defined(__ARM_NEON)
+
+std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon}}; }
+
+#else
+
+std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline}}; }
+
+#endif
+
+std::string_view environment(const char* name) {
+  const char* value = std::getenv(name);
+  return value ? value : "";
+}
+
+Level choose_level() {
+  const std::vector<Level> levels = all_levels();
+  const std::string_view asked = environment("TORCH_NHWC_CPU_CAPABILITY");
+  const std::string_view bound = environment("ATEN_CPU_CAPABILITY");
+  const auto is_known = [&](const Level& level) { return level.aten_name == bound; };
+  const bool is_bounded = std::any_of(levels.begin(), levels.end(), is_known);
+  const Level* best = nullptr;
+  std::string supported;
+  bool is_past_bound = false;
+  for (const Level& level : levels) {
+    if (!level.is_supported) continue;
+    if (level.name == asked) return level;
+    supported += (supported.empty() ? "" : ", ") + std::string(level.name);
+    if (is_bounded && best && best->aten_name == bound && level.aten_name != bound) is_past_bound = true;
+    if (!is_past_bound) best = &level;
+  }
+  TORCH_CHECK_VALUE(asked.empty(), "TORCH_NHWC_CPU_CAPABILITY: expected one of those that this CPU has (", supported,
+                    "), got '", asked, "'");
+  return *best;
+}
+
+const Level& chosen_level() {
+  static const Level level = choose_level();
+  return level;
+}
+
+}  // namespace
+
+const FilterKernels& filter_kernels() { return chosen_level().kernels; }
+
+std::string capability() { return std::string(chosen_level().name); }
+
+}  // namespace nhwc::cpu

@@ -1,0 +1,13 @@
+// The instruction set of everything else: SSE2 on x86-64, NEON on 64-bit Arm.
+#include "before_level.h"
+#include "make_filter_kernels.h"
+
+namespace nhwc::cpu::levels {
+
+#if defined(__ARM_NEON)
+constexpr FilterKernels neon = make_filter_kernels();
+#else
+constexpr FilterKernels baseline = make_filter_kernels();
+#endif
+
+}  // namespace nhwc::cpu::levels
