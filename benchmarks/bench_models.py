@@ -1,80 +1,225 @@
-"""Whole models: conversion beside torch.nn.utils, and the forward pass before and after.
+"""The conversion of whole models, every single one in a fresh process, as it happens to users.
 
-    python benchmarks/bench_models.py [--repeats N] [--threads N] [--out FILE]
+    python benchmarks/bench_models.py [--rounds N] [--models NAME ...] [--out FILE]
 
-Every time is a median of interleaved runs in one process (torch_nhwc/demo.py has the method). Writes JSON with the
-machine, and puts the table made of it into the README.
+A process makes one model, with weights that are its own or that were loaded, does one job to it on one thread, and
+reports the time and by how much the resident set grew beyond the model at its highest. The jobs take turns; the figures
+are medians over the rounds.
 """
 
 import argparse
 import json
-import platform
-import re
+import statistics
 import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import machine
 import torch
+from torch import Tensor, nn
 
-from torch_nhwc import demo, environment
-
-ROOT = Path(__file__).parent.parent
-
-
-def processor() -> str:
-    """The processor's name as the system knows it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+import torch_nhwc as nhwc
+from torch_nhwc.sites import CHANNELS_LAST, find_sites
 
 
-def measure(repeats: int) -> dict:
-    torch.manual_seed(0)
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
+def resnet50() -> nn.Module:
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    return ResNetForImageClassification(ResNetConfig())
+
+
+def mobilenet_v2() -> nn.Module:
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    return MobileNetV2ForImageClassification(MobileNetV2Config())
+
+
+def unet2d() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
+
+
+def unet3d() -> nn.Module:
+    from monai.networks.nets.unet import UNet
+
+    return UNet(3, 1, 2, channels=(64, 128, 256, 512, 1024), strides=(2, 2, 2, 2), num_res_units=2)
+
+
+def video_autoencoder() -> nn.Module:
+    from diffusers import AutoencoderKLCogVideoX
+
+    return AutoencoderKLCogVideoX()
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-50 (transformers)": resnet50,
+    "MobileNetV2 (transformers)": mobilenet_v2,
+    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": unet2d,
+    "3D UNet (monai)": unet3d,
+    "CogVideoX autoencoder (diffusers)": video_autoencoder,
+}
+
+
+def made(make: Callable[[], nn.Module], _: Path) -> nn.Module:
+    """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
+    with torch.device("meta"):
+        model = make()
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for index, tensor in enumerate([*model.parameters(), *model.buffers()]):
+            tensor.fill_(index)
+    return model.eval()
+
+
+def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """A model from `torch.save` and `torch.load`."""
+    file = folder / "model.pt"
+    if not file.exists():
+        torch.save(made(make, folder), file)
+    return torch.load(file, weights_only=False)
+
+
+def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """A model from `save_pretrained` and `from_pretrained`."""
+    if not (folder / "pretrained").exists():
+        made(make, folder).save_pretrained(folder / "pretrained")
+    with torch.device("meta"):
+        model_class = type(make())
+    return model_class.from_pretrained(folder / "pretrained").eval()
+
+
+SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
+    "made": made,
+    "torch.load": torch_loaded,
+    "from_pretrained": pretrained,
+}
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [site.weight for rank in CHANNELS_LAST for site in find_sites(model, rank) if site.weight is not None]
+
+
+def stock(model: nn.Module) -> object:
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    return nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
+
+
+def ours(model: nn.Module) -> object:
+    nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    return nhwc.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
+
+
+def ours_fresh(model: nn.Module) -> object:
+    return nhwc.convert_weights_(weights_of(model), storage="fresh")
+
+
+def module_to(model: nn.Module) -> object:
+    return model.to(memory_format=CHANNELS_LAST[next(weight.dim() for weight in weights_of(model))])
+
+
+def memcpy(model: nn.Module) -> Callable[[], object]:
+    """The same bytes, to memory that is resident."""
+    weights = weights_of(model)
+    copies = [torch.zeros_like(weight) for weight in weights]
+    return lambda: [copy.copy_(weight) for copy, weight in zip(copies, weights, strict=True)]
+
+
+JOBS: dict[str, Callable[[nn.Module], object]] = {
+    "stock": stock,
+    "ours": ours,
+    "ours fresh": ours_fresh,
+    "module.to": module_to,
+}
+
+
+def resident(field: str) -> int:
+    """A size of this process in bytes: VmRSS is what is resident, VmHWM the most that ever was."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
+
+
+def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[str, object]:
+    """What one process does."""
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        model = SOURCES[source](MODELS[model_name], folder)
+        weights = weights_of(model)
+        for weight in weights:
+            weight.sum()  # resident, whatever it came from
+        job: Callable[[], object] = memcpy(model) if job_name == "memcpy" else lambda: JOBS[job_name](model)
+    moved = [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]
+    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
+    before = resident("VmRSS")
+    start = time.perf_counter()
+    job()
+    milliseconds = (time.perf_counter() - start) * 1e3
+    extra = max(0, resident("VmHWM") - before)
+    if job_name == "ours":
+        assert all(weight.stride()[1] == 1 for weight in moved)
     return {
-        "command": "python benchmarks/bench_models.py",
-        "commit": commit.stdout.strip(),
-        "processor": processor(),
-        "environment": environment.describe(),
-        "repeats": repeats,
-        "results": [demo.run(make(), repeats=repeats).as_dict() for make in demo.MODELS.values()],
+        "ms": milliseconds,
+        "extra_bytes": extra,
+        "bytes": sum(weight.nbytes for weight in weights),
+        "moved_bytes": sum(weight.nbytes for weight in moved),
+        "largest_bytes": max(weight.nbytes for weight in weights),
     }
 
 
-def figures(measured: dict) -> str:
-    """The README's table."""
-    machine = f"{measured['processor']}, {measured['environment']['CPU capability']}"
-    lines = [
-        f"{machine}, {measured['environment']['threads']} threads, torch {measured['environment']['torch']}, float32,",
-        f"medians of {measured['repeats']} interleaved runs:",
-        "",
-        "| model | MB moved / restrided | conversion, ours / `torch.nn.utils` | forward: contiguous / converted / and "
-        "channels-last input |",
-        "| --- | --- | --- | --- |",
-    ]
-    for result in measured["results"]:
-        moved, restrided = (result[name]["bytes"] / 1e6 for name in ("converted", "restrided"))
-        lines.append(
-            f"| {result['model']} | {moved:.1f} / {restrided:.1f} "
-            f"| {result['convert_ms']:.1f} / {result['stock_convert_ms']:.1f} ms: {result['stock_over_ours']:.1f}x "
-            f"| {result['forward_contiguous_ms']:.0f} / {result['forward_converted_ms']:.0f} / "
-            f"{result['forward_channels_last_input_ms']:.0f} ms |"
-        )
-    return "\n".join(lines)
+def cases(models: list[str]) -> Iterator[tuple[str, str]]:
+    for model in models:
+        for source in SOURCES:
+            if source != "from_pretrained" or "monai" not in model:
+                yield model, source
+
+
+def measure(model: str, source: str, rounds: int) -> dict[str, object]:
+    """One model from one source: every job in `rounds` processes of its own."""
+    runs: dict[str, list[dict[str, float]]] = {job: [] for job in (*JOBS, "memcpy")}
+    with tempfile.TemporaryDirectory() as folder:
+        for _ in range(rounds):
+            for job, seen in runs.items():
+                command = [sys.executable, __file__, "--here", model, source, job, folder]
+                run = subprocess.run(command, check=True, capture_output=True, text=True)
+                seen.append(json.loads(run.stdout.splitlines()[-1]))
+    sizes = {name: runs["stock"][0][name] for name in ("bytes", "moved_bytes", "largest_bytes")}
+    jobs = {
+        job: {
+            "ms": statistics.median(run["ms"] for run in seen),
+            "min_ms": min(run["ms"] for run in seen),
+            "extra_bytes": statistics.median(run["extra_bytes"] for run in seen),
+        }
+        for job, seen in runs.items()
+    }
+    return {"model": model, "source": source, **sizes, "jobs": jobs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/models-cpu.json")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/models-cpu.json")
+    parser.add_argument("--here", nargs=4, metavar=("MODEL", "SOURCE", "JOB", "FOLDER"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    measured = measure(arguments.repeats)
-    arguments.out.write_text(json.dumps(measured, indent=2) + "\n")
-    readme = ROOT / "README.md"
-    marks = re.compile(r"(<!-- figures: .* -->\n).*(<!-- end of figures -->)", re.DOTALL)
-    readme.write_text(marks.sub(lambda match: f"{match[1]}{figures(measured)}\n{match[2]}", readme.read_text()))
-    print(figures(measured))
+    if arguments.here:
+        model, source, job, folder = arguments.here
+        print(json.dumps(run_here(model, source, job, Path(folder))))
+        return
+    results = []
+    for model, source in cases(arguments.models):
+        results.append(measure(model, source, arguments.rounds))
+        jobs = results[-1]["jobs"]
+        print(model, source, {job: round(figures["ms"], 2) for job, figures in jobs.items()}, flush=True)
+    measured = {
+        "command": "python benchmarks/bench_models.py",
+        "rounds": arguments.rounds,
+        "machine": machine.describe(),
+        "results": results,
+    }
+    arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
 
 
 if __name__ == "__main__":

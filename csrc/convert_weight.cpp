@@ -34,19 +34,22 @@ at::Tensor empty_weight(at::IntArrayRef size, const at::TensorOptions& options, 
 }
 
 void write_weights(const std::vector<Write>& writes) {
-  std::vector<Write> on_cpu;
+  cpu::Conversions conversions;
   for (const auto& [weight, out] : writes) {
     if (weight.is_cpu()) {
-      on_cpu.push_back({weight, out});
-#ifdef TORCH_NHWC_WITH_CUDA
-    } else if (weight.is_cuda()) {
-      cuda::write_weight(weight, out);
-#endif
-    } else if (!weight.is_meta()) {
-      out.copy_(weight);
+      conversions.add_write(weight, out);
+    } else {
+      write_elsewhere(weight, out);
     }
   }
-  cpu::write_weights(on_cpu);
+  conversions.run();
+}
+
+void write_elsewhere(const at::Tensor& weight, const at::Tensor& out) {
+#ifdef TORCH_NHWC_WITH_CUDA
+  if (weight.is_cuda()) return cuda::write_weight(weight, out);
+#endif
+  if (!weight.is_meta()) out.copy_(weight);
 }
 
 namespace {

@@ -1,5 +1,5 @@
-// The in-place operators: check everything, allocate and compute everything, commit. Only the commit changes what is
-// seen from outside, and it cannot fail.
+// The in-place operators: check everything, allocate everything, commit. Only the commit changes what is seen from
+// outside, and it cannot fail.
 //
 // They are composite, so that they see the tensors themselves: below autograd, functionalization would drop the change
 // of strides in silence. Whatever stands for another tensor is refused instead.
@@ -99,11 +99,37 @@ bool are_aliases(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
-// Makes and fills every replacement. Tensors that are exact aliases of each other stay so: they share one.
-void prepare(std::vector<Change>& changes) {
+// Changes that are made together: their bytes in one parallel region, then their metadata.
+struct Batch {
+  std::vector<const Change*> changes;
+  cpu::Conversions conversions;
+};
+
+// Each batch gives the old memory of its weights back before the next one first touches its new memory: the system hands
+// the same pages out again, and the peak of a whole model is a batch above what it was.
+constexpr int64_t fresh_bytes_of_a_batch = 64 << 20;
+
+// Makes every replacement, and everything that the commit needs. Tensors that are exact aliases of each other stay so:
+// they share one.
+std::vector<Batch> prepare(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
-  std::vector<Write> writes;
+  std::vector<Batch> batches(1);
+  int64_t fresh_bytes = 0;
+  const auto write = [&](const at::Tensor& tensor, const at::Tensor& out) {
+    fresh_bytes += static_cast<int64_t>(out.nbytes());
+    const at::NoGradGuard no_grad;
+    if (tensor.is_cpu()) {
+      batches.back().conversions.add_write(tensor.detach(), out);
+    } else {
+      write_elsewhere(tensor.detach(), out);
+    }
+  };
   for (Change& change : changes) {
+    if (fresh_bytes > fresh_bytes_of_a_batch) {
+      batches.emplace_back();
+      fresh_bytes = 0;
+    }
+    batches.back().changes.push_back(&change);
     const ReplacementGuard guard(change.tensor);
     const at::Tensor& tensor = change.tensor;
     if (is_fresh(change.outcome)) {
@@ -117,28 +143,32 @@ void prepare(std::vector<Change>& changes) {
       neighbours.push_back(&change);
       const auto options = tensor.options().pinned_memory(tensor.is_cpu() && tensor.is_pinned());
       change.replacement = empty_weight(tensor.sizes(), options, change.memory_format);
-      writes.push_back({tensor.detach(), change.replacement});
+      write(tensor, change.replacement);
     } else {
       change.replacement =
           tensor.detach().as_strided(tensor.sizes(), canonical_strides(tensor.sizes(), change.memory_format));
     }
     if (change.is_staged()) {
       change.staged = empty_weight(tensor.sizes(), tensor.options(), change.memory_format);
-      writes.push_back({tensor.detach(), change.staged});
+      write(tensor, change.staged);
+    } else if (change.is_permuted()) {
+      batches.back().conversions.add_permutation(tensor);
     }
   }
-  const at::NoGradGuard no_grad;
-  write_weights(writes);
+  for (Batch& batch : batches) batch.conversions.allocate();
+  return batches;
 }
 
-// Permutes where storage is reused, and swaps the replacements in.
-void commit(const std::vector<Change>& changes, const cpu::Permutations& permutations) {
-  permutations.run();
-  for (const Change& change : changes) {
-    if (change.staged.defined()) {
-      std::memcpy(change.tensor.mutable_data_ptr(), change.staged.const_data_ptr(), change.tensor.nbytes());
+// Writes and permutes the bytes, and swaps the replacements in.
+void commit(const std::vector<Batch>& batches) {
+  for (const Batch& batch : batches) {
+    batch.conversions.run();
+    for (const Change* change : batch.changes) {
+      if (change->staged.defined()) {
+        std::memcpy(change->tensor.mutable_data_ptr(), change->staged.const_data_ptr(), change->tensor.nbytes());
+      }
+      at::Tensor(change->tensor).set_data(change->replacement);
     }
-    at::Tensor(change.tensor).set_data(change.replacement);
   }
 }
 
@@ -147,13 +177,7 @@ std::vector<int64_t> convert_in_place(const char* op, at::TensorList weights,
   const auto plans = plan_each(op, weights, memory_format, parse_storage_policy(op, storage));
   std::vector<Change> changes = changes_of(op, weights, plans);
   if (changes.empty()) return outcomes_of(plans);
-  cpu::Permutations permutations;
-  for (const Change& change : changes) {
-    if (change.is_permuted()) permutations.add(change.tensor);
-  }
-  permutations.allocate();
-  prepare(changes);
-  commit(changes, permutations);
+  commit(prepare(changes));
   // Autocast keeps low-precision copies of weights; those of the old layout would serve until its region ends.
   at::autocast::clear_cache();
   return outcomes_of(plans);

@@ -34,25 +34,6 @@ int log2_of(int64_t element_size) {
   return log2;
 }
 
-// Splits all filters of all weights among threads by their bytes: one region, or none where it would cost more than it
-// brings. Calls `body(weight, first filter, number of filters)`. `ends` are the running totals of bytes.
-template <typename Weights, typename Body>
-void for_filters(const Weights& weights, const std::vector<int64_t>& ends, const Body& body) {
-  constexpr int64_t bytes_worth_a_thread = 1 << 20;
-  if (weights.empty()) return;
-  at::parallel_for(0, ends.back(), bytes_worth_a_thread, [&](int64_t begin, int64_t end) {
-    for (size_t i = std::upper_bound(ends.begin(), ends.end(), begin) - ends.begin(); i < weights.size(); ++i) {
-      const int64_t start = i == 0 ? 0 : ends[i - 1];
-      if (start >= end) break;
-      // A filter belongs to the range that its first byte lies in.
-      const int64_t bytes = weights[i].bytes;
-      const int64_t first = (std::max(begin - start, int64_t{0}) + bytes - 1) / bytes;
-      const int64_t last = std::min(weights[i].count, (end - start + bytes - 1) / bytes);
-      if (first < last) body(weights[i], first, last - first);
-    }
-  });
-}
-
 // PyTorch's conversion between floating types, which goes through float whenever a narrow type takes part.
 template <typename To>
 struct CastLikeTorch {
@@ -107,57 +88,56 @@ void copy_any_strides(const at::Tensor& weight, const at::Tensor& out) {
 
 }  // namespace
 
-void write_weights(const std::vector<Write>& writes) {
-  struct Filters {
-    FilterKernels::Transpose transpose;
-    const char* source;
-    char* destination;
-    int64_t count, rows, columns, bytes, destination_bytes;  // bytes of one filter
-    bool non_temporal;
-  };
-  std::vector<Filters> weights;
-  std::vector<int64_t> ends;
-  weights.reserve(writes.size());
-  ends.reserve(writes.size());
-  for (const auto& [weight, out] : writes) {
-    if (weight.numel() == 0) continue;
-    const FilterOrder from = filter_order(weight), to = filter_order(out);
-    if (from == FilterOrder::neither) {
-      copy_any_strides(weight, out);
-      continue;
-    }
-    const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
-    // What keeps its order is one linear copy, which may be split anywhere.
-    const Shape shape = moves ? shape_of(weight, from) : Shape{weight.numel(), 1, 1};
-    const int64_t size = shape.rows * shape.columns;
-    const auto total = static_cast<int64_t>(weight.nbytes());
-    weights.push_back({find_kernel(weight, out), static_cast<const char*>(weight.const_data_ptr()),
-                       static_cast<char*>(out.mutable_data_ptr()), shape.count, shape.rows, shape.columns,
-                       size * weight.element_size(), size * out.element_size(),
-                       moves && is_worth_streaming(weight, out)});
-    ends.push_back((ends.empty() ? 0 : ends.back()) + total);
-  }
-  for_filters(weights, ends, [](const Filters& filters, int64_t first, int64_t count) {
-    filters.transpose(filters.source + first * filters.bytes, filters.destination + first * filters.destination_bytes,
-                      count, filters.rows, filters.columns, filters.non_temporal);
-  });
+void Conversions::add(const Filters& filters) {
+  weights_.push_back(filters);
+  ends_.push_back(bytes() + filters.count * filters.source_bytes);
 }
 
-void Permutations::add(const at::Tensor& weight) {
+void Conversions::add_write(const at::Tensor& weight, const at::Tensor& out) {
+  if (weight.numel() == 0) return;
+  const FilterOrder from = filter_order(weight), to = filter_order(out);
+  if (from == FilterOrder::neither) return copy_any_strides(weight, out);
+  const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
+  // What keeps its order is one linear copy, which may be split anywhere.
+  const Shape shape = moves ? shape_of(weight, from) : Shape{weight.numel(), 1, 1};
+  const int64_t size = shape.rows * shape.columns;
+  add({find_kernel(weight, out), nullptr, static_cast<const char*>(weight.const_data_ptr()),
+       static_cast<char*>(out.mutable_data_ptr()), shape.count, shape.rows, shape.columns, size * weight.element_size(),
+       size * out.element_size(), moves && is_worth_streaming(weight, out)});
+}
+
+void Conversions::add_permutation(const at::Tensor& weight) {
   const auto [count, rows, columns] = shape_of(weight, filter_order(weight));
-  const int64_t bytes = rows * columns * weight.element_size();
-  weights_.push_back({filter_kernels().transpose_in_place[log2_of(weight.element_size())],
-                      static_cast<char*>(weight.mutable_data_ptr()), count, rows, columns, bytes});
-  ends_.push_back((ends_.empty() ? 0 : ends_.back()) + count * bytes);
-  largest_filter_ = std::max(largest_filter_, bytes);
+  const int64_t filter_bytes = rows * columns * weight.element_size();
+  auto* data = static_cast<char*>(weight.mutable_data_ptr());
+  add({nullptr, filter_kernels().transpose_in_place[log2_of(weight.element_size())], data, data, count, rows, columns,
+       filter_bytes, filter_bytes, false});
+  largest_permuted_filter_ = std::max(largest_permuted_filter_, filter_bytes);
 }
 
-void Permutations::allocate() { scratch_ = at::empty({at::get_num_threads() * largest_filter_}, at::kByte); }
+void Conversions::allocate() { scratch_ = at::empty({at::get_num_threads() * largest_permuted_filter_}, at::kByte); }
 
-void Permutations::run() const {
-  for_filters(weights_, ends_, [this](const Filters& filters, int64_t first, int64_t count) {
-    char* scratch = static_cast<char*>(scratch_.mutable_data_ptr()) + at::get_thread_num() * largest_filter_;
-    filters.transpose(filters.data + first * filters.bytes, scratch, count, filters.rows, filters.columns);
+void Conversions::run() const {
+  constexpr int64_t bytes_worth_a_thread = 1 << 20;
+  at::parallel_for(0, bytes(), bytes_worth_a_thread, [this](int64_t begin, int64_t end) {
+    for (size_t i = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin(); i < weights_.size(); ++i) {
+      const Filters& filters = weights_[i];
+      const int64_t start = i == 0 ? 0 : ends_[i - 1];
+      if (start >= end) break;
+      // A filter belongs to the range that its first byte lies in.
+      const int64_t size = filters.source_bytes;
+      const int64_t first = (std::max(begin - start, int64_t{0}) + size - 1) / size;
+      const int64_t count = std::min(filters.count, (end - start + size - 1) / size) - first;
+      if (count <= 0) continue;
+      char* destination = filters.destination + first * filters.destination_bytes;
+      if (filters.transpose_in_place) {
+        char* scratch = static_cast<char*>(scratch_.mutable_data_ptr()) + at::get_thread_num() * largest_permuted_filter_;
+        filters.transpose_in_place(destination, scratch, count, filters.rows, filters.columns);
+      } else {
+        filters.transpose(filters.source + first * size, destination, count, filters.rows, filters.columns,
+                          filters.non_temporal);
+      }
+    }
   });
 }
 

@@ -5,35 +5,45 @@
 
 #include <vector>
 
-#include "../convert_weight.h"
 #include "filter_kernels.h"
 
 namespace nhwc::cpu {
 
-/// `nhwc::write_weights` for CPU tensors, in one parallel region.
-void write_weights(const std::vector<Write>& writes);
-
-/// The permutation of weights whose filters are channels-first or channels-last to the other order, each in its own
-/// bytes and in one parallel region. The strides are not touched.
-class Permutations {
+/// Conversions of CPU weights, collected and then run together, in one parallel region.
+class Conversions {
  public:
-  void add(const at::Tensor& weight);
+  /// The values of `weight` will go to `out`, as `nhwc::write_weights` has it. The caller keeps both alive. Those of a
+  /// weight whose filters lie in neither order go there at once, by PyTorch's own copy.
+  void add_write(const at::Tensor& weight, const at::Tensor& out);
 
-  /// Allocates what `run` needs: room for the largest filter, for each thread.
+  /// The bytes of a weight whose filters are channels-first or channels-last will be permuted to the other order, each
+  /// filter in its own bytes. The strides are not touched.
+  void add_permutation(const at::Tensor& weight);
+
+  /// The bytes that will be read.
+  int64_t bytes() const { return ends_.empty() ? 0 : ends_.back(); }
+
+  /// Allocates what `run` needs: room for the largest filter that is permuted, for each thread.
   void allocate();
 
   /// Neither allocates nor throws.
   void run() const;
 
  private:
+  // One weight, as the kernels see it: `count` matrices. For a permutation the destination is the source.
   struct Filters {
-    FilterKernels::TransposeInPlace transpose;
-    char* data;
-    int64_t count, rows, columns, bytes;  // bytes of one filter
+    FilterKernels::Transpose transpose;
+    FilterKernels::TransposeInPlace transpose_in_place;
+    const char* source;
+    char* destination;
+    int64_t count, rows, columns, source_bytes, destination_bytes;  // bytes of one filter
+    bool non_temporal;
   };
+  void add(const Filters& filters);
+
   std::vector<Filters> weights_;
-  std::vector<int64_t> ends_;
-  int64_t largest_filter_ = 0;
+  std::vector<int64_t> ends_;  // the running totals of bytes
+  int64_t largest_permuted_filter_ = 0;
   at::Tensor scratch_;
 };
 

@@ -6,6 +6,7 @@
 #endif
 
 #include <algorithm>
+#include <chrono>
 #include <cstdint>
 #include <fstream>
 #include <string>
@@ -47,11 +48,18 @@ bool is_resident(const at::Tensor& tensor) {
 
 void advise_huge_pages(const at::Tensor& fresh) {
   constexpr size_t worthwhile = 4 * huge_page;
+  constexpr std::chrono::microseconds patience(500);
   if (fresh.nbytes() < worthwhile) return;
   const auto begin = reinterpret_cast<uintptr_t>(fresh.const_data_ptr());
   const uintptr_t first = round_down(begin + huge_page - 1, huge_page);
   const uintptr_t end = round_down(begin + fresh.nbytes(), huge_page);
-  madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+  const auto advise = [](uintptr_t from, uintptr_t to) {
+    return madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE) == 0;
+  };
+  if (!advise(first, first + huge_page)) return;
+  const auto start = std::chrono::steady_clock::now();
+  *reinterpret_cast<volatile char*>(first) = 0;
+  if (std::chrono::steady_clock::now() - start < patience) advise(first + huge_page, end);
 }
 
 bool is_worth_streaming(const at::Tensor& weight, const at::Tensor& out) {

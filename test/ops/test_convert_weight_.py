@@ -1,11 +1,8 @@
-"""convert_weight_ and convert_weights_: storage, identity, gradients, refusals, all or nothing."""
+"""convert_weight_ and convert_weights_: values, identity, gradients, refusals, all or nothing."""
 
-import copy
-import multiprocessing
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import reference
 import torch
@@ -66,100 +63,6 @@ def test_bytes_are_permuted_in_place(dtype, threads):
             assert weight.data_ptr() == pointer
     finally:
         torch.set_num_threads(before)
-
-
-def numpy_view(weight):
-    return weight.detach().numpy()
-
-
-# Name: what shares the weight's bytes (or makes them), the outcome it must have, and why "reuse" is refused.
-OWNERS = {
-    "nothing": (lambda w: (w, None), Outcome.REUSED, None),
-    "deepcopy": (lambda w: (copy.deepcopy(w), None), Outcome.REUSED, None),
-    "dropped_view": (lambda w: (w, w.detach().sum().item()), Outcome.REUSED, None),
-    "view": (lambda w: (w, w.detach().view(-1)), Outcome.FRESH_HELD, "something else holds its storage"),
-    "detach": (lambda w: (w, w.detach()), Outcome.FRESH_HELD, "something else holds its storage"),
-    "second_parameter": (lambda w: (w, nn.Parameter(w.data)), Outcome.FRESH_HELD, "something else holds its storage"),
-    "numpy_export": (lambda w: (w, numpy_view(w)), Outcome.FRESH_HELD, "something else holds its storage"),
-    "storage_wrapper": (lambda w: (w, w.untyped_storage()), Outcome.FRESH_HELD, "something else holds its storage"),
-    "dlpack_of_detach": (
-        lambda w: (w, np.from_dlpack(w.detach())),
-        Outcome.FRESH_HELD,
-        "something else holds its storage",
-    ),
-    "numpy_import": (
-        lambda w: (nn.Parameter(torch.from_numpy(w.detach().numpy().copy())), None),
-        Outcome.FRESH_FOREIGN,
-        "memory is not from the device's own allocator",
-    ),
-    "shared": (
-        lambda w: (nn.Parameter(w.detach().clone().share_memory_()), None),
-        Outcome.FRESH_SHARED,
-        "memory is shared or mapped",
-    ),
-    "expanded": (
-        lambda w: (w.detach().clone()[:1].clone().expand(4, 3, 3, 3), None),
-        Outcome.FRESH_HELD,
-        "something else holds its storage",
-    ),
-}
-
-
-@pytest.mark.parametrize("op", ["convert_weight_", "convert_weights_"])
-@pytest.mark.parametrize("owner", OWNERS)
-def test_storage_is_reused_only_where_nothing_else_can_see_the_bytes(owner, op):
-    make, expected, refusal = OWNERS[owner]
-    weight, other = make(parameter())
-    before, values = copy.deepcopy(other), weight.detach().clone()
-    mention = (lambda w: w) if op == "convert_weight_" else (lambda w: [w])
-    call = getattr(torch.ops.nhwc, op)
-    stride, pointer = weight.stride(), weight.data_ptr()
-    if refusal is not None:
-        with pytest.raises(RuntimeError, match=refusal):
-            call(mention(weight), storage="reuse")
-        assert (weight.stride(), weight.data_ptr()) == (stride, pointer)
-    assert nhwc.plan_weights([weight]) == [expected]
-    assert call(mention(weight)) == mention(expected)
-    assert torch.equal(weight, values)
-    assert weight.stride() == STRIDES
-    assert (weight.data_ptr() == pointer) == (expected == Outcome.REUSED)
-    if isinstance(other, torch.Tensor):
-        assert torch.equal(other, before)
-    elif isinstance(other, np.ndarray):
-        assert np.array_equal(other, before)
-
-
-def test_a_saved_weight_gets_fresh_storage(tmp_path):
-    weight = parameter()
-    torch.save(weight, tmp_path / "weight.pt")
-    loaded = torch.load(tmp_path / "weight.pt")
-    assert nhwc.convert_weights_([weight, loaded]) == [Outcome.FRESH_HELD] * 2
-    assert torch.equal(weight, loaded)
-
-
-def test_planning_leaves_no_trace_on_the_storage():
-    weight = parameter()
-    for _ in range(3):
-        assert nhwc.plan_weights([weight, weight]) == [Outcome.REUSED] * 2
-    assert weight.is_contiguous()
-    assert nhwc.convert_weight_(weight) == Outcome.REUSED
-
-
-def _read_shared(weight, queue):
-    queue.put(weight.sum().item())
-
-
-def test_another_process_does_not_see_a_conversion():
-    weight = nn.Parameter(torch.arange(108.0).view(4, 3, 3, 3).share_memory_(), requires_grad=False)
-    view = weight.detach()
-    nhwc.convert_weight_(weight)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_read_shared, args=(view, queue))
-    process.start()
-    assert queue.get(timeout=60) == sum(range(108))
-    process.join()
-    assert torch.equal(view.view(-1), torch.arange(108.0))
 
 
 def test_identity_hooks_and_version_survive():
@@ -234,21 +137,6 @@ def test_a_weight_converted_in_inference_mode_still_trains():
     assert gradient_free.stride() == STRIDES
 
 
-@pytest.mark.parametrize("storage", ["auto", "fresh"])
-@pytest.mark.parametrize("saved", ["weight", "view"])
-def test_weights_saved_for_an_earlier_backward_give_right_gradients(saved, storage):
-    weight = parameter()
-    other = torch.randn(4, 27, requires_grad=True)
-    out = (weight.view(4, 27) * other) if saved == "view" else (weight * other.view(4, 3, 3, 3))
-    expected = weight.detach().clone().view(4, 27)
-    outcome = nhwc.convert_weight_(weight, storage=storage)
-    if storage == "auto":
-        assert outcome == (Outcome.FRESH_HELD if saved == "view" else Outcome.REUSED)
-    out.sum().backward()
-    assert torch.equal(other.grad, expected)
-    assert torch.equal(weight.grad, other.detach().view(4, 3, 3, 3))
-
-
 def test_optimizers_step_right_after_a_conversion_between_backward_and_step():
     for optimizer_class, options in (
         (torch.optim.SGD, {"lr": 0.1, "fused": True}),
@@ -266,41 +154,11 @@ def test_optimizers_step_right_after_a_conversion_between_backward_and_step():
         torch.testing.assert_close(layer.weight, twin.weight)
 
 
-def test_tied_weights_convert_once_and_aliases_stay_aliases():
-    weight = parameter()
-    assert nhwc.convert_weights_([weight, weight]) == [Outcome.REUSED] * 2
-    assert weight.stride() == STRIDES
-    first, alias = parameter(), None
-    alias = nn.Parameter(first.data)
-    other = nn.Parameter(first.data.view(-1)[:108].view(4, 3, 3, 3).transpose(0, 1))
-    values = first.detach().clone()
-    nhwc.convert_weights_([first, alias, other], storage="fresh")
-    assert first.data_ptr() == alias.data_ptr()
-    assert first.stride() == alias.stride() == STRIDES
-    assert other.data_ptr() != first.data_ptr()
-    with torch.no_grad():
-        first[0, 0, 0, 0] += 1
-    assert alias[0, 0, 0, 0] == first[0, 0, 0, 0]
-    assert torch.equal(other, values.transpose(0, 1))
-
-
 def test_weights_on_meta_get_strides_alone():
     weight = nn.Parameter(torch.empty(4, 3, 3, 3, device="meta"))
     nhwc.convert_weight_(weight)
     assert weight.is_meta
     assert weight.stride() == STRIDES
-
-
-def test_detach_is_auto_for_all_but_slices_of_a_larger_storage():
-    flat = torch.randn(1000)
-    values = flat.clone()
-    owner, pointwise = parameter(), parameter((4, 3, 1, 1))
-    first, alias = (nn.Parameter(flat[100:208].view(4, 3, 3, 3)) for _ in range(2))
-    outcomes = nhwc.convert_weights_([owner, first, pointwise, alias], storage="detach")
-    assert outcomes == [Outcome.REUSED, Outcome.FRESH, Outcome.RESTRIDED, Outcome.FRESH]
-    assert first.data_ptr() == alias.data_ptr()
-    assert torch.equal(first, values[100:208].view(4, 3, 3, 3))
-    assert torch.equal(flat, values)
 
 
 def test_a_released_storage_raises():
@@ -341,8 +199,6 @@ def refused_weights():
         torch.randn(4, 3, 3, 3, dtype=torch.complex64).conj(),
         "is a lazy conjugate or negative view",
     )
-    yield "larger storage", nn.Parameter(torch.randn(8, 3, 3, 3)[2:6]), "is part of a larger storage"
-    yield "larger storage, 1x1", nn.Parameter(torch.randn(8, 3, 1, 1)[2:6]), "is part of a larger storage"
     with FakeTensorMode():
         fake = torch.randn(4, 3, 3, 3)
     yield "fake", fake, "is traced, fake, functional"

@@ -1,0 +1,531 @@
+"""Who holds a weight's bytes, and what becomes of them: every kind of holder, owner and arrangement, byte by byte."""
+
+import copy
+import ctypes
+import io
+import multiprocessing
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, load_model, save_file
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import Outcome
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+
+
+def parameter(shape=(4, 3, 3, 3)):
+    """Distinct whole numbers: any wrong byte shows, and sums of products are exact in every order."""
+    return nn.Parameter(torch.randperm(int(torch.Size(shape).numel())).float().view(shape) + 1)
+
+
+def layer_of(weight):
+    convolution = nn.Conv2d if weight.dim() == 4 else nn.Conv3d
+    layer = convolution(weight.shape[1], weight.shape[0], weight.shape[2:])
+    layer.weight = weight
+    return layer
+
+
+def empty_layer_of(weight, device="cpu"):
+    return layer_of(nn.Parameter(torch.empty_like(weight, device=device)))
+
+
+def input_of(weight):
+    return torch.randint(1, 9, (2, weight.shape[1], *(5,) * (weight.dim() - 2))).float().requires_grad_()
+
+
+def gradients(out, *inputs):
+    """A holder: the graph of `out`, seen through the gradients that it gives."""
+    return lambda: torch.cat([g.flatten() for g in torch.autograd.grad(out.sum(), inputs, retain_graph=True)])
+
+
+def trained(module, weight):
+    module(input_of(weight)).square().mean().backward()
+    return module
+
+
+def graph_of_product(w, path):
+    other = torch.randn_like(w).requires_grad_()
+    return w, gradients(w * other, w, other)
+
+
+def graph_of_product_with_view(w, path):
+    other = torch.randn(w.numel()).requires_grad_()
+    return w, gradients(w.view(-1) * other, w, other)
+
+
+def graph_of_convolution(w, path):
+    x = input_of(w)
+    return w, gradients(layer_of(w)(x), w, x)
+
+
+def stepped(w, path):
+    layer = layer_of(w)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    trained(layer, w)
+    optimizer.step()
+    return w, optimizer.state[w]["exp_avg"]
+
+
+def gradient_held(w, path):
+    w.grad = torch.randn_like(w)
+    return w, w.grad.detach()
+
+
+def compiled(w, path):
+    torch._dynamo.reset()
+    module = torch.compile(layer_of(w), backend="eager")
+    x = input_of(w)
+    return w, gradients(module(x), w, x)
+
+
+def saved_script(w, path):
+    torch.jit.script(layer_of(w)).save(path / "layer.pt")
+    return path / "layer.pt"
+
+
+def saved_state(w, path):
+    torch.save(layer_of(w).state_dict(), path / "state.pt")
+    return path / "state.pt"
+
+
+def saved_tensors(w, path):
+    save_file({name: t.contiguous() for name, t in layer_of(w).state_dict().items()}, path / "state.safetensors")
+    return path / "state.safetensors"
+
+
+def copied_into(w, state):
+    layer = empty_layer_of(w)
+    layer.load_state_dict(state)
+    return layer.weight
+
+
+def assigned(w, state):
+    layer = empty_layer_of(w, device="meta")
+    layer.load_state_dict(state, assign=True)
+    return layer.weight
+
+
+def loaded_by_safetensors(w, path):
+    layer = empty_layer_of(w)
+    load_model(layer, saved_tensors(w, path))
+    return layer.weight
+
+
+def wrapped(w, path):
+    model = trained(nn.parallel.DistributedDataParallel(layer_of(w)), w)
+    return w, lambda: model.module.weight
+
+
+def unwrapped(w, gradient_as_bucket_view):
+    trained(nn.parallel.DistributedDataParallel(layer_of(w), gradient_as_bucket_view=gradient_as_bucket_view), w)
+    return w
+
+
+def shared_by_name(w, path):
+    strategy = torch.multiprocessing.get_sharing_strategy()
+    torch.multiprocessing.set_sharing_strategy("file_system")
+    try:
+        shared = w.detach().clone().share_memory_()
+        return nn.Parameter(shared), shared
+    finally:
+        torch.multiprocessing.set_sharing_strategy(strategy)
+
+
+def on_file(w, path, open_file):
+    (path / "weight").write_bytes(raw(w))
+    return nn.Parameter(open_file(str(path / "weight")).view(w.shape)), path / "weight"
+
+
+def in_larger_storage(w, start, end):
+    flat = torch.randn(start + w.numel() + end)
+    flat[start : start + w.numel()] = w.detach().flatten()
+    return nn.Parameter(flat[start : start + w.numel()].view(w.shape)), flat
+
+
+def strided(w, strides):
+    return nn.Parameter(torch.empty_strided(w.shape, strides).copy_(w.detach())), None
+
+
+def did(action, w):
+    """The weight, nothing else, after something was done to it whose result is dropped."""
+    action(w)
+    return w, None
+
+
+# Name: makes, from a contiguous weight and a folder, a weight and what else holds bytes of it (None: nothing that is
+# known of); and what "auto" does. A holder is whatever `seen_by` can read.
+CASES = {
+    # The weight alone owns its bytes.
+    "nothing": (lambda w, path: (w, None), Outcome.REUSED),
+    "no_parameter": (lambda w, path: (w.detach().clone(), None), Outcome.REUSED),
+    "dropped_view": (lambda w, path: did(lambda w: w.detach().view(-1).sum().item(), w), Outcome.REUSED),
+    "dropped_state_dict": (lambda w, path: did(lambda w: layer_of(w).state_dict(), w), Outcome.REUSED),
+    "dropped_numpy_export": (lambda w, path: did(lambda w: w.detach().numpy().sum(), w), Outcome.REUSED),
+    "dropped_second_parameter": (lambda w, path: did(lambda w: nn.Parameter(w.data), w), Outcome.REUSED),
+    "deepcopy_of": (lambda w, path: (copy.deepcopy(w), w), Outcome.REUSED),
+    "deepcopied": (lambda w, path: (w, copy.deepcopy(w)), Outcome.REUSED),
+    "deepcopied_module": (lambda w, path: (copy.deepcopy(layer_of(w)).weight, w), Outcome.REUSED),
+    "copied_state_dict": (lambda w, path: (copied_into(w, {"weight": w, "bias": torch.ones(4)}), w), Outcome.REUSED),
+    "copied_torch_load": (lambda w, path: (copied_into(w, torch.load(saved_state(w, path))), w), Outcome.REUSED),
+    "assigned_dropped_state_dict": (
+        lambda w, path: (assigned(w, {"weight": w.detach().clone(), "bias": torch.ones(4)}), w),
+        Outcome.REUSED,
+    ),
+    "trained": (stepped, Outcome.REUSED),
+    "bfloat16": (lambda w, path: (layer_of(w).to(torch.bfloat16).weight, None), Outcome.REUSED),
+    "float64": (lambda w, path: (layer_of(w).double().weight, None), Outcome.REUSED),
+    "scripted": (lambda w, path: (torch.jit.script(layer_of(w)).weight, None), Outcome.REUSED),
+    "saved_as_script": (lambda w, path: (w, saved_script(w, path)), Outcome.REUSED),
+    "loaded_script": (
+        lambda w, path: (torch.jit.load(saved_script(w, path)).weight, path / "layer.pt"),
+        Outcome.REUSED,
+    ),
+    "graph_of_product": (graph_of_product, Outcome.REUSED),
+    "graph_of_convolution": (graph_of_convolution, Outcome.REUSED),
+    "gradient_held": (gradient_held, Outcome.REUSED),
+    # Something else holds them.
+    "detach": (lambda w, path: (w, w.detach()), Outcome.FRESH_HELD),
+    "data": (lambda w, path: (w, w.data), Outcome.FRESH_HELD),
+    "view": (lambda w, path: (w, w.detach().view(-1)), Outcome.FRESH_HELD),
+    "view_of_one_filter": (lambda w, path: (w, w.detach()[1]), Outcome.FRESH_HELD),
+    "transposed_view": (lambda w, path: (w, w.detach().transpose(0, 1)), Outcome.FRESH_HELD),
+    "view_in_a_graph": (lambda w, path: (w, w.view(-1)), Outcome.FRESH_HELD),
+    "graph_of_product_with_view": (graph_of_product_with_view, Outcome.FRESH_HELD),
+    "state_dict": (lambda w, path: (w, layer_of(w).state_dict()["weight"]), Outcome.FRESH_HELD),
+    "second_parameter": (lambda w, path: (w, nn.Parameter(w.data)), Outcome.FRESH_HELD),
+    "numpy_export": (lambda w, path: (w, w.detach().numpy()), Outcome.FRESH_HELD),
+    "dlpack_of_detach": (lambda w, path: (w, np.from_dlpack(w.detach())), Outcome.FRESH_HELD),
+    "storage": (lambda w, path: (w, w.untyped_storage()), Outcome.FRESH_HELD),
+    "whole_flat_buffer": (lambda w, path: in_larger_storage(w, 0, 0), Outcome.FRESH_HELD),
+    "base_of_a_plain_view": (lambda w, path: (w.detach().clone().view(-1).view(w.shape), None), Outcome.FRESH_HELD),
+    # The wrapper of the storage holds them, for as long as the storage lives.
+    "torch_save": (lambda w, path: did(lambda w: torch.save(w, io.BytesIO()), w), Outcome.FRESH_HELD),
+    "dropped_storage": (lambda w, path: did(lambda w: w.untyped_storage(), w), Outcome.FRESH_HELD),
+    "is_shared": (lambda w, path: did(lambda w: w.is_shared(), w), Outcome.FRESH_HELD),
+    "deepcopied_tensor": (lambda w, path: (a := w.detach().clone(), copy.deepcopy(a)), Outcome.FRESH_HELD),
+    "deepcopy_of_tensor": (lambda w, path: (copy.deepcopy(a := w.detach().clone()), a), Outcome.FRESH_HELD),
+    "compiled": (compiled, Outcome.FRESH_HELD),
+    "dropped_compiled": (lambda w, path: (compiled(w, path)[0], None), Outcome.FRESH_HELD),
+    "torch_load": (lambda w, path: (torch.load(saved_state(w, path))["weight"], path / "state.pt"), Outcome.FRESH_HELD),
+    "assigned_torch_load": (
+        lambda w, path: (assigned(w, torch.load(saved_state(w, path))), path / "state.pt"),
+        Outcome.FRESH_HELD,
+    ),
+    "assigned_state_dict": (
+        lambda w, path: (assigned(w, {"weight": w.detach(), "bias": torch.ones(4)}), w),
+        Outcome.FRESH_HELD,
+    ),
+    "safetensors_load_model": (
+        lambda w, path: (loaded_by_safetensors(w, path), path / "state.safetensors"),
+        Outcome.FRESH_HELD,
+    ),
+    # The memory comes from elsewhere, and its owner is not counted.
+    "from_numpy": (lambda w, path: (torch.from_numpy(a := w.detach().numpy().copy()), a), Outcome.FRESH_FOREIGN),
+    "from_dlpack": (lambda w, path: (torch.from_dlpack(a := w.detach().numpy().copy()), a), Outcome.FRESH_FOREIGN),
+    "frombuffer": (
+        lambda w, path: (nn.Parameter(torch.frombuffer(a := bytearray(raw(w)), dtype=w.dtype).view(w.shape)), a),
+        Outcome.FRESH_FOREIGN,
+    ),
+    "numpy_memory_map": (
+        lambda w, path: on_file(w, path, lambda name: torch.from_numpy(np.memmap(name, np.float32, "r+"))),
+        Outcome.FRESH_FOREIGN,
+    ),
+    "mapped_torch_load": (
+        lambda w, path: (torch.load(saved_state(w, path), mmap=True)["weight"], path / "state.pt"),
+        Outcome.FRESH_FOREIGN,
+    ),
+    "assigned_safetensors": (
+        lambda w, path: (assigned(w, load_file(saved_tensors(w, path))), path / "state.safetensors"),
+        Outcome.FRESH_FOREIGN,
+    ),
+    "shared_by_name": (shared_by_name, Outcome.FRESH_FOREIGN),  # the memory of a manager process of PyTorch's own
+    # It is shared, or mapped by PyTorch.
+    "shared": (lambda w, path: (nn.Parameter(w.detach().clone().share_memory_()), None), Outcome.FRESH_SHARED),
+    "shared_module": (lambda w, path: (layer_of(w).share_memory().weight, None), Outcome.FRESH_SHARED),
+    "shared_and_held": (
+        lambda w, path: (nn.Parameter(a := w.detach().clone().share_memory_()), a),
+        Outcome.FRESH_SHARED,
+    ),
+    "file_shared": (
+        lambda w, path: on_file(w, path, lambda name: torch.from_file(name, shared=True, size=w.numel())),
+        Outcome.FRESH_SHARED,
+    ),
+    "file_private": (
+        lambda w, path: on_file(w, path, lambda name: torch.from_file(name, shared=False, size=w.numel())),
+        Outcome.FRESH_SHARED,
+    ),
+    # The arrangement decides.
+    "dense_in_an_odd_order": (
+        lambda w, path: strided(w, w.transpose(0, 1).contiguous().transpose(0, 1).stride()),
+        Outcome.REUSED,
+    ),
+    "dense_in_an_odd_order_and_held": (
+        lambda w, path: (a := w.detach().transpose(0, 1).contiguous().transpose(0, 1), a.detach()),
+        Outcome.FRESH_HELD,
+    ),
+    "gaps": (lambda w, path: strided(w, [2 * stride for stride in w.stride()]), Outcome.FRESH),
+    "overlaps": (lambda w, path: (nn.Parameter(w.detach()[:1].clone().expand(w.shape)), None), Outcome.FRESH),
+    "in_format": (lambda w, path: (nn.Parameter(nhwc.convert_weight(w.detach())), None), Outcome.KEPT),
+    "in_format_and_held": (lambda w, path: (a := nhwc.convert_weight(w.detach()), a.detach()), Outcome.KEPT),
+    # A part of something larger.
+    "flat_buffer_slice": (lambda w, path: in_larger_storage(w, 100, 50), Outcome.PART_OF_LARGER_STORAGE),
+    "flat_buffer_head": (lambda w, path: in_larger_storage(w, 0, 50), Outcome.PART_OF_LARGER_STORAGE),
+    "flat_buffer_tail": (lambda w, path: in_larger_storage(w, 1, 0), Outcome.PART_OF_LARGER_STORAGE),
+    "dropped_flat_buffer": (lambda w, path: (in_larger_storage(w, 9, 9)[0], None), Outcome.PART_OF_LARGER_STORAGE),
+    # Wrapped, and no longer so.
+    "ddp": (wrapped, Outcome.WRAPPED),
+    "ddp_undone": (lambda w, path: (unwrapped(w, gradient_as_bucket_view=False), None), Outcome.REUSED),
+    "ddp_undone_but_for_its_gradients": (
+        lambda w, path: (w, unwrapped(w, gradient_as_bucket_view=True).grad.detach()),
+        Outcome.GRADIENT_IN_THE_WAY,
+    ),
+}
+
+# What "auto" does: what "reuse", "fresh" and "detach" do there.
+POLICIES = {
+    Outcome.KEPT: (Outcome.KEPT, Outcome.KEPT, Outcome.KEPT),
+    Outcome.RESTRIDED: (Outcome.RESTRIDED, Outcome.FRESH, Outcome.RESTRIDED),
+    Outcome.REUSED: (Outcome.REUSED, Outcome.FRESH, Outcome.REUSED),
+    Outcome.FRESH: (Outcome.NOT_PERMUTABLE, Outcome.FRESH, Outcome.FRESH),
+    Outcome.FRESH_HELD: (Outcome.HELD, Outcome.FRESH, Outcome.FRESH_HELD),
+    Outcome.FRESH_FOREIGN: (Outcome.FOREIGN, Outcome.FRESH, Outcome.FRESH_FOREIGN),
+    Outcome.FRESH_SHARED: (Outcome.SHARED, Outcome.FRESH, Outcome.FRESH_SHARED),
+    Outcome.PART_OF_LARGER_STORAGE: (Outcome.PART_OF_LARGER_STORAGE, Outcome.FRESH, Outcome.FRESH),
+    Outcome.WRAPPED: (Outcome.WRAPPED,) * 3,
+    Outcome.GRADIENT_IN_THE_WAY: (Outcome.GRADIENT_IN_THE_WAY,) * 3,
+}
+REFUSALS = {
+    Outcome.HELD: r"cannot be permuted in place: something else holds its storage .* use storage='auto' or 'fresh'",
+    Outcome.FOREIGN: "cannot be permuted in place: its memory is not from the device's own allocator",
+    Outcome.SHARED: "cannot be permuted in place: its memory is shared or mapped; use storage='auto' or 'fresh'",
+    Outcome.NOT_PERMUTABLE: "cannot be permuted in place: its strides are not dense",
+    Outcome.PART_OF_LARGER_STORAGE: r"is part of a larger storage .* ask for storage='fresh'",
+    Outcome.WRAPPED: r"has post hooks on its gradient accumulator.*convert first, then make the optimizer, then wrap",
+    Outcome.GRADIENT_IN_THE_WAY: "has a gradient that cannot follow.*set .grad to None first",
+}
+IN_PLACE = (Outcome.KEPT, Outcome.RESTRIDED, Outcome.REUSED)
+
+
+def raw(tensor):
+    """The bytes of a dense tensor as they lie in memory, read without a reference to its storage."""
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+def values_of(tensor):
+    """The bytes of the elements in logical order. Copied: `reference.bits` may be a view, and hold the storage."""
+    return reference.bits(tensor).numpy().tobytes()
+
+
+def seen_by(holder):
+    """Where a holder's bytes are and what they are; every way of reading leaves the storage's count as it was."""
+    if isinstance(holder, torch.Tensor):
+        return holder.data_ptr(), holder.stride(), values_of(holder)
+    if isinstance(holder, np.ndarray):
+        return holder.ctypes.data, holder.tobytes()
+    if isinstance(holder, Path):
+        return holder.read_bytes()
+    if callable(holder):
+        return values_of(holder())
+    return None if holder is None else bytes(holder)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def process_group():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
+@pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 3, 2, 3, 3), (4, 3, 1, 1), (4, 1, 3, 3)], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_bytes_move_only_where_nothing_else_can_see_them(case, shape, storage, tmp_path):
+    make, expected = CASES[case]
+    weight, holder = make(parameter(shape), tmp_path)
+    strides, pointer, before, seen = weight.stride(), weight.data_ptr(), values_of(weight), seen_by(holder)
+    memory = raw(weight) if weight.is_contiguous() else None
+    converted = reference.convert_weight(weight.detach())
+    gradient = None if weight.grad is None else weight.grad.detach().clone()
+    moves_nothing = 1 in shape  # one tap or one channel
+    if moves_nothing and weight.is_contiguous() and expected > Outcome.KEPT:
+        expected = Outcome.RESTRIDED  # whoever holds the bytes
+    expected = dict(zip(("auto", "reuse", "fresh", "detach"), (expected, *POLICIES[expected])))[storage]
+
+    assert nhwc.plan_weights([weight], storage=storage) == [expected]
+    assert (weight.stride(), weight.data_ptr()) == (strides, pointer)
+    if expected.is_refusal:
+        bystander = parameter(shape)
+        for call in (
+            lambda: nhwc.convert_weight_(weight, storage=storage),
+            lambda: nhwc.convert_weights_([bystander, weight], storage=storage),
+        ):
+            with pytest.raises(RuntimeError, match=REFUSALS[expected]):
+                call()
+        assert (weight.stride(), weight.data_ptr()) == (strides, pointer)
+        assert values_of(weight) == before
+        assert seen_by(holder) == seen
+        assert bystander.is_contiguous()
+        return
+
+    assert nhwc.convert_weight_(weight, storage=storage) == expected
+    reference.assert_same(weight, converted)
+    assert raw(weight) == raw(converted)
+    assert (weight.data_ptr() == pointer) == (expected in IN_PLACE)
+    assert seen_by(holder) == seen
+    if gradient is not None:
+        reference.assert_same(weight.grad, reference.convert_weight(gradient))
+    if expected in (Outcome.RESTRIDED, Outcome.REUSED):
+        back = nhwc.convert_weights_([weight], torch.contiguous_format, storage="reuse")
+        assert back == [Outcome.RESTRIDED if moves_nothing else Outcome.REUSED]
+        assert weight.data_ptr() == pointer
+        assert weight.is_contiguous()
+        assert values_of(weight) == before
+        assert memory is None or raw(weight) == memory
+        assert seen_by(holder) == seen
+
+
+@pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
+def test_an_earlier_graph_accumulates_right_gradients(storage):
+    for view in (False, True):
+        weight, other = parameter(), torch.randn(108, requires_grad=True)
+        out = weight.view(-1) * other if view else weight * other.view(4, 3, 3, 3)
+        values = weight.detach().clone()
+        if view and storage == "reuse":
+            with pytest.raises(RuntimeError, match="something else holds its storage"):
+                nhwc.convert_weight_(weight, storage=storage)
+        else:
+            nhwc.convert_weight_(weight, storage=storage)
+        out.sum().backward()
+        assert torch.equal(other.grad, values.view(-1))
+        assert torch.equal(weight.grad, other.detach().view(4, 3, 3, 3))
+
+
+@pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
+def test_a_tied_weight_is_converted_once(storage):
+    weight = parameter()
+    expected = Outcome.FRESH if storage == "fresh" else Outcome.REUSED
+    converted = reference.convert_weight(weight.detach())
+    assert nhwc.plan_weights([weight, weight], storage=storage) == [expected] * 2
+    assert nhwc.convert_weights_([weight, weight], storage=storage) == [expected] * 2
+    reference.assert_same(weight, converted)
+
+
+@pytest.mark.parametrize("storage", ["auto", "fresh", "detach"])
+def test_exact_aliases_stay_aliases_and_others_leave(storage):
+    first = parameter()
+    alias = nn.Parameter(first.data)
+    other = nn.Parameter(first.data.view(-1).view(4, 3, 3, 3).transpose(0, 1))
+    with pytest.raises(RuntimeError, match="weight 0 of 3: the weight cannot be permuted in place: something else"):
+        nhwc.convert_weights_([first, alias, other], storage="reuse")
+    assert first.data_ptr() == alias.data_ptr() == other.data_ptr()
+    assert first.is_contiguous()
+    values, pointer = first.detach().clone(), first.data_ptr()
+    expected = Outcome.FRESH if storage == "fresh" else Outcome.FRESH_HELD
+    assert nhwc.convert_weights_([first, alias, other], storage=storage) == [expected] * 3
+    assert pointer != first.data_ptr() == alias.data_ptr() != other.data_ptr()
+    for weight, wanted in ((first, values), (alias, values), (other, values.transpose(0, 1))):
+        reference.assert_same(weight, reference.convert_weight(wanted))
+    with torch.no_grad():
+        first[0, 0, 0, 0] += 1
+    assert alias[0, 0, 0, 0] == first[0, 0, 0, 0]
+
+
+def test_aliases_that_leave_a_flat_buffer_stay_aliases():
+    flat = torch.randn(1000)
+    values = flat.clone()
+    owner, pointwise = parameter(), parameter((4, 3, 1, 1))
+    first, alias = (nn.Parameter(flat[100:208].view(4, 3, 3, 3)) for _ in range(2))
+    outcomes = nhwc.convert_weights_([owner, first, pointwise, alias], storage="detach")
+    assert outcomes == [Outcome.REUSED, Outcome.FRESH, Outcome.RESTRIDED, Outcome.FRESH]
+    assert first.data_ptr() == alias.data_ptr()
+    assert torch.equal(first, values[100:208].view(4, 3, 3, 3))
+    assert torch.equal(flat, values)
+
+
+def test_a_holder_that_goes_away_gives_the_bytes_back():
+    weight = parameter()
+    holder = weight.detach()
+    assert nhwc.plan_weights([weight]) == [Outcome.FRESH_HELD]
+    del holder
+    assert nhwc.plan_weights([weight]) == [Outcome.REUSED]
+
+
+def test_new_storage_has_no_other_holder():
+    weight = parameter()
+    torch.save(weight, io.BytesIO())
+    assert nhwc.convert_weight_(weight) == Outcome.FRESH_HELD
+    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.REUSED
+
+
+def test_planning_leaves_no_trace_on_the_storage():
+    weight = parameter()
+    for storage in ("auto", "reuse", "fresh", "detach") * 3:
+        planned = nhwc.plan_weights([weight, weight], storage=storage)
+        assert planned == [Outcome.FRESH if storage == "fresh" else Outcome.REUSED] * 2
+    assert weight.is_contiguous()
+    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+
+
+def test_conversions_leave_no_reference_to_the_storage():
+    weight = parameter()
+    weight.grad = torch.randn_like(weight)
+    before, pointers = weight.detach().clone(), (weight.data_ptr(), weight.grad.data_ptr())
+    for turn in range(300):
+        memory_format = torch.contiguous_format if turn % 2 else torch.channels_last
+        assert nhwc.plan_weights([weight, weight.grad], memory_format, storage="reuse") == [Outcome.REUSED] * 2
+        assert nhwc.convert_weight_(weight, memory_format) == Outcome.REUSED
+    assert (weight.data_ptr(), weight.grad.data_ptr()) == pointers
+    assert torch.equal(weight, before)
+
+
+def _read_shared(weight, queue):
+    queue.put(weight.sum().item())
+
+
+def test_another_process_does_not_see_a_conversion():
+    weight = nn.Parameter(torch.arange(108.0).view(4, 3, 3, 3).share_memory_(), requires_grad=False)
+    view = weight.detach()
+    nhwc.convert_weight_(weight)
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    process = context.Process(target=_read_shared, args=(view, queue))
+    process.start()
+    assert queue.get(timeout=60) == sum(range(108))
+    process.join()
+    assert torch.equal(view.view(-1), torch.arange(108.0))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory that Linux keeps")
+def test_permuting_in_place_needs_next_to_no_memory():
+    # Not getrusage: its ru_maxrss starts at the peak of the process that forked this one, and would hide any growth.
+    script = """
+import re, torch
+from pathlib import Path
+import torch_nhwc as nhwc
+
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+weight, small = torch.ones(2048, 910, 3, 3), torch.ones(64, 910, 3, 3)
+for memory_format in (torch.channels_last, torch.contiguous_format):
+    nhwc.convert_weight_(small, memory_format, storage="reuse")
+for storage in ("reuse", "fresh"):
+    before = peak()
+    nhwc.convert_weight_(weight, storage=storage)
+    print(peak() - before)
+    nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse")
+print(weight.nbytes)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    reuse, fresh, size = map(int, run.stdout.split())
+    assert reuse < 2**20 + size / 100
+    assert fresh > size / 2  # the same meter sees new storage
