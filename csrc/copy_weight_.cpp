@@ -13,18 +13,25 @@ namespace {
 
 constexpr const char* op = "nhwc::copy_weight_";
 
-void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
+// Sizes and strides may be symbolic.
+void check_arguments(const at::Tensor& self, const at::Tensor& weight) {
   check_conversion(weight, std::nullopt, self.scalar_type(), {op});
-  const bool is_in_a_format = self.dim() == weight.dim() && (in_format(self, at::MemoryFormat::Contiguous) ||
-                                                             in_format(self, channels_last_of(self)));
-  TORCH_CHECK(is_in_a_format && self.sizes() == weight.sizes() && self.device() == weight.device(), op,
+  TORCH_CHECK(self.sym_sizes() == weight.sym_sizes() && self.device() == weight.device(), op,
+              ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ", describe(self),
+              " for the weight ", describe(weight));
+}
+
+void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
+  check_arguments(self, weight);
+  TORCH_CHECK(in_format(self, at::MemoryFormat::Contiguous) || in_format(self, channels_last_of(self)), op,
               ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ", describe(self),
               " for the weight ", describe(weight));
   TORCH_CHECK(!self.is_neg() && !self.is_conj(), op, ": expected a tensor that is not a lazy view, got ",
               describe(self));
   check_storage({op}, self);
   check_storage({op}, weight);
-  at::assert_no_overlap(self, weight);
+  TORCH_CHECK(!self.is_alias_of(weight) || at::get_overlap_status(self, weight) == at::MemOverlapStatus::No, op,
+              ": expected memory that does not overlap the weight's: use convert_weight_ for a conversion in place");
   write_weights({{weight.resolve_conj().resolve_neg(), self}});
 }
 
@@ -48,6 +55,7 @@ TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
   m.impl("copy_weight_", TORCH_FN(copy_weight_kernel_));
   m.impl("cpu_capability", TORCH_FN(cpu::capability));
 }
+TORCH_LIBRARY_IMPL(nhwc, Meta, m) { m.impl("copy_weight_", TORCH_FN(check_arguments)); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) { m.impl("copy_weight_", TORCH_FN(copy_weight_autograd_)); }
 
 }  // namespace nhwc

@@ -4,7 +4,16 @@ from torch_nhwc import distributed as _distributed
 from torch_nhwc.cpp_extension import extra_cflags, extra_cuda_cflags, include_paths
 from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
 from torch_nhwc.library import build_info, library_path
-from torch_nhwc.ops import Outcome, convert_weight, convert_weight_, convert_weights, convert_weights_, plan_weights
+from torch_nhwc.ops import (
+    Outcome,
+    convert_weight,
+    convert_weight_,
+    convert_weights,
+    convert_weights_,
+    copy_weight_,
+    cpu_capability,
+    plan_weights,
+)
 from torch_nhwc.version import __version__
 
 __all__ = [
@@ -17,6 +26,8 @@ __all__ = [
     "convert_weight_",
     "convert_weights",
     "convert_weights_",
+    "copy_weight_",
+    "cpu_capability",
     "extra_cflags",
     "extra_cuda_cflags",
     "include_paths",

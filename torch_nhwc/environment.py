@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from torch_nhwc import library
+from torch_nhwc import library, ops
 from torch_nhwc.version import __version__
 
 
@@ -19,7 +19,8 @@ def describe() -> dict[str, object]:
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda,
         "GPUs": gpus,
-        "CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "torch's CPU capability": torch.backends.cpu.get_cpu_capability(),
+        "CPU capability": ops.cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),

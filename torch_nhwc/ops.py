@@ -99,6 +99,40 @@ def convert_weights(
     return cast(list[Tensor], torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype))
 
 
+def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
+    """Copies the values of a weight into memory that is there already, as `out.copy_(weight)` does.
+
+    For weights that are converted again and again, into buffers whose pages are resident. Values alone are copied: under
+    `torch.no_grad()`, or from and to tensors that need no gradient.
+
+    Args:
+        out: of the weight's shape and device, in the canonical strides of `torch.contiguous_format` or of channels-last;
+            its dtype is the one to cast to. It must not overlap the weight.
+        weight: as in `convert_weight`.
+
+    Returns:
+        `out`.
+
+    Raises:
+        RuntimeError: `out` is of another shape, device or strides, it overlaps the weight, or a gradient is needed.
+        TypeError: the cast is not between floating types.
+    """
+    torch.ops.nhwc.copy_weight_(out, weight)
+    return out
+
+
+def cpu_capability() -> str:
+    """The instruction set that the CPU kernels use: `"baseline"`, `"avx2"`, `"avx512"`, `"avx512_vbmi"` or `"neon"`.
+
+    The best one that this CPU has, chosen once. The environment variable `TORCH_NHWC_CPU_CAPABILITY` names another;
+    without it, PyTorch's `ATEN_CPU_CAPABILITY` is an upper bound.
+
+    Raises:
+        ValueError: the variable names a level that this CPU does not have.
+    """
+    return cast(str, torch.ops.nhwc.cpu_capability())
+
+
 def _as_list(function: str, weights: Sequence[Tensor]) -> list[Tensor]:
     # A tensor is a sequence too: of its filters, which nobody means.
     if isinstance(weights, Tensor):

@@ -154,7 +154,7 @@ void all_shapes(Index step) {
     for (Index columns = 2 + rows % step; columns <= 27; columns += step) {
       transposes_both_ways<size>(columns == 9 ? 3 : 1, rows, columns);
     }
-    for (const Index columns : {28, 33, 63, 64, 65, 125}) transposes_both_ways<size>(1, rows, columns);
+    for (const Index columns : {28, 33, 64}) transposes_both_ways<size>(1, rows, columns);
   }
   transposes_both_ways<size>(1, 129, 343);
   transposes_both_ways<size>(1, 343, 512);

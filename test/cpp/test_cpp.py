@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import cuda_build
@@ -51,14 +52,67 @@ def test_the_version_macro_is_the_packages_version(tmp_path):
     assert ".".join(numbers.values()) == nhwc.__version__
 
 
-def test_the_filter_transpose_stands_alone_under_the_sanitizers(tmp_path):
-    program = tmp_path / "filter_transpose"
-    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=address,undefined", "-fno-sanitize-recover", "-Wall", "-Wextra"]
-    subprocess.run(
-        [CXX, *flags, "-Werror", f"-I{INCLUDE}", str(HERE / "filter_transpose.cpp"), "-o", program], check=True
-    )
-    run = subprocess.run([program], check=True, capture_output=True, text=True)
-    assert run.stdout == "ok\n"
+AVX2 = ["avx2", "f16c", "fma", "bmi2"]
+AVX512 = [*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]
+# The instruction sets that the headers tell apart, see cpu_level.h, by the compiler's names for their parts.
+CPU_LEVELS = {
+    "baseline": [],
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_vbmi": [*AVX512, "avx512vbmi"],
+    "avx512_bf16": [*AVX512, "avx512vbmi", "avx512bf16"],
+}
+PROGRAMS = ["zip_network", "filter_transpose", "casts"]
+# Of the undefined behaviors, invalid pointers are the address sanitizer's too, and their checks compile for minutes.
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover", "-g1"]
+
+
+def cpu_flags() -> set[str]:
+    """What this CPU has, by the compiler's names."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    flags = next((line for line in lines if line.startswith("flags")), "")
+    return set(flags.replace("avx512_", "avx512").split())
+
+
+def run_program(name: str, folder: Path, compiler: str, *flags: str, run: Sequence[str] = (), step: int = 1) -> None:
+    """Compiles one of the programs beside this file that print "ok" at their end, and runs it."""
+    command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags]
+    subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(folder / name)], check=True)
+    command = [*run, str(folder / name), str(step)]
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert output.endswith("ok\n")
+    # The networks may not be there: a compiler without shuffles makes do with plain loops. These compilers have them.
+    assert name != "zip_network" or int(output.split()[0]) > 0
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("level", CPU_LEVELS)
+def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, program: str, tmp_path: Path) -> None:
+    missing = set(CPU_LEVELS[level]) - cpu_flags()
+    if missing:
+        pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    # Nothing in a network is for a sanitizer to see: all its indices are constants.
+    sanitizers = [] if program == "zip_network" else SANITIZERS
+    run_program(program, tmp_path, CXX, "-O1", *sanitizers, *(f"-m{part}" for part in CPU_LEVELS[level]))
+
+
+@pytest.mark.emulated
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize(
+    ("compiler", "emulator"),
+    [
+        pytest.param(CXX, ["qemu-x86_64", "-cpu", "core2duo"], id="x86-64-without-avx"),
+        pytest.param("aarch64-linux-gnu-g++", ["qemu-aarch64"], id="neon"),
+    ],
+)
+def test_the_filter_transpose_on_an_emulated_cpu(
+    compiler: str, emulator: list[str], program: str, tmp_path: Path
+) -> None:
+    missing = [tool for tool in (compiler, emulator[0]) if shutil.which(tool) is None]
+    if missing:
+        assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", f"promised here, and not found: {missing}"
+        pytest.skip(f"needs {', '.join(missing)} (Debian packages qemu-user, g++-aarch64-linux-gnu)")
+    run_program(program, tmp_path, compiler, "-O2", "-static", run=emulator, step=5)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

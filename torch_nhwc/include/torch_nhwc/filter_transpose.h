@@ -43,7 +43,7 @@ template <int size, int register_bytes>
 bool can_stream(const void* destination, Index rows, Index columns) {
   const Index short_side = rows < columns ? rows : columns, long_side = rows < columns ? columns : rows;
 #if NHWC_X86_LEVEL >= 3
-  return register_bytes == 64 && is_shuffled(size) && short_side <= longest_short_side && long_side * size % 64 == 0 &&
+  return register_bytes == 64 && is_shuffled(size) && short_side <= longest_strip_of(size) && long_side * size % 64 == 0 &&
          reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
 #else
   return static_cast<void>(destination), short_side > long_side;  // never

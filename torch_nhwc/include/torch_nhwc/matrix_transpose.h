@@ -93,6 +93,9 @@ void transpose_by_loops(const Matrices& matrices, const Way& way) {
 // A side of this length or shorter is as many registers of one tile.
 constexpr int longest_short_side = 27;
 
+// The same for elements of a size: those of 16 bytes are rare, and well served by squares.
+constexpr int longest_strip_of(int size) { return size < 16 ? longest_short_side : 16; }
+
 /// Loads a tile's registers from `count` rows that are `step` bytes apart, or from consecutive elements.
 template <int count, bool is_dense, typename Way, typename Vector>
 NHWC_ALWAYS_INLINE void load_tile(Vector* tile, const Way& way, const char* source, [[maybe_unused]] Index step) {
@@ -169,7 +172,8 @@ auto strips_of(const Matrices& matrices, std::integer_sequence<int, offset...>) 
 }
 template <typename Way, int width>
 auto strips_of(const Matrices& matrices) {
-  return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest_short_side - 1>{});
+  constexpr int longest = longest_strip_of(sizeof(typename Way::To));
+  return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest - 1>{});
 }
 
 /// The size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 where that fits.
@@ -327,7 +331,7 @@ void transpose(const Matrices& matrices, const Way& way) {
   constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
   if constexpr (is_shuffled(to_size)) {
     constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
-    if (matrices.short_side() > longest_short_side) return transpose_squares<Way, square_width>(matrices, way);
+    if (matrices.short_side() > longest_strip_of(to_size)) return transpose_squares<Way, square_width>(matrices, way);
     if (matrices.long_side() < width / to_size) return transpose_together<Way, width>(matrices, way);
     const Index pitch =
         matrices.is_wide() ? matrices.source_pitch * from_size : matrices.destination_pitch * to_size;

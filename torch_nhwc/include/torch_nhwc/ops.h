@@ -80,6 +80,18 @@ inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
   return op.call(weights, memory_format, dtype);
 }
 
+/// Copies the values of a weight into memory that is there already, as `out.copy_(weight)` does.
+///
+/// @param out  of the weight's shape and device, in canonical strides of contiguous or channels-last format; its dtype
+///             is the one to cast to. It must not overlap the weight.
+/// @throws c10::Error for another `out`, for what `convert_weight` raises for, and where a gradient would be recorded:
+///         values alone are copied.
+inline void copy_weight_(const at::Tensor& out, const at::Tensor& weight) {
+  using Signature = void(const at::Tensor&, const at::Tensor&);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::copy_weight_", "").typed<Signature>();
+  op.call(out, weight);
+}
+
 /// Brings weights into a memory format by `.data` replacement: same tensor objects, same autograd identity and hooks,
 /// no version bump (the values are equal). All or nothing: every weight is checked and every allocation made before
 /// anything changes. A weight's `.grad` follows it, as under "auto"; the `.grad` of a weight that is in format already

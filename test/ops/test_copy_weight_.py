@@ -1,0 +1,86 @@
+"""copy_weight_: values into memory that is there already."""
+
+import pytest
+import reference
+import torch
+from reference import SHAPES, SOURCES, arrange, random_weight
+
+import torch_nhwc as nhwc
+
+CL = torch.channels_last
+
+
+@pytest.mark.parametrize("source", SOURCES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_it_equals_copy(shape, source, device):
+    weight = arrange(random_weight(shape, device=device), source)
+    for memory_format in (torch.contiguous_format, reference.channels_last_of(weight)):
+        for dtype in (torch.float32, torch.float16):
+            out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
+            pointer = out.data_ptr()
+            assert nhwc.copy_weight_(out, weight) is out
+            assert out.data_ptr() == pointer
+            reference.assert_same(out, reference.convert_weight(weight, memory_format, dtype))
+
+
+def test_it_tells_autograd_that_the_values_changed():
+    out, weight = torch.randn(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
+    product = out * torch.randn(4, 3, 3, 3, requires_grad=True)
+    version = out._version
+    nhwc.copy_weight_(out, weight)
+    assert out._version == version + 1
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_large_weights_go_past_the_caches_with_the_same_bits():
+    weight = torch.randn(1024, 512, 3, 3)
+    out = torch.zeros_like(weight, memory_format=CL)  # resident
+    nhwc.copy_weight_(out, weight)
+    assert torch.equal(out, weight)
+    back = torch.zeros_like(weight)
+    nhwc.copy_weight_(back, out)
+    assert torch.equal(back, weight)
+    half = torch.zeros_like(weight, memory_format=CL, dtype=torch.bfloat16)
+    nhwc.copy_weight_(half, weight)
+    assert torch.equal(half, weight.bfloat16())
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_it_compiles(backend):
+    torch._dynamo.reset()
+    weight, out = torch.randn(8, 4, 3, 3), torch.zeros(8, 4, 3, 3).to(memory_format=CL)
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def function(out, weight):
+        torch.ops.nhwc.copy_weight_(out, weight * 2)
+        return out + 1
+
+    assert torch.equal(function(out, weight), weight * 2 + 1)
+    assert torch.equal(out, weight * 2)
+
+
+def test_opcheck():
+    out = torch.zeros(4, 3, 3, 3).to(memory_format=CL)
+    torch.library.opcheck(torch.ops.nhwc.copy_weight_.default, (out, torch.randn(4, 3, 3, 3)))
+    torch.library.opcheck(torch.ops.nhwc.cpu_capability.default, ())
+
+
+def test_bad_arguments_raise_and_change_nothing():
+    weight = torch.randn(4, 3, 3, 3)
+    expected = "expected a tensor of the weight's shape and device, contiguous or channels-last, got"
+    for out in (torch.zeros(4, 3, 3, 2), torch.zeros(4, 6, 3, 3)[:, ::2], torch.zeros(4, 3, 3, 3, device="meta")):
+        with pytest.raises(RuntimeError, match=expected):
+            nhwc.copy_weight_(out, weight)
+        assert out.is_meta or not out.any()
+    for out in (weight, weight.permute(0, 2, 3, 1).reshape(4, 3, 3, 3), weight.view(-1)[:108].view(4, 3, 3, 3)):
+        if out.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr():
+            with pytest.raises(RuntimeError, match="overlap"):
+                nhwc.copy_weight_(out, weight)
+    with pytest.raises(TypeError, match="expected a cast between floating types"):
+        nhwc.copy_weight_(torch.zeros(4, 3, 3, 3, dtype=torch.int32), weight)
+    for arguments in ((torch.zeros(4, 3, 3, 3), weight.clone().requires_grad_()), (weight.clone().requires_grad_(), weight)):
+        with pytest.raises(RuntimeError, match="expected tensors that need no gradient: call it under torch.no_grad"):
+            nhwc.copy_weight_(*arguments)
+        with torch.no_grad():
+            nhwc.copy_weight_(*arguments)
