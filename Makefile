@@ -8,7 +8,7 @@ bin := $(VENV)/bin
 export TORCH_NHWC_VENV := $(VENV)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test lint bench matrix test-cuda clean
+.PHONY: demo test lint bench matrix test-emulated test-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
@@ -22,14 +22,22 @@ lint: $(VENV)/built
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
+# Take the machine for yourself meanwhile: half an hour, 12 GB of memory.
 bench: $(VENV)/built
+	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
+	$(bin)/python benchmarks/bench_forward.py
+	$(bin)/python benchmarks/report.py
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.
 matrix: $(addprefix matrix-,$(MATRIX))
 
 matrix-%:
 	$(MAKE) test VENV=.matrix/$* TORCH=$*
+
+# SSE2 on an old CPU and NEON on 64-bit Arm, under qemu; fails where qemu-user or the cross compiler are missing.
+test-emulated: $(VENV)/built
+	TORCH_NHWC_REQUIRE_QEMU=1 $(bin)/python -m pytest -m emulated
 
 # Everything that needs a GPU, and nothing else; fails where there is none.
 test-cuda: $(VENV)/built

@@ -1,6 +1,5 @@
 """Every code block of the README and the docs runs, and every figure is the benchmark's."""
 
-import json
 import os
 import re
 import subprocess
@@ -79,14 +78,16 @@ def test_console_blocks_run(block):
         COMMANDS[line[2:]]()
 
 
-def test_the_readmes_figures_are_the_benchmarks():
+def test_every_figure_is_the_benchmarks():
     sys.path.insert(0, str(ROOT / "benchmarks"))
     try:
-        from bench_models import figures
+        import report
     finally:
         sys.path.pop(0)
-    results = json.loads((ROOT / "benchmarks/results/models-cpu.json").read_text())
-    assert figures(results) in (ROOT / "README.md").read_text()
+    for document, sections in report.documents().items():
+        for mark, figures in sections.items():
+            section = f"<!-- figures: {mark} -->\n{figures}\n<!-- end of figures -->"
+            assert section in document.read_text(), f"{document.name}, {mark}: type `python benchmarks/report.py`"
 
 
 def test_links_lead_somewhere():

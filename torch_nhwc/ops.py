@@ -5,6 +5,8 @@ In TorchScript call `torch.ops.nhwc.*` itself.
 """
 
 import enum
+import functools
+import sys
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeVar, cast
 
@@ -141,10 +143,17 @@ def _as_list(function: str, weights: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _outside_of_graphs(function: _F) -> _F:
-    # torch.compiler.disable means the same, but imports the whole compiler here and now.
+    # torch.compiler.disable means the same, but imports the whole compiler, which takes a second. Until somebody else
+    # has imported it there is nothing to be outside of.
     from torch._compile import _disable_dynamo
 
-    return cast(_F, _disable_dynamo(function))
+    disabled = _disable_dynamo(function)
+
+    @functools.wraps(function)
+    def outside(*args: object, **kwargs: object) -> object:
+        return (disabled if "torch._dynamo" in sys.modules else function)(*args, **kwargs)
+
+    return cast(_F, outside)
 
 
 @_outside_of_graphs

@@ -51,15 +51,24 @@ def find_sites(model: nn.Module, rank: int) -> Iterator[Site]:
     names = {layer.__name__ for layer in LAYERS[rank]}
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     quantized = tuple(getattr(quantized_module, name) for name in names) if quantized_module else ()
+    # Asked once for each class: a model has few of them, and quantized ones are slow to ask.
+    kinds: dict[type, tuple[type, ...]] = {}
     for path, module in model.named_modules():
-        layer = type(module).__name__
-        if isinstance(module, torch.jit.ScriptModule):
-            yield from _scripted_site(path, module, rank, names)
-        elif isinstance(module, LAYERS[rank]):
+        module_type = type(module)
+        kind = kinds.get(module_type)
+        if kind is None:
+            families = (torch.jit.ScriptModule,), LAYERS[rank], quantized
+            kind = kinds[module_type] = next((each for each in families if issubclass(module_type, each)), ())
+        if not kind:
+            continue
+        layer = module_type.__name__
+        if kind is LAYERS[rank]:
             weight, reason = _plain_weight(module, f"{path!r} ({layer})")
             yield Site(path, layer, weight, reason)
-        elif isinstance(module, quantized):
+        elif kind is quantized:
             yield Site(path, layer, None, Reason.PACKED)
+        elif isinstance(module, torch.jit.ScriptModule):
+            yield from _scripted_site(path, module, rank, names)
 
 
 def _scripted_site(path: str, module: torch.jit.ScriptModule, rank: int, names: set[str]) -> Iterator[Site]:

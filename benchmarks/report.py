@@ -1,0 +1,281 @@
+"""Puts the figures of the results into the documents: tables between marks, and the plot.
+
+    python benchmarks/report.py
+
+The documents say nothing about speed that does not come from here.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
+PERFORMANCE = ROOT / "docs/performance.md"
+README = ROOT / "README.md"
+PLOT = ROOT / "docs/fraction-of-memcpy.svg"
+
+Point = dict
+
+
+def load(name: str) -> dict:
+    return json.loads((RESULTS / f"{name}-cpu.json").read_text())
+
+
+def ratio(point: Point, over: str, under: str, statistic: str = "median") -> float:
+    """How many times longer the one job took than the other."""
+    return point["times"][over][statistic] / point["times"][under][statistic]
+
+
+def name(point: Point) -> str:
+    shape = "x".join(map(str, point["shape"]))
+    cast = f" to {point['to']}" if point["to"] else ""
+    return f"{shape} {point['dtype']}{cast}{' back' if point['back'] else ''}"
+
+
+def taps(point: Point) -> int:
+    product = 1
+    for size in point["shape"][2:]:
+        product *= size
+    return product
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(head)
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the greatest value, or the only one."""
+    texts = sorted({f"{value:.2f}" for value in values}, key=float)
+    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+
+
+def machine(measured: dict) -> str:
+    m = measured["machine"]
+    caches = ", ".join(f"{level.split()[0]} {size}" for level, size in m["caches"].items() if "Instruction" not in level)
+    return (
+        f"{m['processor']}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; huge pages: "
+        f"{m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
+    )
+
+
+def grid(measured: dict, threads: int = 1) -> list[Point]:
+    return [point for point in measured["results"] if point["threads"] == threads]
+
+
+def is_l2_size(point: Point) -> bool:
+    return 100 << 10 <= point["bytes"] <= 640 << 10
+
+
+def bars(weights: dict) -> str:
+    """The bars that the project set for single weights, and what was measured."""
+    points = grid(weights)
+    copies = [p for p in points if not p["to"]]
+    threes = [p for p in copies if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64]
+    forward = [p for p in threes if not p["back"]]
+    rows: list[tuple[str, str, list[float], Callable[[float], bool]]] = []
+
+    def bar(text: str, limit: float, chosen: Iterable[Point], over: str, under: str, at_most: bool) -> None:
+        values = [ratio(p, over, under) for p in chosen]
+        sign = "at most" if at_most else "at least"
+        met = all((value <= limit) if at_most else (value >= limit) for value in values)
+        some = any((value <= limit) if at_most else (value >= limit) for value in values)
+        rows.append((text, f"{sign} {limit:g}", span(values), "yes" if met else "in part" if some else "no"))
+
+    for dtype, limit in (("float32", 1.45), ("bfloat16", 1.6), ("uint8", 1.85), ("float64", 1.25)):
+        chosen = [p for p in forward if p["dtype"] == dtype and is_l2_size(p)]
+        bar(f"L2-size 3x3 {dtype}, time over memcpy", limit, chosen, "ours", "memcpy", True)
+    for ks, limit in (((2, 4), 1.1), ((25, 27), 1.6), ((49,), 1.8)):
+        chosen = [
+            p
+            for p in copies
+            if taps(p) in ks and p["dtype"] == "float32" and not p["back"] and is_l2_size(p) and p["shape"][1] >= 64
+        ]
+        bar(f"L2-size K = {', '.join(map(str, ks))} float32, time over memcpy", limit, chosen, "ours", "memcpy", True)
+    for dtype, limit in (("float32", 5.0), ("bfloat16", 5.0), ("uint8", 8.5), ("float64", 3.0)):
+        chosen = [p for p in forward if p["dtype"] == dtype and is_l2_size(p)]
+        bar(f"L2-size 3x3 {dtype}, eager `copy_` over ours", limit, chosen, "eager_copy", "ours", False)
+    middle = [p for p in forward if 2e6 <= p["bytes"] <= 10e6 and p["dtype"] in ("float32", "bfloat16")]
+    bar("2 to 10 MB, eager `copy_` over ours", 4.5, middle, "eager_copy", "ours", False)
+    large = [p for p in forward if p["bytes"] > 16e6]
+    bar("more than 16 MB preallocated, time over memcpy", 0.65, large, "ours", "memcpy", True)
+    bar("more than 16 MB preallocated, eager `copy_` over ours", 3.0, large, "eager_copy", "ours", False)
+    huge = [p for p in forward if p["bytes"] > 32e6]
+    bar("more than 32 MB, eager `clone` over `convert_weight`", 2.5, huge, "eager_clone", "ours_fresh", False)
+    casts = [p for p in points if p["to"] in ("bfloat16", "float16") and not p["back"]]
+    small_casts = [p for p in casts if is_l2_size(p)]
+    bar("L2-size cast of float32 to 16 bits, time over memcpy of the float32", 1.0, small_casts, "ours", "memcpy", True)
+    large_casts = [p for p in casts if p["bytes"] > 640 << 10]
+    bar("larger cast of float32 to 16 bits, time over memcpy", 0.75, large_casts, "ours", "memcpy", True)
+    for p in casts:
+        times = p["times"]
+        times["faster_eager"] = min(times["eager_one_step"], times["eager_two_steps"], key=lambda t: t["median"])
+    bar("casts, the faster of torch's two ways over ours", 4.0, casts, "faster_eager", "ours", False)
+    pairs = zip((p for p in threes if not p["back"]), (p for p in threes if p["back"]), strict=True)
+    backs = [ratio(b, "ours", "memcpy") / ratio(f, "ours", "memcpy") for f, b in pairs if is_l2_size(f)]
+    met = "yes" if max(backs) <= 1.1 else "in part" if min(backs) <= 1.1 else "no"
+    rows.append(("L2-size 3x3, back conversion over forward", "at most 1.1", span(backs), met))
+    slowest = [(ratio(p, "eager_copy", "ours"), p) for p in copies]
+    least, where = min(slowest, key=lambda pair: pair[0])
+    slower = [p for value, p in slowest if value < (1 / 1.1 if p["bytes"] < 16 << 10 else 1.0)]
+    rows.append(
+        (f"every point, eager `copy_` over ours ({len(copies)} points; least: {name(where)})", "at least 1",
+         f"{least:.2f} and more", "yes" if not slower else f"no: {len(slower)} points")
+    )  # fmt: skip
+    return table(["case, one thread, medians", "bar", "measured", "met"], rows)
+
+
+def sizes(weights: dict) -> str:
+    rows = []
+    for p in grid(weights):
+        if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"] and "compiled_clone" not in p["times"]:
+            t = p["times"]
+            rows.append(
+                [name(p), f"{p['bytes'] / 1e6:.2f}", f"{t['memcpy']['median']:.0f}"]
+                + [f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
+                + [f"{ratio(p, 'plain_clone', 'memcpy'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
+            )
+    head = ["weight", "MB", "memcpy, us", "ours / memcpy", "eager `copy_` / ours"]
+    return table(head + ["page faults: plain `clone` / memcpy", "eager `clone` / `convert_weight`"], rows)
+
+
+def kernels(weights: dict) -> str:
+    rows = []
+    for p in grid(weights):
+        if not p["to"] and (taps(p) != 9 or p["shape"][1] < 64) and p["dtype"] in ("float32", "uint8") and p["shape"][0] in (64, 256, 32, 16, 8, 512, 1024, 128) and "compiled_clone" not in p["times"]:
+            rows.append([name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
+    return table(["weight", "ours / memcpy", "eager `copy_` / ours"], rows)
+
+
+def casts(weights: dict) -> str:
+    rows = []
+    for p in grid(weights):
+        if p["to"]:
+            rows.append(
+                [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_one_step', 'ours'):.1f}"]
+                + [f"{ratio(p, 'eager_two_steps', 'ours'):.1f}"]
+            )
+    head = ["cast", "ours / memcpy of the source", "eager in one step / ours", "eager cast, then layout / ours"]
+    return table(head, rows)
+
+
+def compiled(weights: dict) -> str:
+    rows = [
+        [name(p), f"{ratio(p, 'compiled_clone', 'ours_fresh'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
+        for p in grid(weights)
+        if "compiled_clone" in p["times"]
+    ]
+    return table(["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"], rows)
+
+
+def threads(weights: dict) -> str:
+    single = {name(p): p for p in grid(weights) if "compiled_clone" not in p["times"]}
+    rows = []
+    for p in grid(weights, threads=2):
+        one = single[name(p)]
+        gain = one["times"]["ours"]["median"] / p["times"]["ours"]["median"]
+        eager = one["times"]["eager_copy"]["median"] / p["times"]["eager_copy"]["median"]
+        rows.append([name(p), f"{p['bytes'] / 1e6:.0f}", f"{gain:.2f}", f"{eager:.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
+    return table(["weight", "MB", "ours, one thread / two", "eager, one thread / two", "eager / ours, two threads"], rows)
+
+
+def models(measured: dict) -> str:
+    rows = []
+    for r in measured["results"]:
+        jobs = r["jobs"]
+
+        def ms(job: str, jobs: dict = jobs) -> str:
+            return f"{jobs[job]['ms']:.1f}" if jobs[job]["ms"] is not None else "raises"
+
+        rows.append(
+            [r["model"], r["source"], f"{r['bytes'] / 1e6:.0f} ({100 * r['moved_bytes'] / r['bytes']:.0f} %)"]
+            + [ms("memcpy"), ms("stock"), ms("module.to"), ms("ours fresh"), ms("ours")]
+            + [f"{jobs['stock']['ms'] / jobs['ours']['ms']:.1f}x", f"{jobs['stock']['extra_bytes'] / 1e6:.1f}"]
+            + [f"{jobs['ours']['extra_bytes'] / 1e6:.1f}"]
+        )
+    head = ["model", "weights from", "MB (share that moves)", "memcpy, ms", "`torch.nn.utils`", "`module.to`"]
+    head += ["ours, `storage=\"fresh\"`", "ours", "`torch.nn.utils` / ours", "its extra MB", "our extra MB"]
+    return table(head, rows)
+
+
+def gain(measured: dict) -> str:
+    """The README's one line."""
+    made = {r["model"]: r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"] for r in measured["results"] if r["source"] == "made"}
+    loaded = [r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"] for r in measured["results"] if r["source"] != "made"]
+    by_model = ", ".join(f"{model} {value:.1f}x" for model, value in made.items())
+    return (
+        f"On one thread of an {measured['machine']['processor']}, each in a fresh process, models convert faster than with "
+        f"`torch.nn.utils`: {by_model}; after `torch.load` or `from_pretrained`, where new memory is needed, "
+        f"{min(loaded):.1f}x to {max(loaded):.1f}x (medians, [all figures](docs/performance.md))."
+    )
+
+
+def forward(measured: dict) -> str:
+    lines = [["model", "contiguous", "weights converted", "and a channels-last input"]]
+    rows = [
+        [r["model"]]
+        + [f"{r[key]:.0f} ms" for key in ("forward_contiguous_ms", "forward_converted_ms", "forward_channels_last_input_ms")]
+        for r in measured["results"]
+    ]
+    return table(lines[0], rows)
+
+
+def documents() -> dict[Path, dict[str, str]]:
+    """What stands between the marks of each document."""
+    weights, of_models, of_forward = load("weights"), load("models"), load("forward")
+    return {
+        README: {"gain": gain(of_models), "forward": forward(of_forward)},
+        PERFORMANCE: {
+            "machine": f"Weights: {machine(weights)}\n\nModels: {machine(of_models)}",
+            "bars": bars(weights),
+            "sizes": sizes(weights),
+            "kernels": kernels(weights),
+            "casts": casts(weights),
+            "compiled": compiled(weights),
+            "threads": threads(weights),
+            "models": models(of_models),
+        },
+    }
+
+
+def plot(weights: dict) -> None:
+    """The fraction of memcpy's speed over the size, by dtype."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "torch_nhwc"
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 4.5))
+    for dtype in ("float32", "bfloat16", "uint8", "float64"):
+        chosen = [
+            p for p in grid(weights) if p["dtype"] == dtype and not p["to"] and not p["back"] and p["shape"][2:] == [3, 3] and p["shape"][1] >= 64
+        ]
+        chosen.sort(key=lambda p: p["bytes"])
+        sizes_in_mb = [p["bytes"] / 1e6 for p in chosen]
+        (line,) = axes.plot(sizes_in_mb, [ratio(p, "memcpy", "ours") for p in chosen], marker="o", label=dtype)
+        axes.plot(sizes_in_mb, [ratio(p, "memcpy", "eager_copy") for p in chosen], marker=".", linestyle=":", color=line.get_color())
+    axes.set(xscale="log", xlabel="weight, MB (3x3)", ylabel="fraction of memcpy's speed", ylim=(0, None))
+    axes.set_title("Into preallocated memory, one thread; dotted: PyTorch's copy_")
+    axes.axhline(1, color="gray", linewidth=0.5)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(PLOT, metadata={"Date": None})
+
+
+def main() -> None:
+    for document, sections in documents().items():
+        text = document.read_text()
+        for mark, figures in sections.items():
+            pattern = re.compile(rf"(<!-- figures: {mark} -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+            assert pattern.search(text), (document, mark)
+            text = pattern.sub(lambda match, figures=figures: f"{match[1]}{figures}\n{match[2]}", text)
+        document.write_text(text)
+    plot(load("weights"))
+
+
+if __name__ == "__main__":
+    main()
