@@ -24,9 +24,10 @@ from torch import Tensor, nn
 import torch_nhwc as nhwc
 from torch_nhwc.sites import CHANNELS_LAST, find_sites
 
-
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"])
+PROCESSES.set_forkserver_preload(
+    ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]
+)
 
 
 def resnet50() -> nn.Module:
@@ -226,7 +227,9 @@ def main() -> None:
     for model, source in cases(arguments.models):
         results.append(measure(model, source, arguments.rounds))
         jobs = results[-1]["jobs"]
-        print(model, source, {job: figures["ms"] and round(figures["ms"], 2) for job, figures in jobs.items()}, flush=True)
+        print(
+            model, source, {job: figures["ms"] and round(figures["ms"], 2) for job, figures in jobs.items()}, flush=True
+        )
     measured = {
         "command": "python benchmarks/bench_models.py",
         "rounds": arguments.rounds,

@@ -55,7 +55,9 @@ def span(values: Iterable[float]) -> str:
 
 def machine(measured: dict) -> str:
     m = measured["machine"]
-    caches = ", ".join(f"{level.split()[0]} {size}" for level, size in m["caches"].items() if "Instruction" not in level)
+    caches = ", ".join(
+        f"{level.split()[0]} {size}" for level, size in m["caches"].items() if "Instruction" not in level
+    )
     return (
         f"{m['processor']}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; huge pages: "
         f"{m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
@@ -131,7 +133,13 @@ def bars(weights: dict) -> str:
 def sizes(weights: dict) -> str:
     rows = []
     for p in grid(weights):
-        if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"] and "compiled_clone" not in p["times"]:
+        if (
+            p["shape"][2:] == [3, 3]
+            and p["shape"][1] >= 64
+            and not p["to"]
+            and not p["back"]
+            and "compiled_clone" not in p["times"]
+        ):
             t = p["times"]
             rows.append(
                 [name(p), f"{p['bytes'] / 1e6:.2f}", f"{t['memcpy']['median']:.0f}"]
@@ -145,7 +153,13 @@ def sizes(weights: dict) -> str:
 def kernels(weights: dict) -> str:
     rows = []
     for p in grid(weights):
-        if not p["to"] and (taps(p) != 9 or p["shape"][1] < 64) and p["dtype"] in ("float32", "uint8") and p["shape"][0] in (64, 256, 32, 16, 8, 512, 1024, 128) and "compiled_clone" not in p["times"]:
+        if (
+            not p["to"]
+            and (taps(p) != 9 or p["shape"][1] < 64)
+            and p["dtype"] in ("float32", "uint8")
+            and p["shape"][0] in (64, 256, 32, 16, 8, 512, 1024, 128)
+            and "compiled_clone" not in p["times"]
+        ):
             rows.append([name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
     return table(["weight", "ours / memcpy", "eager `copy_` / ours"], rows)
 
@@ -168,7 +182,9 @@ def compiled(weights: dict) -> str:
         for p in grid(weights)
         if "compiled_clone" in p["times"]
     ]
-    return table(["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"], rows)
+    return table(
+        ["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"], rows
+    )
 
 
 def threads(weights: dict) -> str:
@@ -178,8 +194,12 @@ def threads(weights: dict) -> str:
         one = single[name(p)]
         gain = one["times"]["ours"]["median"] / p["times"]["ours"]["median"]
         eager = one["times"]["eager_copy"]["median"] / p["times"]["eager_copy"]["median"]
-        rows.append([name(p), f"{p['bytes'] / 1e6:.0f}", f"{gain:.2f}", f"{eager:.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
-    return table(["weight", "MB", "ours, one thread / two", "eager, one thread / two", "eager / ours, two threads"], rows)
+        rows.append(
+            [name(p), f"{p['bytes'] / 1e6:.0f}", f"{gain:.2f}", f"{eager:.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
+        )
+    return table(
+        ["weight", "MB", "ours, one thread / two", "eager, one thread / two", "eager / ours, two threads"], rows
+    )
 
 
 def models(measured: dict) -> str:
@@ -197,18 +217,22 @@ def models(measured: dict) -> str:
             + [f"{jobs['ours']['extra_bytes'] / 1e6:.1f}"]
         )
     head = ["model", "weights from", "MB (share that moves)", "memcpy, ms", "`torch.nn.utils`", "`module.to`"]
-    head += ["ours, `storage=\"fresh\"`", "ours", "`torch.nn.utils` / ours", "its extra MB", "our extra MB"]
+    head += ['ours, `storage="fresh"`', "ours", "`torch.nn.utils` / ours", "its extra MB", "our extra MB"]
     return table(head, rows)
 
 
 def gain(measured: dict) -> str:
     """The README's one line."""
-    made = {r["model"]: r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"] for r in measured["results"] if r["source"] == "made"}
+    made = {
+        r["model"]: r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]
+        for r in measured["results"]
+        if r["source"] == "made"
+    }
     loaded = [r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"] for r in measured["results"] if r["source"] != "made"]
     by_model = ", ".join(f"{model} {value:.1f}x" for model, value in made.items())
     return (
-        f"On one thread of an {measured['machine']['processor']}, each in a fresh process, models convert faster than with "
-        f"`torch.nn.utils`: {by_model}; after `torch.load` or `from_pretrained`, where new memory is needed, "
+        f"On one thread of an {measured['machine']['processor']}, each in a fresh process, models convert faster "
+        f"than with `torch.nn.utils`: {by_model}; after `torch.load` or `from_pretrained`, where new memory is needed, "
         f"{min(loaded):.1f}x to {max(loaded):.1f}x (medians, [all figures](docs/performance.md))."
     )
 
@@ -217,7 +241,10 @@ def forward(measured: dict) -> str:
     lines = [["model", "contiguous", "weights converted", "and a channels-last input"]]
     rows = [
         [r["model"]]
-        + [f"{r[key]:.0f} ms" for key in ("forward_contiguous_ms", "forward_converted_ms", "forward_channels_last_input_ms")]
+        + [
+            f"{r[key]:.0f} ms"
+            for key in ("forward_contiguous_ms", "forward_converted_ms", "forward_channels_last_input_ms")
+        ]
         for r in measured["results"]
     ]
     return table(lines[0], rows)
@@ -252,12 +279,24 @@ def plot(weights: dict) -> None:
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for dtype in ("float32", "bfloat16", "uint8", "float64"):
         chosen = [
-            p for p in grid(weights) if p["dtype"] == dtype and not p["to"] and not p["back"] and p["shape"][2:] == [3, 3] and p["shape"][1] >= 64
+            p
+            for p in grid(weights)
+            if p["dtype"] == dtype
+            and not p["to"]
+            and not p["back"]
+            and p["shape"][2:] == [3, 3]
+            and p["shape"][1] >= 64
         ]
         chosen.sort(key=lambda p: p["bytes"])
         sizes_in_mb = [p["bytes"] / 1e6 for p in chosen]
         (line,) = axes.plot(sizes_in_mb, [ratio(p, "memcpy", "ours") for p in chosen], marker="o", label=dtype)
-        axes.plot(sizes_in_mb, [ratio(p, "memcpy", "eager_copy") for p in chosen], marker=".", linestyle=":", color=line.get_color())
+        axes.plot(
+            sizes_in_mb,
+            [ratio(p, "memcpy", "eager_copy") for p in chosen],
+            marker=".",
+            linestyle=":",
+            color=line.get_color(),
+        )
     axes.set(xscale="log", xlabel="weight, MB (3x3)", ylabel="fraction of memcpy's speed", ylim=(0, None))
     axes.set_title("Into preallocated memory, one thread; dotted: PyTorch's copy_")
     axes.axhline(1, color="gray", linewidth=0.5)

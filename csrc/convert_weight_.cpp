@@ -105,8 +105,8 @@ struct Batch {
   cpu::Conversions conversions;
 };
 
-// Each batch gives the old memory of its weights back before the next one first touches its new memory: the system hands
-// the same pages out again, and the peak of a whole model is a batch above what it was.
+// Each batch gives the old memory of its weights back before the next one first touches its new memory: the system
+// hands the same pages out again, and the peak of a whole model is a batch above what it was.
 constexpr int64_t fresh_bytes_of_a_batch = 8 << 20;
 
 // Makes every replacement, and everything that the commit needs. Tensors that are exact aliases of each other stay so:

@@ -39,9 +39,8 @@ void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
 void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
   TORCH_CHECK(!torch::autograd::compute_requires_grad(self, weight), op,
               ": expected tensors that need no gradient: call it under torch.no_grad(), or use convert_weight");
-  static const auto operation = c10::Dispatcher::singleton()
-                                    .findSchemaOrThrow(op, "")
-                                    .typed<void(const at::Tensor&, const at::Tensor&)>();
+  static const auto operation =
+      c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<void(const at::Tensor&, const at::Tensor&)>();
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     operation.redispatch(keys & c10::after_autograd_keyset, self, weight);

@@ -104,12 +104,12 @@ def convert_weights(
 def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
     """Copies the values of a weight into memory that is there already, as `out.copy_(weight)` does.
 
-    For weights that are converted again and again, into buffers whose pages are resident. Values alone are copied: under
-    `torch.no_grad()`, or from and to tensors that need no gradient.
+    For weights that are converted again and again, into buffers whose pages are resident. Values alone are copied:
+    under `torch.no_grad()`, or from and to tensors that need no gradient.
 
     Args:
-        out: of the weight's shape and device, in the canonical strides of `torch.contiguous_format` or of channels-last;
-            its dtype is the one to cast to. It must not overlap the weight.
+        out: of the weight's shape and device, in the canonical strides of `torch.contiguous_format` or of
+            channels-last; its dtype is the one to cast to. It must not overlap the weight.
         weight: as in `convert_weight`.
 
     Returns:

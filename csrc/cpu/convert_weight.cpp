@@ -46,9 +46,9 @@ struct CastLikeTorch {
 template <typename From, typename To>
 void transpose_and_cast(const void* source, void* destination, int64_t filters, int64_t rows, int64_t columns, bool) {
   const CastLikeTorch<To> cast;
-  detail::transpose_by_loops({static_cast<const char*>(source), static_cast<char*>(destination), filters, rows, columns,
-                              columns, rows, false},
-                             detail::Cast<From, To, CastLikeTorch<To>>{cast});
+  detail::transpose_by_loops(
+      {static_cast<const char*>(source), static_cast<char*>(destination), filters, rows, columns, columns, rows, false},
+      detail::Cast<From, To, CastLikeTorch<To>>{cast});
 }
 
 #define NHWC_FLOATING_TYPES                                                                                           \
@@ -131,7 +131,8 @@ void Conversions::run() const {
       if (count <= 0) continue;
       char* destination = filters.destination + first * filters.destination_bytes;
       if (filters.transpose_in_place) {
-        char* scratch = static_cast<char*>(scratch_.mutable_data_ptr()) + at::get_thread_num() * largest_permuted_filter_;
+        char* scratch =
+            static_cast<char*>(scratch_.mutable_data_ptr()) + at::get_thread_num() * largest_permuted_filter_;
         filters.transpose_in_place(destination, scratch, count, filters.rows, filters.columns);
       } else {
         filters.transpose(filters.source + first * size, destination, count, filters.rows, filters.columns,

@@ -14,7 +14,7 @@ struct FilterKernels {
   using TransposeInPlace = void (*)(void* data, void* scratch, std::int64_t filters, std::int64_t rows,
                                     std::int64_t columns);
 
-  Transpose transpose[5];                ///< for elements of 1, 2, 4, 8 and 16 bytes
+  Transpose transpose[5];  ///< for elements of 1, 2, 4, 8 and 16 bytes
   TransposeInPlace transpose_in_place[5];
   Transpose float_to_bfloat16, float_to_half, bfloat16_to_float, half_to_float;
 };

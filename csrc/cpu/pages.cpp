@@ -39,7 +39,8 @@ bool is_resident(const at::Tensor& tensor) {
   const uintptr_t last = begin + tensor.nbytes() - 1;
   for (const uintptr_t address : {begin, begin + tensor.nbytes() / 2, last}) {
     unsigned char state = 0;
-    if (mincore(reinterpret_cast<void*>(round_down(address, page)), page, &state) != 0 || (state & 1) == 0) return false;
+    if (mincore(reinterpret_cast<void*>(round_down(address, page)), page, &state) != 0 || (state & 1) == 0)
+      return false;
   }
   return true;
 }

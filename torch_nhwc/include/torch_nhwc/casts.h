@@ -95,8 +95,7 @@ struct FloatToHalf {
 struct HalfToFloat {
   NHWC_ALWAYS_INLINE float operator()(std::uint16_t half) const {
     const std::uint32_t sign = (half & 0x8000u) << 16, magnitude = half & 0x7FFFu;
-    const auto subnormal =
-        detail::bits_as<std::uint32_t>(detail::bits_as<float>(0x3F000000 | magnitude) - 0.5f);
+    const auto subnormal = detail::bits_as<std::uint32_t>(detail::bits_as<float>(0x3F000000 | magnitude) - 0.5f);
     const std::uint32_t normal = (magnitude << 13) + (112u << 23);
     const std::uint32_t finite = magnitude < 0x0400 ? subnormal : normal;
     return detail::bits_as<float>(sign | (magnitude < 0x7C00 ? finite : 0x7F800000 | magnitude << 13));
@@ -105,8 +104,7 @@ struct HalfToFloat {
     std::int64_t i = 0;
 #if NHWC_X86_LEVEL >= 2
     for (; i + 8 <= count; i += 8) {
-      _mm256_storeu_ps(destination + i,
-                       _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
+      _mm256_storeu_ps(destination + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source + i))));
     }
 #endif
     const std::int64_t left = count - i;

@@ -43,8 +43,8 @@ template <int size, int register_bytes>
 bool can_stream(const void* destination, Index rows, Index columns) {
   const Index short_side = rows < columns ? rows : columns, long_side = rows < columns ? columns : rows;
 #if NHWC_X86_LEVEL >= 3
-  return register_bytes == 64 && is_shuffled(size) && short_side <= longest_strip_of(size) && long_side * size % 64 == 0 &&
-         reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
+  return register_bytes == 64 && is_shuffled(size) && short_side <= longest_strip_of(size) &&
+         long_side * size % 64 == 0 && reinterpret_cast<std::uintptr_t>(destination) % 64 == 0;
 #else
   return static_cast<void>(destination), short_side > long_side;  // never
 #endif
@@ -87,8 +87,8 @@ void filter_transpose(const Element* source, Element* destination, std::int64_t 
   const detail::Keep<Element> keep{};
   if (filters * rows * columns == 0) return;
   if (rows == 1 || columns == 1) return keep(from, to, filters * rows * columns);
-  const bool streams = stores == Stores::non_temporal &&
-                       detail::can_stream<sizeof(Element), register_bytes>(destination, rows, columns);
+  const bool streams =
+      stores == Stores::non_temporal && detail::can_stream<sizeof(Element), register_bytes>(destination, rows, columns);
   detail::transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, keep);
   if (streams) detail::finish_stream();
 }

@@ -1,5 +1,5 @@
-// Transposes of row-major matrices, with an optional cast: how matrices of every shape are cut into the tiles of the zip
-// network.
+// Transposes of row-major matrices, with an optional cast: how matrices of every shape are cut into the tiles of the
+// zip network.
 //
 //   one side of up to 27         strips: tiles of all of the short side, one after the other along the long side
 //   ... whose lines collide      the same, in parts through a buffer in cache
@@ -154,8 +154,7 @@ void transpose_strips(const Matrices& matrices, const Way& way) {
       typename Tile::Vector tile[tile_columns];
       load_tile<tile_columns, !is_wide>(tile, way, source + (is_wide ? begin : dense) * from_size, source_step);
       transpose_tile<Tile, tile_columns, is_wide>(tile);
-      store_tile<tile_columns>(tile, destination + (is_wide ? dense : begin) * to_size, destination_step,
-                               non_temporal);
+      store_tile<tile_columns>(tile, destination + (is_wide ? dense : begin) * to_size, destination_step, non_temporal);
     }
     source += length * tile_columns * from_size;
     destination += length * tile_columns * to_size;
@@ -333,8 +332,7 @@ void transpose(const Matrices& matrices, const Way& way) {
     constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
     if (matrices.short_side() > longest_strip_of(to_size)) return transpose_squares<Way, square_width>(matrices, way);
     if (matrices.long_side() < width / to_size) return transpose_together<Way, width>(matrices, way);
-    const Index pitch =
-        matrices.is_wide() ? matrices.source_pitch * from_size : matrices.destination_pitch * to_size;
+    const Index pitch = matrices.is_wide() ? matrices.source_pitch * from_size : matrices.destination_pitch * to_size;
     const bool collide = !matrices.non_temporal && lines_collide(matrices.short_side(), pitch);
     return collide ? transpose_in_parts<Way, width>(matrices, way) : strips_of<Way, width>(matrices)(matrices, way);
   }

@@ -76,8 +76,7 @@ struct Round {
   static constexpr int lane_origin(int v, int k, int lane) {
     const int from = origin(v * Register::elements + lane / Register::lanes_of_element);
     const int from_register = from / Register::elements;
-    const int from_lane =
-        from % Register::elements * Register::lanes_of_element + lane % Register::lanes_of_element;
+    const int from_lane = from % Register::elements * Register::lanes_of_element + lane % Register::lanes_of_element;
     const Origins all = origins(v);
     if (from_register == all.registers[k]) return Register::lanes + from_lane;
     if (k > 1) return lane;
