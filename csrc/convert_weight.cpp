@@ -63,15 +63,17 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
   return out;
 }
 
-// Whether one call may stand for the calls of convert_weight one by one: nothing watches the operators, and every
-// weight is an ordinary tensor in memory without a tangent.
+// Whether one call may stand for the calls of convert_weight one by one: no mode or transform is active, and every
+// weight is an ordinary tensor in memory without a tangent. (A profiler then sees the one call.)
 bool can_be_one_call(at::TensorList weights) {
-  constexpr c10::DispatchKeySet ordinary(
-      {c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView});
+  constexpr auto ordinary =
+      c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView}) |
+      c10::autocast_dispatch_keyset;
   const auto watching =
       c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set - c10::autocast_dispatch_keyset;
   return watching.empty() && std::all_of(weights.begin(), weights.end(), [&](const at::Tensor& weight) {
-           return (weight.key_set() | ordinary) == ordinary && !weight._fw_grad(/*level=*/0).defined();
+           return (weight.key_set() | ordinary) == ordinary && !weight.is_inference() &&
+                  !weight._fw_grad(/*level=*/0).defined();
          });
 }
 

@@ -35,15 +35,26 @@ void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
   write_weights({{weight.resolve_conj().resolve_neg(), self}});
 }
 
-// Values alone are copied, so nothing may be recorded; what was saved of `self` is told that it changed.
-void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
-  TORCH_CHECK(!torch::autograd::compute_requires_grad(self, weight), op,
-              ": expected tensors that need no gradient: call it under torch.no_grad(), or use convert_weight");
-  static const auto operation =
+const auto& operation() {
+  static const auto found =
       c10::Dispatcher::singleton().findSchemaOrThrow(op, "").typed<void(const at::Tensor&, const at::Tensor&)>();
+  return found;
+}
+
+// Values alone are copied, so nothing may be recorded.
+void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
+  const bool has_tangent = self._fw_grad(/*level=*/0).defined() || weight._fw_grad(/*level=*/0).defined();
+  TORCH_CHECK(!has_tangent && !torch::autograd::compute_requires_grad(self, weight), op,
+              ": expected tensors that need no gradient: call it under torch.no_grad(), or use convert_weight");
+  const at::AutoDispatchBelowAutograd below;
+  operation().redispatch(keys & c10::after_autograd_keyset, self, weight);
+}
+
+// What was saved of `self` is told that it changed, in inference mode too.
+void copy_weight_in_place_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    operation.redispatch(keys & c10::after_autograd_keyset, self, weight);
+    operation().redispatch(keys & c10::after_ADInplaceOrView_keyset, self, weight);
   }
   if (!self.is_inference()) torch::autograd::impl::bump_version(self);
 }
@@ -55,6 +66,7 @@ TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_FN(cpu::capability));
 }
 TORCH_LIBRARY_IMPL(nhwc, Meta, m) { m.impl("copy_weight_", TORCH_FN(check_arguments)); }
+TORCH_LIBRARY_IMPL(nhwc, ADInplaceOrView, m) { m.impl("copy_weight_", TORCH_FN(copy_weight_in_place_)); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) { m.impl("copy_weight_", TORCH_FN(copy_weight_autograd_)); }
 
 }  // namespace nhwc

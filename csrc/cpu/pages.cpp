@@ -6,6 +6,7 @@
 #endif
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <cstdint>
 #include <fstream>
@@ -49,18 +50,28 @@ bool is_resident(const at::Tensor& tensor) {
 
 void advise_huge_pages(const at::Tensor& fresh) {
   constexpr size_t worthwhile = 4 * huge_page;
-  constexpr std::chrono::microseconds patience(500);
+  constexpr std::chrono::microseconds patience(1000);
+  constexpr int most_passed_over = 15;
+  // After each failure in a row about twice as many tensors are passed over.
+  static std::atomic<int> failures = 0, left_to_pass_over = 0;
   if (fresh.nbytes() < worthwhile) return;
+  if (left_to_pass_over > 0) {
+    --left_to_pass_over;
+    return;
+  }
   const auto begin = reinterpret_cast<uintptr_t>(fresh.const_data_ptr());
-  const uintptr_t first = round_down(begin + huge_page - 1, huge_page);
   const uintptr_t end = round_down(begin + fresh.nbytes(), huge_page);
-  const auto advise = [](uintptr_t from, uintptr_t to) {
-    return madvise(reinterpret_cast<void*>(from), to - from, MADV_HUGEPAGE) == 0;
-  };
-  if (!advise(first, first + huge_page)) return;
-  const auto start = std::chrono::steady_clock::now();
-  *reinterpret_cast<volatile char*>(first) = 0;
-  if (std::chrono::steady_clock::now() - start < patience) advise(first + huge_page, end);
+  for (uintptr_t page = round_down(begin + huge_page - 1, huge_page); page < end; page += huge_page) {
+    if (madvise(reinterpret_cast<void*>(page), huge_page, MADV_HUGEPAGE) != 0) return;
+    const auto start = std::chrono::steady_clock::now();
+    *reinterpret_cast<volatile char*>(page) = 0;
+    if (std::chrono::steady_clock::now() - start > patience) {
+      failures = std::min(2 * failures + 1, most_passed_over);
+      left_to_pass_over = failures.load();
+      return;
+    }
+  }
+  failures = 0;
 }
 
 bool is_worth_streaming(const at::Tensor& weight, const at::Tensor& out) {

@@ -5,11 +5,11 @@
 
 namespace nhwc::cpu {
 
-/// Asks for huge pages under a new, untouched tensor of at least 8 MB: the system hands a page out at its first use,
-/// which takes longer than writing it, and for a huge page less so. Only whole huge pages inside of the tensor are
-/// asked for, so that the advice ends with it. The first is tried, and the others left where it took longer than small
-/// pages would: where the system must move memory about for it, or a hypervisor has to find some. Does nothing where
-/// the system has none.
+/// Takes huge pages for a new, untouched tensor of at least 8 MB: the system hands a page out at its first use, which
+/// takes longer than writing it, and for a huge page less so. Only whole huge pages inside of the tensor are asked for,
+/// so that the advice does not reach beyond it. They are touched one by one, for as long as that is quick: where the
+/// system must move memory about for one, or a hypervisor has to find it, the rest stay small, and so do the next
+/// tensors'. Does nothing where the system has none.
 void advise_huge_pages(const at::Tensor& fresh);
 
 /// Whether `out` should be written by non-temporal stores: together with the weight it is more than half of the last

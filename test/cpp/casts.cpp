@@ -181,6 +181,23 @@ void the_callers_own_casts() {
   casts_in_all_shapes(cases, scale);
 }
 
+// Casts to elements of a quarter and an eighth of the size, in shapes that would overrun buffers made for a half.
+template <typename From>
+void casts_to_bytes() {
+  const auto cast = [](From value) { return static_cast<std::uint8_t>(value); };
+  for (const auto& [rows, columns] : {std::pair{24, 49}, {49, 24}, {20, 60}, {27, 512}, {512, 27}, {3, 9}, {70, 70}}) {
+    const int filters = 8, size = rows * columns;
+    std::vector<From> source(filters * size);
+    for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<From>(i % 251);
+    std::vector<std::uint8_t> destination(source.size());
+    nhwc::filter_transpose(source.data(), destination.data(), filters, rows, columns, cast);
+    for (int i = 0; i < filters * size; ++i) {
+      const int filter = i / size, column = i % size / rows, row = i % rows;
+      check(destination[i] == cast(source[filter * size + row * columns + column]), "to bytes", filters, rows, columns);
+    }
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -194,5 +211,7 @@ int main() {
   casts<std::uint16_t, float>(all_bits(), bfloat16_value, float_value, nhwc::BFloat16ToFloat{});
   casts<std::uint16_t, float>(all_bits(), half_value, float_value, nhwc::HalfToFloat{});
   the_callers_own_casts();
+  casts_to_bytes<float>();
+  casts_to_bytes<double>();
   std::puts("ok");
 }

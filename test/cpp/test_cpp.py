@@ -6,7 +6,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import cuda_build
 import pytest
@@ -20,7 +22,7 @@ ROOT = HERE.parent.parent
 INCLUDE = Path(nhwc.include_paths()[0])
 HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
 CXX = os.environ.get("CXX", "c++")
-TORCH_FREE = ["torch_nhwc/filter_transpose.h", "torch_nhwc/version.h"]
+TORCH_FREE = [header for header in HEADERS if header != "torch_nhwc/ops.h"]
 
 
 def compile_alone(header, standard, folder, *flags):
@@ -85,19 +87,30 @@ def run_program(name: str, folder: Path, compiler: str, *flags: str, run: Sequen
     assert name != "zip_network" or int(output.split()[0]) > 0
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+def run_programs(names: Sequence[str], *arguments: Any, **options: Any) -> None:
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        for done in [pool.submit(run_program, name, *arguments, **options) for name in names]:
+            done.result()
+
+
 @pytest.mark.parametrize("level", CPU_LEVELS)
-def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, program: str, tmp_path: Path) -> None:
+def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: Path) -> None:
     missing = set(CPU_LEVELS[level]) - cpu_flags()
     if missing:
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
+    run_programs(PROGRAMS, tmp_path, CXX, "-O1", *(f"-m{part}" for part in CPU_LEVELS[level]), step=3)
+
+
+@pytest.mark.parametrize("level", ["baseline", "best"])
+def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_path: Path) -> None:
+    available = [parts for parts in CPU_LEVELS.values() if set(parts) <= cpu_flags()]
+    parts = [] if level == "baseline" else available[-1]
     # Nothing in a network is for a sanitizer to see: all its indices are constants.
-    sanitizers = [] if program == "zip_network" else SANITIZERS
-    run_program(program, tmp_path, CXX, "-O1", *sanitizers, *(f"-m{part}" for part in CPU_LEVELS[level]))
+    programs = [name for name in PROGRAMS if name != "zip_network"]
+    run_programs(programs, tmp_path, CXX, "-O1", *SANITIZERS, *(f"-m{part}" for part in parts), step=2)
 
 
 @pytest.mark.emulated
-@pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize(
     ("compiler", "emulator"),
     [
@@ -105,14 +118,12 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, prog
         pytest.param("aarch64-linux-gnu-g++", ["qemu-aarch64"], id="neon"),
     ],
 )
-def test_the_filter_transpose_on_an_emulated_cpu(
-    compiler: str, emulator: list[str], program: str, tmp_path: Path
-) -> None:
+def test_the_filter_transpose_on_an_emulated_cpu(compiler: str, emulator: list[str], tmp_path: Path) -> None:
     missing = [tool for tool in (compiler, emulator[0]) if shutil.which(tool) is None]
     if missing:
         assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", f"promised here, and not found: {missing}"
         pytest.skip(f"needs {', '.join(missing)} (Debian packages qemu-user, g++-aarch64-linux-gnu)")
-    run_program(program, tmp_path, compiler, "-O2", "-static", run=emulator, step=5)
+    run_programs(PROGRAMS, tmp_path, compiler, "-O2", "-static", run=emulator, step=5)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")

@@ -231,3 +231,25 @@ def test_casts_beyond_floating_types_raise(dtype, to):
         with pytest.raises(TypeError, match=r"expected a cast between floating types, got .* to .*cast with Tensor.to"):
             call()
     assert_same(nhwc.convert_weight(weight, dtype=dtype), reference.convert_weight(weight))
+
+
+def calls_of(function):
+    with torch.profiler.profile() as profile:
+        function()
+    return [event.name for event in profile.events() if event.name.startswith("nhwc::")]
+
+
+def test_a_list_of_ordinary_weights_is_one_call():
+    weights = [torch.randn(4, 3, 3, 3, requires_grad=True), torch.randn(4, 3, 3, 3, 3)]
+    assert calls_of(lambda: nhwc.convert_weights(weights)) == ["nhwc::convert_weights"]
+    with torch.autocast("cpu"):
+        assert calls_of(lambda: nhwc.convert_weights(weights)) == ["nhwc::convert_weights"]
+
+
+def test_weights_made_in_inference_mode_convert_alike_in_lists_and_alone():
+    with torch.inference_mode():
+        weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+    assert calls_of(lambda: nhwc.convert_weights([weight])).count("nhwc::convert_weight") == 1
+    (listed,), alone = nhwc.convert_weights([weight]), nhwc.convert_weight(weight)
+    assert listed.requires_grad == alone.requires_grad
+    reference.assert_same(listed, alone)

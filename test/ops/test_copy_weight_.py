@@ -4,6 +4,7 @@ import pytest
 import reference
 import torch
 from reference import SHAPES, SOURCES, arrange, random_weight
+from torch.autograd import forward_ad
 
 import torch_nhwc as nhwc
 
@@ -31,6 +32,24 @@ def test_it_tells_autograd_that_the_values_changed():
     assert out._version == version + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
+
+
+def test_in_inference_mode_as_well():
+    out, weight = torch.randn(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
+    product = out * torch.randn(4, 3, 3, 3, requires_grad=True)
+    with torch.inference_mode():
+        nhwc.copy_weight_(out, weight)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+def test_tangents_are_refused():
+    out, weight = torch.zeros(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(weight, torch.ones_like(weight))
+        for arguments in ((out, dual), (dual, out)):
+            with pytest.raises(RuntimeError, match="expected tensors that need no gradient"):
+                nhwc.copy_weight_(*arguments)
 
 
 def test_large_weights_go_past_the_caches_with_the_same_bits():

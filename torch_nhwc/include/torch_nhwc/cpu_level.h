@@ -27,8 +27,23 @@
 #endif
 #endif
 
+// The size in bytes of the smallest element that registers can shuffle, or 0 where plain loops must do: without
+// __builtin_shufflevector (GCC before 12, and compilers that are neither GCC nor Clang). SSE2 has no shuffle of bytes.
+#if !defined(__has_builtin) || defined(__CUDACC__)
+#define NHWC_SMALLEST_SHUFFLED 0
+#elif !__has_builtin(__builtin_shufflevector)
+#define NHWC_SMALLEST_SHUFFLED 0
+#elif NHWC_X86_LEVEL == 1 && !defined(__SSSE3__)
+#define NHWC_SMALLEST_SHUFFLED 4
+#else
+#define NHWC_SMALLEST_SHUFFLED 1
+#endif
+
 // The level's name, and the bytes of its vector registers.
-#if NHWC_X86_LEVEL == 5
+#if NHWC_SMALLEST_SHUFFLED == 0
+#define NHWC_CPU_LEVEL plain_loops
+#define NHWC_REGISTER_BYTES 16
+#elif NHWC_X86_LEVEL == 5
 #define NHWC_CPU_LEVEL avx512_bf16
 #define NHWC_REGISTER_BYTES 64
 #elif NHWC_X86_LEVEL == 4
@@ -43,21 +58,12 @@
 #elif defined(__ARM_NEON)
 #define NHWC_CPU_LEVEL neon
 #define NHWC_REGISTER_BYTES 16
+#elif defined(__SSSE3__)
+#define NHWC_CPU_LEVEL ssse3
+#define NHWC_REGISTER_BYTES 16
 #else
 #define NHWC_CPU_LEVEL baseline
 #define NHWC_REGISTER_BYTES 16
-#endif
-
-// The size in bytes of the smallest element that registers can shuffle, or 0 where plain loops must do: without
-// __builtin_shufflevector (GCC before 12, and compilers that are neither GCC nor Clang). SSE2 has no shuffle of bytes.
-#if !defined(__has_builtin) || defined(__CUDACC__)
-#define NHWC_SMALLEST_SHUFFLED 0
-#elif !__has_builtin(__builtin_shufflevector)
-#define NHWC_SMALLEST_SHUFFLED 0
-#elif NHWC_X86_LEVEL == 1 && !defined(__SSSE3__)
-#define NHWC_SMALLEST_SHUFFLED 4
-#else
-#define NHWC_SMALLEST_SHUFFLED 1
 #endif
 
 #if defined(__GNUC__)

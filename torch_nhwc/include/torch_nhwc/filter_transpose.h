@@ -57,13 +57,13 @@ inline void finish_stream() {
 #endif
 }
 
-/// A linear copy that fetches what lies `ahead` bytes further on.
+/// A linear copy that fetches what lies `ahead` bytes further on, into the second-level cache: the first is full.
 inline void copy_and_prefetch(const char* from, char* to, Index bytes, Index ahead) {
   constexpr Index line = 64;
   Index i = 0;
   for (; i + line <= bytes; i += line) {
 #if defined(__GNUC__)
-    __builtin_prefetch(from + i + ahead, 1);
+    __builtin_prefetch(from + i + ahead, /*rw=*/0, /*locality=*/2);
 #endif
     std::memcpy(to + i, from + i, line);
   }

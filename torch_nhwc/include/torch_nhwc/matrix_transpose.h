@@ -175,6 +175,9 @@ auto strips_of(const Matrices& matrices) {
   return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest - 1>{});
 }
 
+// A part is at least one register long, whatever the short side and the elements, up to twice as large as their casts.
+static_assert(buffer_bytes / (longest_short_side * 2 * 16) >= 64 / 16 && buffer_bytes / (longest_short_side * 2) >= 64);
+
 /// The size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 where that fits.
 inline Index even_part(Index length, Index room) {
   const Index parts = (length + room - 1) / room, even = (length + parts - 1) / parts;
@@ -247,7 +250,7 @@ void transpose_together(const Matrices& matrices, const Way& way) {
     const Index strip = count * long_side, pitch = strip + room;
     if (strip < room) {
       Matrices rest = matrices;
-      rest.source = source, rest.destination = destination, rest.count = count;
+      rest.source = source, rest.destination = destination, rest.count = matrices.count - first;
       return transpose_by_loops(rest, way);
     }
     if (!is_wide) transpose({source, buffer, 1, strip, short_side, short_side, pitch, false}, way);
@@ -328,7 +331,8 @@ template <int width, typename Way>
 void transpose(const Matrices& matrices, const Way& way) {
 #if NHWC_SMALLEST_SHUFFLED > 0
   constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
-  if constexpr (is_shuffled(to_size)) {
+  // The buffers are large enough for casts to elements of half the size, not for narrower ones.
+  if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {
     constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
     if (matrices.short_side() > longest_strip_of(to_size)) return transpose_squares<Way, square_width>(matrices, way);
     if (matrices.long_side() < width / to_size) return transpose_together<Way, width>(matrices, way);

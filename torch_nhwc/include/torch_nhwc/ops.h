@@ -43,7 +43,7 @@ enum class Outcome : std::int64_t {
   not_permutable = -10,         ///< "reuse" only: not dense, or no in-place kernel for the device
 };
 
-namespace detail {
+namespace ops_detail {
 
 inline std::vector<Outcome> as_outcomes(const std::vector<std::int64_t>& values) {
   std::vector<Outcome> outcomes;
@@ -52,7 +52,7 @@ inline std::vector<Outcome> as_outcomes(const std::vector<std::int64_t>& values)
   return outcomes;
 }
 
-}  // namespace detail
+}  // namespace ops_detail
 
 /// A fused clone of a weight in a memory format.
 ///
@@ -116,7 +116,7 @@ inline std::vector<Outcome> convert_weights_(at::TensorList weights,
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights_", "").typed<Signature>();
-  return detail::as_outcomes(op.call(weights, memory_format, storage));
+  return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
 /// `convert_weights_` for one weight.
@@ -134,7 +134,7 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
                                          std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
-  return detail::as_outcomes(op.call(weights, memory_format, storage));
+  return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
 }  // namespace nhwc

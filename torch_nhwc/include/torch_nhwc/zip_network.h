@@ -17,7 +17,7 @@
 //   zip 2:                         00 10 20 30 | 01 11 21 31 | 02 12 22 32
 //
 // A round is given by its index map alone; the shuffles are read off it at compile time. Shuffles do not depend on
-// the data, so a tile filled with its own indices proves a network: test/cpp/filter_transpose.cpp proves them all.
+// the data, so a tile filled with its own indices proves a network: test/cpp/zip_network.cpp proves them all.
 #pragma once
 
 #include <cstdint>
