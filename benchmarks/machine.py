@@ -36,11 +36,20 @@ def huge_pages() -> str:
     return setting.read_text().split("[")[1].split("]")[0] if setting.exists() else "unknown"
 
 
+def commit() -> str:
+    """The commit, and whether anything but results differs from it."""
+
+    def git(*arguments: str) -> str:
+        return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT).stdout.strip()
+
+    changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
+    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+
+
 def describe() -> dict[str, object]:
     """The machine, the build and the commit."""
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, cwd=ROOT)
     return {
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "processor": processor(),
         "cores": os.cpu_count(),
         "caches": caches(),

@@ -51,14 +51,16 @@ def find_sites(model: nn.Module, rank: int) -> Iterator[Site]:
     names = {layer.__name__ for layer in LAYERS[rank]}
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     quantized = tuple(getattr(quantized_module, name) for name in names) if quantized_module else ()
-    # Asked once for each class: a model has few of them, and quantized ones are slow to ask.
+    # Asked once for each class, since a model has few, and by its bases: quantized layers have an abstract base, for
+    # which issubclass looks through all of its subclasses.
     kinds: dict[type, tuple[type, ...]] = {}
     for path, module in model.named_modules():
         module_type = type(module)
         kind = kinds.get(module_type)
         if kind is None:
             families = (torch.jit.ScriptModule,), LAYERS[rank], quantized
-            kind = kinds[module_type] = next((each for each in families if issubclass(module_type, each)), ())
+            bases = module_type.__mro__
+            kind = kinds[module_type] = next((each for each in families if any(base in each for base in bases)), ())
         if not kind:
             continue
         layer = module_type.__name__
