@@ -11,7 +11,6 @@ import argparse
 import ctypes
 import json
 import math
-import mmap
 import random
 import statistics
 import time
@@ -75,18 +74,6 @@ def memcpy_job(nbytes: int) -> Callable[[], object]:
     return lambda keep=(source, destination): copy(*arguments)
 
 
-def make_memory_available(nbytes: int) -> None:
-    """Has the system, and a hypervisor below it, find memory for huge pages now, which takes far longer than its use.
-
-    A virtual machine may give free memory back to its host within seconds; what is measured is a machine that keeps it.
-    """
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with mmap.mmap(-1, nbytes) as memory:
-            memory.madvise(mmap.MADV_HUGEPAGE)
-            for page in range(0, nbytes, 1 << 21):
-                memory[page] = 1
-
-
 def compiled_clone(memory_format: torch.memory_format) -> Callable[[Tensor], Tensor]:
     torch._dynamo.reset()
     return torch.compile(lambda weight: weight.clone(memory_format=memory_format))
@@ -120,8 +107,6 @@ def measure(
             "eager_one_step": lambda: out.copy_(weight),
             "eager_two_steps": lambda: out.copy_(weight.to(to)),
         }
-    if weight.nbytes >= 8 << 20:
-        make_memory_available(4 * weight.nbytes)
     if with_compile:
         clone = compiled_clone(memory_format)
         clone(weight)
