@@ -13,19 +13,21 @@ namespace {
 
 constexpr const char* op = "nhwc::copy_weight_";
 
+std::string mismatch(const at::Tensor& self, const at::Tensor& weight) {
+  return c10::str(op, ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ",
+                  describe(self), " for the weight ", describe(weight));
+}
+
 // Sizes and strides may be symbolic.
 void check_arguments(const at::Tensor& self, const at::Tensor& weight) {
   check_conversion(weight, std::nullopt, self.scalar_type(), {op});
-  TORCH_CHECK(self.sym_sizes() == weight.sym_sizes() && self.device() == weight.device(), op,
-              ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ", describe(self),
-              " for the weight ", describe(weight));
+  TORCH_CHECK(self.sym_sizes() == weight.sym_sizes() && self.device() == weight.device(), mismatch(self, weight));
 }
 
 void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
   check_arguments(self, weight);
-  TORCH_CHECK(in_format(self, at::MemoryFormat::Contiguous) || in_format(self, channels_last_of(self)), op,
-              ": expected a tensor of the weight's shape and device, contiguous or channels-last, got ", describe(self),
-              " for the weight ", describe(weight));
+  TORCH_CHECK(in_format(self, at::MemoryFormat::Contiguous) || in_format(self, channels_last_of(self)),
+              mismatch(self, weight));
   TORCH_CHECK(!self.is_neg() && !self.is_conj(), op, ": expected a tensor that is not a lazy view, got ",
               describe(self));
   check_storage({op}, self);
