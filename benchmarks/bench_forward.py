@@ -6,7 +6,6 @@ Every time is a median of interleaved runs in one process (torch_nhwc/demo.py ha
 """
 
 import argparse
-import json
 from pathlib import Path
 
 import machine
@@ -23,13 +22,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    measured = {
-        "command": "python benchmarks/bench_forward.py",
-        "repeats": arguments.repeats,
-        "machine": machine.describe(),
-        "results": [demo.run(make(), repeats=arguments.repeats).as_dict() for make in demo.MODELS.values()],
-    }
-    arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
+    results = [demo.run(make(), repeats=arguments.repeats).as_dict() for make in demo.MODELS.values()]
+    machine.write(arguments.out, "bench_forward.py", results, repeats=arguments.repeats)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ are medians over the rounds.
 """
 
 import argparse
-import json
 import multiprocessing
 import statistics
 import tempfile
@@ -230,13 +229,7 @@ def main() -> None:
         print(
             model, source, {job: figures["ms"] and round(figures["ms"], 2) for job, figures in jobs.items()}, flush=True
         )
-    measured = {
-        "command": "python benchmarks/bench_models.py",
-        "rounds": arguments.rounds,
-        "machine": machine.describe(),
-        "results": results,
-    }
-    arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
+    machine.write(arguments.out, "bench_models.py", results, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ except in the jobs that allocate: there page faults are part of what a user sees
 
 import argparse
 import ctypes
-import json
 import math
 import random
 import statistics
@@ -22,8 +21,8 @@ import torch
 from torch import Tensor
 
 import torch_nhwc as nhwc
+from torch_nhwc.sites import CHANNELS_LAST
 
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]
 TAPS = [(256, 128, 1, 2), (256, 128, 2, 2), (64, 192, 4, 4), (64, 64, 5, 5), (64, 64, 3, 3, 3), (32, 96, 7, 7)]
@@ -83,7 +82,7 @@ def measure(
     shape: tuple[int, ...], dtype: torch.dtype, back: bool, to: torch.dtype | None, samples: int, with_compile: bool
 ) -> dict[str, object]:
     """One point: a shape, a dtype, a direction, and a dtype to cast to."""
-    formats = [torch.contiguous_format, FORMATS[len(shape)]]
+    formats = [torch.contiguous_format, CHANNELS_LAST[len(shape)]]
     source_format, memory_format = reversed(formats) if back else formats
     values = torch.randint(0, 100, shape).to(dtype)
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
@@ -152,13 +151,7 @@ def main() -> None:
     for *point, threads, with_compile in points(not arguments.without_compile):
         torch.set_num_threads(threads)
         results.append(measure(*point, arguments.samples, with_compile))
-    measured = {
-        "command": "python benchmarks/bench_weights.py",
-        "samples": arguments.samples,
-        "machine": machine.describe(),
-        "results": results,
-    }
-    arguments.out.write_text(json.dumps(measured, indent=1) + "\n")
+    machine.write(arguments.out, "bench_weights.py", results, samples=arguments.samples)
     print(f"{len(results)} points: {arguments.out}")
 
 

@@ -1,5 +1,6 @@
 """What a result must say about where it comes from."""
 
+import json
 import os
 import platform
 import subprocess
@@ -57,3 +58,9 @@ def describe() -> dict[str, object]:
         "capability": torch.ops.nhwc.cpu_capability(),
         "environment": environment.describe(),
     }
+
+
+def write(out: Path, script: str, results: list, **how: int) -> None:
+    """Writes the results of a script of this folder as JSON, with how they were taken and where."""
+    measured = {"command": f"python benchmarks/{script}", **how, "machine": describe(), "results": results}
+    out.write_text(json.dumps(measured, indent=1) + "\n")

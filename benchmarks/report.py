@@ -10,6 +10,8 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+from bench_weights import SMALL, TAPS
+
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 PERFORMANCE = ROOT / "docs/performance.md"
@@ -65,7 +67,8 @@ def machine(measured: dict) -> str:
 
 
 def grid(measured: dict, threads: int = 1) -> list[Point]:
-    return [point for point in measured["results"] if point["threads"] == threads]
+    """All points but those that were taken again beside the compiler."""
+    return [p for p in measured["results"] if p["threads"] == threads and "compiled_clone" not in p["times"]]
 
 
 def is_l2_size(point: Point) -> bool:
@@ -75,7 +78,7 @@ def is_l2_size(point: Point) -> bool:
 def bars(weights: dict) -> str:
     """The bars that the project set for single weights, and what was measured."""
     points = grid(weights)
-    copies = [p for p in points if not p["to"] and "compiled_clone" not in p["times"]]
+    copies = [p for p in points if not p["to"]]
     threes = [p for p in copies if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64]
     forward = [p for p in threes if not p["back"]]
     rows: list[tuple[str, str, list[float], Callable[[float], bool]]] = []
@@ -133,13 +136,7 @@ def bars(weights: dict) -> str:
 def sizes(weights: dict) -> str:
     rows = []
     for p in grid(weights):
-        if (
-            p["shape"][2:] == [3, 3]
-            and p["shape"][1] >= 64
-            and not p["to"]
-            and not p["back"]
-            and "compiled_clone" not in p["times"]
-        ):
+        if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"]:
             t = p["times"]
             rows.append(
                 [name(p), f"{p['bytes'] / 1e6:.2f}", f"{t['memcpy']['median']:.0f}"]
@@ -151,16 +148,11 @@ def sizes(weights: dict) -> str:
 
 
 def kernels(weights: dict) -> str:
-    rows = []
-    for p in grid(weights):
-        if (
-            not p["to"]
-            and (taps(p) != 9 or p["shape"][1] < 64)
-            and p["dtype"] in ("float32", "uint8")
-            and p["shape"][0] in (64, 256, 32, 16, 8, 512, 1024, 128)
-            and "compiled_clone" not in p["times"]
-        ):
-            rows.append([name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
+    rows = [
+        [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
+        for p in grid(weights)
+        if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] in ("float32", "uint8")
+    ]
     return table(["weight", "ours / memcpy", "eager `copy_` / ours"], rows)
 
 
@@ -179,7 +171,7 @@ def casts(weights: dict) -> str:
 def compiled(weights: dict) -> str:
     rows = [
         [name(p), f"{ratio(p, 'compiled_clone', 'ours_fresh'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
-        for p in grid(weights)
+        for p in weights["results"]
         if "compiled_clone" in p["times"]
     ]
     return table(
@@ -188,7 +180,7 @@ def compiled(weights: dict) -> str:
 
 
 def threads(weights: dict) -> str:
-    single = {name(p): p for p in grid(weights) if "compiled_clone" not in p["times"]}
+    single = {name(p): p for p in grid(weights)}
     rows = []
     for p in grid(weights, threads=2):
         one = single[name(p)]
