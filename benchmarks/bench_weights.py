@@ -87,6 +87,7 @@ def measure(
     values = torch.randint(0, 100, shape).to(dtype)
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
     out = torch.empty(shape, dtype=to or dtype, memory_format=memory_format)
+    plain = torch.empty_like(weight)
     copy_weight_, convert_weight = torch.ops.nhwc.copy_weight_, torch.ops.nhwc.convert_weight
     copy_weight_(out, weight)
     assert torch.equal(out, weight.to(out.dtype))
@@ -98,6 +99,7 @@ def measure(
     if to is None:
         jobs |= {
             "eager_copy": lambda: out.copy_(weight),
+            "plain_copy": lambda: plain.copy_(weight),
             "eager_clone": lambda: weight.clone(memory_format=memory_format),
             "plain_clone": lambda: weight.clone(),
         }
