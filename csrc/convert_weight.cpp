@@ -1,7 +1,7 @@
 #include "convert_weight.h"
 
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -27,8 +27,8 @@ Conversion check_conversion(const at::Tensor& weight, std::optional<at::MemoryFo
   return {format, to};
 }
 
-at::Tensor empty_weight(at::IntArrayRef size, const at::TensorOptions& options, at::MemoryFormat memory_format) {
-  at::Tensor out = at::empty(size, options, memory_format);
+at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at::TensorOptions& options) {
+  at::Tensor out = at::empty_strided(size, strides, options);
   if (out.is_cpu()) cpu::advise_huge_pages(out);
   return out;
 }
@@ -58,7 +58,7 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
                                  std::optional<at::ScalarType> dtype) {
   const auto [format, to] = check_conversion(weight, memory_format, dtype);
   check_storage({"nhwc::convert_weight"}, weight);
-  at::Tensor out = empty_weight(weight.sizes(), weight.options().dtype(to), format);
+  at::Tensor out = empty_weight(weight.sizes(), canonical_strides(weight.sizes(), format), weight.options().dtype(to));
   write_weights({{weight, out}});
   return out;
 }
@@ -99,7 +99,8 @@ std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::opti
       const at::Tensor& weight = weights[index];
       check_storage({op, index, weights.size()}, weight);
       const auto [format, to] = conversions[index];
-      results.push_back(empty_weight(weight.sizes(), weight.options().dtype(to), format));
+      const Strides strides = canonical_strides(weight.sizes(), format);
+      results.push_back(empty_weight(weight.sizes(), strides, weight.options().dtype(to)));
       writes.push_back({weight, results.back()});
     }
     write_weights(writes);

@@ -20,11 +20,11 @@ struct Conversion {
 Conversion check_conversion(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format,
                             std::optional<at::ScalarType> dtype, const Argument& argument = {"nhwc::convert_weight"});
 
-/// A tensor for the result of a conversion: contents undefined, canonical strides.
-at::Tensor empty_weight(at::IntArrayRef size, const at::TensorOptions& options, at::MemoryFormat memory_format);
+/// A tensor for the result of a conversion: contents undefined.
+at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at::TensorOptions& options);
 
-/// The values of `weight` go to `out`: same shape and device, canonical strides of some memory format, a memory of its
-/// own, and a dtype that `check_conversion` let pass.
+/// The values of `weight` go to `out`: same shape and device, any strides that do not overlap, a memory of its own, and
+/// a dtype that `check_conversion` let pass.
 struct Write {
   at::Tensor weight, out;
 };

@@ -6,7 +6,6 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <torch/library.h>
 
@@ -25,27 +24,52 @@ namespace {
 
 // The decision for one weight, and for the gradient that goes with it.
 struct WeightPlan {
-  at::MemoryFormat memory_format;
+  Strides strides;
   Outcome outcome;
   Outcome gradient_outcome;
 };
 
-WeightPlan plan_weight(const Argument& argument, const at::Tensor& weight,
-                       std::optional<at::MemoryFormat> memory_format, StoragePolicy policy) {
-  const auto format = resolve_memory_format(argument, weight, memory_format);
-  const Outcome outcome = decide_outcome(weight, format, policy);
+WeightPlan plan_weight(const Argument& argument, const at::Tensor& weight, Strides strides, StoragePolicy policy) {
+  const Outcome outcome = decide_outcome(weight, strides, policy);
   if (outcome > Outcome::kept) check_storage(argument, weight);
-  const Outcome gradient_outcome = decide_gradient_outcome(weight, format, outcome);
-  return {format, is_refusal(gradient_outcome) ? gradient_outcome : outcome, gradient_outcome};
+  const Outcome gradient_outcome = decide_gradient_outcome(weight, strides, outcome);
+  return {std::move(strides), is_refusal(gradient_outcome) ? gradient_outcome : outcome, gradient_outcome};
 }
 
-std::vector<WeightPlan> plan_each(const char* op, at::TensorList weights, std::optional<at::MemoryFormat> memory_format,
-                                  StoragePolicy policy) {
+std::vector<WeightPlan> plan_format(const char* op, at::TensorList weights,
+                                    std::optional<at::MemoryFormat> memory_format, StoragePolicy policy) {
   std::vector<WeightPlan> plans;
   plans.reserve(weights.size());
   for (size_t index = 0; index < weights.size(); ++index) {
-    plans.push_back(plan_weight({op, index, weights.size()}, weights[index], memory_format, policy));
+    const Argument argument{op, index, weights.size()};
+    const at::Tensor& weight = weights[index];
+    const auto format = resolve_memory_format(argument, weight, memory_format);
+    // Symbolic sizes belong to tensors that are refused.
+    const bool has_sizes = !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+    Strides strides = has_sizes ? canonical_strides(weight.sizes(), format) : Strides{};
+    plans.push_back(plan_weight(argument, weight, std::move(strides), policy));
   }
+  return plans;
+}
+
+// `strides` are those of all weights, one weight after the other.
+std::vector<WeightPlan> plan_strides(const char* op, at::TensorList weights, at::IntArrayRef strides,
+                                     StoragePolicy policy) {
+  std::vector<WeightPlan> plans;
+  plans.reserve(weights.size());
+  for (size_t index = 0; index < weights.size(); ++index) {
+    const Argument argument{op, index, weights.size()};
+    const at::Tensor& weight = weights[index];
+    check_strided(argument, weight);
+    const size_t dim = weight.dim();
+    TORCH_CHECK(strides.size() >= dim, argument, ": there are fewer strides than dimensions");
+    const at::IntArrayRef wanted = strides.slice(0, dim);
+    TORCH_CHECK(is_non_overlapping(weight.sizes(), wanted), argument,
+                ": expected strides by which no elements overlap, ", "got ", wanted, " for ", describe(weight));
+    plans.push_back(plan_weight(argument, weight, wanted.vec(), policy));
+    strides = strides.slice(dim);
+  }
+  TORCH_CHECK(strides.empty(), op, ": there are ", strides.size(), " strides more than dimensions");
   return plans;
 }
 
@@ -59,13 +83,16 @@ std::vector<int64_t> outcomes_of(const std::vector<WeightPlan>& plans) {
 // One tensor that changes: a weight or a gradient.
 struct Change {
   at::Tensor tensor;
-  at::MemoryFormat memory_format;
+  Strides strides;
   Outcome outcome;
   at::Tensor replacement = {};  // what the tensor becomes by set_data
   at::Tensor staged = {};       // values on their way back into a reused storage
 
   // Dense strides of neither order cannot be permuted filter by filter: their values go through a whole copy.
-  bool is_staged() const { return outcome == Outcome::reused && filter_order(tensor) == FilterOrder::neither; }
+  bool is_staged() const {
+    return outcome == Outcome::reused &&
+           (filter_order(tensor) == FilterOrder::neither || filter_order(replacement) == FilterOrder::neither);
+  }
   bool is_permuted() const { return outcome == Outcome::reused && !is_staged(); }
 };
 
@@ -73,16 +100,20 @@ struct Change {
 std::vector<Change> changes_of(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes;
   std::unordered_set<const at::TensorImpl*> seen;
-  const auto add = [&](const at::Tensor& tensor, at::MemoryFormat format, Outcome outcome) {
-    if (outcome == Outcome::kept || !seen.insert(tensor.unsafeGetTensorImpl()).second) return;
-    changes.push_back({tensor, format, outcome});
+  const auto add = [&](const at::Tensor& tensor, const Strides& strides, Outcome outcome) {
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second || outcome == Outcome::kept) return;
+    changes.push_back({tensor, strides, outcome});
   };
   for (size_t index = 0; index < weights.size(); ++index) {
-    const auto [format, outcome, gradient_outcome] = plans[index];
-    TORCH_CHECK(!is_refusal(outcome), Argument{op, index, weights.size()}, ": the weight ", refusal_sentence(outcome),
-                " (", describe(weights[index]), ")");
-    add(weights[index], format, outcome);
-    add(weights[index].grad(), format, gradient_outcome);
+    const WeightPlan& plan = plans[index];
+    TORCH_CHECK(!is_refusal(plan.outcome), Argument{op, index, weights.size()}, ": the weight ",
+                refusal_sentence(plan.outcome), " (", describe(weights[index]), ")");
+    add(weights[index], plan.strides, plan.outcome);
+  }
+  // A gradient that is in the list itself has strides of its own.
+  for (size_t index = 0; index < weights.size(); ++index) {
+    const WeightPlan& plan = plans[index];
+    if (plan.gradient_outcome != Outcome::kept) add(weights[index].grad(), plan.strides, plan.gradient_outcome);
   }
   return changes;
 }
@@ -142,14 +173,13 @@ std::vector<Batch> prepare(std::vector<Change>& changes) {
       }
       neighbours.push_back(&change);
       const auto options = tensor.options().pinned_memory(tensor.is_cpu() && tensor.is_pinned());
-      change.replacement = empty_weight(tensor.sizes(), options, change.memory_format);
+      change.replacement = empty_weight(tensor.sizes(), change.strides, options);
       write(tensor, change.replacement);
     } else {
-      change.replacement =
-          tensor.detach().as_strided(tensor.sizes(), canonical_strides(tensor.sizes(), change.memory_format));
+      change.replacement = tensor.detach().as_strided(tensor.sizes(), change.strides);
     }
     if (change.is_staged()) {
-      change.staged = empty_weight(tensor.sizes(), tensor.options(), change.memory_format);
+      change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
       write(tensor, change.staged);
     } else if (change.is_permuted()) {
       batches.back().conversions.add_permutation(tensor);
@@ -172,9 +202,7 @@ void commit(const std::vector<Batch>& batches) {
   }
 }
 
-std::vector<int64_t> convert_in_place(const char* op, at::TensorList weights,
-                                      std::optional<at::MemoryFormat> memory_format, c10::string_view storage) {
-  const auto plans = plan_each(op, weights, memory_format, parse_storage_policy(op, storage));
+std::vector<int64_t> apply(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes = changes_of(op, weights, plans);
   if (changes.empty()) return outcomes_of(plans);
   commit(prepare(changes));
@@ -186,7 +214,12 @@ std::vector<int64_t> convert_in_place(const char* op, at::TensorList weights,
 std::vector<int64_t> plan_weights_kernel(at::TensorList weights, std::optional<at::MemoryFormat> memory_format,
                                          c10::string_view storage) {
   constexpr const char* op = "nhwc::plan_weights";
-  return outcomes_of(plan_each(op, weights, memory_format, parse_storage_policy(op, storage)));
+  return outcomes_of(plan_format(op, weights, memory_format, parse_storage_policy(op, storage)));
+}
+
+std::vector<int64_t> convert_in_place(const char* op, at::TensorList weights,
+                                      std::optional<at::MemoryFormat> memory_format, c10::string_view storage) {
+  return apply(op, weights, plan_format(op, weights, memory_format, parse_storage_policy(op, storage)));
 }
 
 std::vector<int64_t> convert_weights_kernel_(at::TensorList weights, std::optional<at::MemoryFormat> memory_format,
@@ -199,9 +232,16 @@ int64_t convert_weight_kernel_(const at::Tensor& weight, std::optional<at::Memor
   return convert_in_place("nhwc::convert_weight_", weight, memory_format, storage).front();
 }
 
+std::vector<int64_t> lay_out_weights_kernel_(at::TensorList weights, at::IntArrayRef strides,
+                                             c10::string_view storage) {
+  constexpr const char* op = "nhwc::lay_out_weights_";
+  return apply(op, weights, plan_strides(op, weights, strides, parse_storage_policy(op, storage)));
+}
+
 void register_kernels(torch::Library& m) {
   m.impl("convert_weight_", TORCH_FN(convert_weight_kernel_));
   m.impl("convert_weights_", TORCH_FN(convert_weights_kernel_));
+  m.impl("lay_out_weights_", TORCH_FN(lay_out_weights_kernel_));
   m.impl("plan_weights", TORCH_FN(plan_weights_kernel));
 }
 

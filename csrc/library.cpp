@@ -9,6 +9,7 @@ TORCH_LIBRARY(nhwc, m) {
         compliant);
   m.def("convert_weight_(Tensor(a!) weight, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int");
   m.def("convert_weights_(Tensor(a!)[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
+  m.def("lay_out_weights_(Tensor(a!)[] weights, int[] strides, *, str storage=\"auto\") -> int[]");
   m.def("copy_weight_(Tensor(a!) self, Tensor weight) -> ()", compliant);
   m.def("plan_weights(Tensor[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
   m.def("cpu_capability() -> str", compliant);

@@ -4,6 +4,7 @@
 #include <c10/core/MemoryFormat.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <sstream>
 
 namespace nhwc {
@@ -18,8 +19,7 @@ std::ostream& operator<<(std::ostream& out, const Argument& argument) {
   return out;
 }
 
-at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tensor& weight,
-                                       std::optional<at::MemoryFormat> requested) {
+void check_strided(const Argument& argument, const at::Tensor& weight) {
   TORCH_CHECK(weight.defined(), argument, ": expected a weight, got none");
   const bool quantized = weight.is_quantized() || at::isQIntType(weight.scalar_type());
   TORCH_CHECK_NOT_IMPLEMENTED(!weight.is_nested() && !quantized && weight.layout() == at::kStrided, argument,
@@ -28,6 +28,11 @@ at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tenso
                               : quantized        ? "a quantized tensor"
                                                  : "a tensor of another layout",
                               " (layout ", weight.layout(), ", dtype ", weight.scalar_type(), ")");
+}
+
+at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tensor& weight,
+                                       std::optional<at::MemoryFormat> requested) {
+  check_strided(argument, weight);
   TORCH_CHECK(weight.dim() == 4 || weight.dim() == 5, argument, ": expected a 4D or 5D weight, got ", weight.dim(),
               "D: ", describe(weight));
   const at::MemoryFormat format = requested.value_or(channels_last_of(weight));
@@ -54,12 +59,27 @@ void check_storage(const Argument& argument, const at::Tensor& weight) {
               weight.storage().nbytes(), " bytes and needs ", needed, " (", describe(weight), ")");
 }
 
-std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format) {
+Strides canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format) {
   if (memory_format == at::MemoryFormat::ChannelsLast) return c10::get_channels_last_strides_2d(size);
   if (memory_format == at::MemoryFormat::ChannelsLast3d) return c10::get_channels_last_strides_3d(size);
-  std::vector<int64_t> strides(size.size(), 1);
+  Strides strides(size.size(), 1);
   for (size_t d = size.size(); d-- > 1;) strides[d - 1] = strides[d] * std::max<int64_t>(size[d], 1);
   return strides;
+}
+
+bool is_non_overlapping(at::IntArrayRef size, at::IntArrayRef strides) {
+  Strides dims;
+  for (size_t d = 0; d < size.size(); ++d) {
+    if (size[d] == 0) return true;
+    if (size[d] > 1) dims.push_back(static_cast<int64_t>(d));
+  }
+  std::sort(dims.begin(), dims.end(), [&](int64_t a, int64_t b) { return strides[a] < strides[b]; });
+  int64_t span = 1;  // of the dimensions so far, in elements
+  for (const int64_t d : dims) {
+    if (strides[d] < span) return false;
+    span += strides[d] * (size[d] - 1);
+  }
+  return true;
 }
 
 bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format) {

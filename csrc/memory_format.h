@@ -18,6 +18,9 @@ struct Argument {
 };
 std::ostream& operator<<(std::ostream& out, const Argument& argument);
 
+/// Raises unless `tensor` is an ordinary strided one.
+void check_strided(const Argument& argument, const at::Tensor& tensor);
+
 /// The format asked for: `requested`, or channels-last of the weight's rank.
 ///
 /// Raises unless `weight` is a strided 4D or 5D tensor and the format is of its rank.
@@ -27,12 +30,17 @@ at::MemoryFormat resolve_memory_format(const Argument& argument, const at::Tenso
 /// Raises unless the weight's storage has all of its bytes: `untyped_storage().resize_(0)` releases them.
 void check_storage(const Argument& argument, const at::Tensor& weight);
 
+using Strides = std::vector<int64_t>;
+
 /// The strides that `at::empty(size, memory_format)` gives, also where a size is 0 or 1.
-std::vector<int64_t> canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format);
+Strides canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format);
 
 /// Whether the strides are exactly the canonical ones. `is_contiguous(memory_format)` is weaker: it overlooks the
 /// strides of dimensions of size 1, by which PyTorch tells the format of an ambiguous tensor.
 bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format);
+
+/// Whether no two elements lie at one place. Strict: strides that interleave without overlapping count as overlapping.
+bool is_non_overlapping(at::IntArrayRef size, at::IntArrayRef strides);
 
 /// channels_last or channels_last_3d, by rank.
 at::MemoryFormat channels_last_of(const at::Tensor& weight);

@@ -58,25 +58,41 @@ bool is_foreign(const c10::DataPtr& memory) {
   return !allocator || !allocator->raw_deleter() || memory.get_deleter() != allocator->raw_deleter();
 }
 
+bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
+  return at::detail::computeStorageNbytes(size, strides, 1) == static_cast<size_t>(c10::multiply_integers(size)) &&
+         is_non_overlapping(size, strides);
+}
+
+// Whether other strides mean the same places for all elements: they differ where a size is 1, if anywhere.
+bool are_same_places(const at::Tensor& weight, at::IntArrayRef strides) {
+  for (int64_t d = 0; d < weight.dim(); ++d) {
+    if (weight.size(d) > 1 && weight.stride(d) != strides[d]) return false;
+  }
+  return true;
+}
+
 // Reuse where nothing else can see the bytes, else the reason against it. The order matters: what is shared is foreign
 // too, and what is foreign is often held as well.
-Outcome reuse_or_reason(const at::Tensor& weight) {
+Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides) {
   const c10::DataPtr& memory = weight.storage().data_ptr();
   if (is_shared(memory)) return Outcome::fresh_shared;
   if (is_foreign(memory)) return Outcome::fresh_foreign;
   if (weight.storage().use_count() != 1) return Outcome::fresh_held;
-  return weight.is_cpu() && weight.is_non_overlapping_and_dense() ? Outcome::reused : Outcome::fresh;
+  const bool is_permutable =
+      weight.is_cpu() && weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides);
+  return is_permutable ? Outcome::reused : Outcome::fresh;
 }
 
-Outcome decide_storage(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy) {
+Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
   if (policy == StoragePolicy::fresh) return Outcome::fresh;
   if (is_part_of_larger_storage(weight)) {
     return policy == StoragePolicy::detach ? Outcome::fresh : Outcome::part_of_larger_storage;
   }
-  const bool moves_nothing = weight.numel() == 0 || weight.is_contiguous(memory_format) ||
-                             (weight.is_meta() && weight.is_non_overlapping_and_dense());
+  const bool moves_nothing =
+      weight.numel() == 0 || are_same_places(weight, strides) ||
+      (weight.is_meta() && weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides));
   if (moves_nothing) return Outcome::restrided;
-  const Outcome outcome = reuse_or_reason(weight);
+  const Outcome outcome = reuse_or_reason(weight, strides);
   if (policy != StoragePolicy::reuse) return outcome;
   switch (outcome) {
     case Outcome::fresh_shared: return Outcome::shared;
@@ -97,23 +113,23 @@ StoragePolicy parse_storage_policy(const char* op, std::string_view storage) {
   TORCH_CHECK_VALUE(false, op, ": expected storage to be 'auto', 'fresh', 'reuse' or 'detach', got '", storage, "'");
 }
 
-Outcome decide_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, StoragePolicy policy) {
+Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
   if (weight.key_set().has_any(traced_keys) || is_tracing()) return Outcome::traced;
   if (weight.key_set().has_any(lazy_view_keys)) return Outcome::lazy_view;
   if (!weight.is_leaf()) return Outcome::not_a_leaf;
-  if (in_format(weight, memory_format)) return Outcome::kept;
+  if (weight.strides() == strides) return Outcome::kept;
   if (has_accumulator_post_hooks(weight)) return Outcome::wrapped;
-  return decide_storage(weight, memory_format, policy);
+  return decide_storage(weight, strides, policy);
 }
 
-Outcome decide_gradient_outcome(const at::Tensor& weight, at::MemoryFormat memory_format, Outcome outcome_of_weight) {
+Outcome decide_gradient_outcome(const at::Tensor& weight, at::IntArrayRef strides, Outcome outcome_of_weight) {
   if (is_refusal(outcome_of_weight) || !weight.grad().defined()) return Outcome::kept;
   const at::Tensor& gradient = weight.grad();
   const bool is_plain = gradient.layout() == at::kStrided && !gradient.grad_fn() &&
                         !gradient.key_set().has_any(traced_keys | lazy_view_keys) && gradient.sizes() == weight.sizes();
-  if (is_plain && in_format(gradient, memory_format)) return Outcome::kept;
+  if (is_plain && gradient.strides() == strides) return Outcome::kept;
   const Outcome outcome =
-      is_plain ? decide_storage(gradient, memory_format, StoragePolicy::automatic) : Outcome::gradient_in_the_way;
+      is_plain ? decide_storage(gradient, strides, StoragePolicy::automatic) : Outcome::gradient_in_the_way;
   if (!is_refusal(outcome)) return outcome;
   return outcome_of_weight == Outcome::kept ? Outcome::kept : Outcome::gradient_in_the_way;
 }

@@ -12,6 +12,7 @@ from torch_nhwc.ops import (
     convert_weights_,
     copy_weight_,
     cpu_capability,
+    lay_out_weights_,
     plan_weights,
 )
 from torch_nhwc.version import __version__
@@ -31,6 +32,7 @@ __all__ = [
     "extra_cflags",
     "extra_cuda_cflags",
     "include_paths",
+    "lay_out_weights_",
     "library_path",
     "plan_weights",
 ]

@@ -202,6 +202,29 @@ def convert_weights_(
 
 
 @_outside_of_graphs
+def lay_out_weights_(
+    weights: Sequence[Tensor], strides: Sequence[Sequence[int]], *, storage: Storage = "auto"
+) -> list[Outcome]:
+    """Brings tensors of any rank into any strides by `.data` replacement, by the rules of `convert_weights_`.
+
+    What undoes a conversion, and what lays out optimizer state as its weight lies. A tensor's `.grad` follows it,
+    unless it is in the list itself.
+
+    Args:
+        weights: leaves of the autograd graph.
+        strides: of each weight, one for each of its dimensions.
+        storage: as in `convert_weights_`.
+
+    Raises:
+        RuntimeError: as `convert_weights_`; for another number of strides, and for strides by which elements overlap.
+        NotImplementedError, TypeError, ValueError: as `convert_weights_`.
+    """
+    flat = [stride for each in strides for stride in each]
+    outcomes = torch.ops.nhwc.lay_out_weights_(_as_list("lay_out_weights_", weights), flat, storage=storage)
+    return [Outcome(outcome) for outcome in outcomes]
+
+
+@_outside_of_graphs
 def plan_weights(
     weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
 ) -> list[Outcome]:

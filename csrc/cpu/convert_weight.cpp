@@ -96,7 +96,7 @@ void Conversions::add(const Filters& filters) {
 void Conversions::add_write(const at::Tensor& weight, const at::Tensor& out) {
   if (weight.numel() == 0) return;
   const FilterOrder from = filter_order(weight), to = filter_order(out);
-  if (from == FilterOrder::neither) return copy_any_strides(weight, out);
+  if (from == FilterOrder::neither || to == FilterOrder::neither) return copy_any_strides(weight, out);
   const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
   // What keeps its order is one linear copy, which may be split anywhere.
   const Shape shape = moves ? shape_of(weight, from) : Shape{weight.numel(), 1, 1};

@@ -12,8 +12,8 @@ namespace nhwc::cpu {
 /// Conversions of CPU weights, collected and then run together, in one parallel region.
 class Conversions {
  public:
-  /// The values of `weight` will go to `out`, as `nhwc::write_weights` has it. The caller keeps both alive. Those of a
-  /// weight whose filters lie in neither order go there at once, by PyTorch's own copy.
+  /// The values of `weight` will go to `out`, as `nhwc::write_weights` has it. The caller keeps both alive. Where
+  /// the filters of one of the two lie in neither order they go there at once, by PyTorch's own copy.
   void add_write(const at::Tensor& weight, const at::Tensor& out);
 
   /// The bytes of a weight whose filters are channels-first or channels-last will be permuted to the other order, each

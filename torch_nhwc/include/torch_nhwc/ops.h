@@ -127,6 +127,20 @@ inline Outcome convert_weight_(const at::Tensor& weight, std::optional<at::Memor
   return static_cast<Outcome>(op.call(weight, memory_format, storage));
 }
 
+/// Brings tensors of any rank into any strides by `.data` replacement, by the rules of `convert_weights_`: what undoes
+/// a conversion, and what lays out optimizer state as its weight lies. A tensor's `.grad` follows it, unless it is in
+/// the list itself.
+///
+/// @param strides  those of all weights, one weight after the other.
+/// @throws c10::Error as `convert_weights_`; for another number of strides, and for strides by which elements overlap.
+inline std::vector<Outcome> lay_out_weights_(at::TensorList weights, at::IntArrayRef strides,
+                                             std::string_view storage = "auto") {
+  using Signature = std::vector<std::int64_t>(at::TensorList, at::IntArrayRef, c10::string_view);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::lay_out_weights_", "").typed<Signature>();
+  return ops_detail::as_outcomes(op.call(weights, strides, storage));
+}
+
 /// What `convert_weights_` with the same arguments would do to each weight, refusals included. Changes nothing and
 /// leaves no trace on the weights' storages.
 inline std::vector<Outcome> plan_weights(at::TensorList weights,
