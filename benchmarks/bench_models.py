@@ -104,7 +104,7 @@ SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
 
 
 def weights_of(model: nn.Module) -> list[Tensor]:
-    return [site.weight for rank in CHANNELS_LAST for site in find_sites(model, rank) if site.weight is not None]
+    return [site.tensor for site in find_sites(model) if site.tensor is not None]
 
 
 def stock(model: nn.Module) -> object:

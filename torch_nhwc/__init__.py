@@ -1,7 +1,8 @@
 """Convolution weights, and whole models, into channels-last memory format."""
 
 from torch_nhwc import distributed as _distributed
-from torch_nhwc.cpp_extension import extra_cflags, extra_cuda_cflags, include_paths
+from torch_nhwc.conversion import channels_last, convert_
+from torch_nhwc.cpp_extension import cmake_prefix_path, extra_cflags, extra_cuda_cflags, include_paths
 from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
 from torch_nhwc.library import build_info, library_path
 from torch_nhwc.ops import (
@@ -15,12 +16,24 @@ from torch_nhwc.ops import (
     lay_out_weights_,
     plan_weights,
 )
+from torch_nhwc.planning import Action, Plan, PlanRow, plan
+from torch_nhwc.reasons import Reason
+from torch_nhwc.report import CompanionRow, Report
 from torch_nhwc.version import __version__
 
 __all__ = [
+    "Action",
+    "CompanionRow",
     "Outcome",
+    "Plan",
+    "PlanRow",
+    "Reason",
+    "Report",
     "__version__",
     "build_info",
+    "channels_last",
+    "cmake_prefix_path",
+    "convert_",
     "convert_conv2d_weight_memory_format",
     "convert_conv3d_weight_memory_format",
     "convert_weight",
@@ -34,6 +47,7 @@ __all__ = [
     "include_paths",
     "lay_out_weights_",
     "library_path",
+    "plan",
     "plan_weights",
 ]
 

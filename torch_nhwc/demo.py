@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
+from torch_nhwc.planning import Action, decide
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
+from torch_nhwc.sites import CHANNELS_LAST, find_sites
 
 # How far an output may lie from the contiguous model's, in units of the largest output: other kernels add in another
 # order, and a deep network carries the rounding of its dtype along.
@@ -187,32 +188,20 @@ def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float3
     return result
 
 
-def _sites(model: nn.Module) -> list[Site]:
-    return [site for rank in CHANNELS_LAST for site in find_sites(model, rank)]
-
-
 def _tally(model: nn.Module, result: Result) -> None:
-    counted: set[int] = set()
-    for site in _sites(model):
-        if site.weight is None:
-            result.left.append(f"{site}: {site.reason.value if site.reason else ''}")
-            continue
-        if id(site.weight) in counted:
-            continue  # tied
-        counted.add(id(site.weight))
-        (outcome,) = nhwc.plan_weights([site.weight])
-        tallies = {nhwc.Outcome.KEPT: result.kept, nhwc.Outcome.RESTRIDED: result.restrided}
-        tallies.get(outcome, result.converted).add(site.weight)
+    sites = find_sites(model)
+    tallies = {Action.KEEP: result.kept, Action.RESTRIDE: result.restrided, Action.CONVERT: result.converted}
+    for site, row in zip(sites, decide(sites, None)):
+        if row.action is Action.REFUSE:
+            result.left.append(f"{site}: {row.reason.value if row.reason else ''}")
+        elif site.tensor is not None and row.reason is not Reason.TIED:
+            tallies[row.action].add(site.tensor)
 
 
 def _convert(model: nn.Module, memory_format: torch.memory_format | None = None) -> None:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the report names what was left as it is
-        nhwc.convert_conv2d_weight_memory_format(model, memory_format or torch.channels_last)
-        nhwc.convert_conv3d_weight_memory_format(model, memory_format or torch.channels_last_3d)
-    # The drop-ins leave scripted layers alone, as the stock converters do; their weights are ordinary tensors.
-    scripted = [site.weight for site in _sites(model) if site.reason is Reason.SCRIPTED and site.weight is not None]
-    nhwc.convert_weights_(scripted, memory_format)
+        warnings.simplefilter("ignore")  # the tally names what was left as it is
+        nhwc.convert_(model, memory_format)
 
 
 def _stock_convert(model: nn.Module) -> None:

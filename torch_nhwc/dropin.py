@@ -4,11 +4,14 @@ import warnings
 from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from torch_nhwc.ops import Outcome, convert_weights_, plan_weights
+from torch_nhwc.companions import Followers
+from torch_nhwc.conversion import Job
+from torch_nhwc.ops import Outcome
+from torch_nhwc.planning import Action, decide, format_name, outcomes_of
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
+from torch_nhwc.sites import CHANNELS_LAST, find_sites
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -30,12 +33,12 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
 
     Raises:
         TypeError: `module` is not a module.
-        RuntimeError: the format is neither of the two, or a weight was refused by `convert_weights_`, which says why.
-            The module is then as it was.
+        RuntimeError: the format is neither of the two, or a weight was refused, with the reason. The module is then as
+            it was.
 
     Warns:
-        UserWarning: once for each layer that stays as it is because its weight is computed, lazy, scripted or
-            packed, and for each weight that leaves a larger storage or shared memory.
+        UserWarning: once for each layer that stays as it is because its weight is packed, frozen or computed in a way
+            that is not known, and for each weight that leaves a larger storage or shared memory.
     """
     return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
 
@@ -45,6 +48,8 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
     return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
 
 
+# What the stock converters do not see either; anything else that is refused raises.
+_SKIPPED = (Reason.COMPUTED, Reason.PACKED, Reason.FROZEN)
 _LEAVES = {
     Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
     Outcome.FRESH_SHARED: "the shared memory that it was in",
@@ -59,38 +64,24 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
             f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
             f"got {memory_format}"
         )
-    sites = list(find_sites(module, rank))
-    convertible = [(site, site.weight) for site in sites if site.reason is None and site.weight is not None]
-    weights = [weight for _, weight in convertible]
-    try:
-        # Warnings may be errors: they come before anything changes, and behind what is known to fail.
-        if not any(outcome.is_refusal for outcome in plan_weights(weights, memory_format, storage="detach")):
-            for site in sites:
-                if site.reason is not None and not _in_format(site, memory_format):
-                    _warn(f"{caller}: left {site} as it is: {site.reason.value}")
-            for (site, _), outcome in zip(convertible, plan_weights(weights, memory_format)):
-                if outcome in _LEAVES:
-                    _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
-        convert_weights_(weights, memory_format, storage="detach")
-    except RuntimeError as error:
-        refused = [str(site) for site, weight in convertible if _refuses(weight, memory_format)]
-        reason = f", because of {', '.join(refused)}" if refused else ""
-        message = str(error).split(": ", maxsplit=1)[-1]  # behind the operator, which the caller did not call
-        raise type(error)(f"{caller}: nothing was changed{reason}: {message}") from error
+    name = format_name(memory_format)
+    sites = [site for site in find_sites(module) if site.rank == rank]
+    job = Job(module, sites, decide(sites, name, "detach"), name, "detach", Followers())
+    refused = [(site, row.reason) for site, row in zip(sites, job.rows) if row.action is Action.REFUSE and row.reason]
+    hard = [f"{site}: {reason.value}" for site, reason in refused if reason not in _SKIPPED]
+    if hard:
+        raise RuntimeError(f"{caller}: nothing was changed, because of {'; '.join(hard)}")
+    # Warnings may be errors: they come before anything changes.
+    for site, reason in refused:
+        _warn(f"{caller}: left {site} as it is: {reason.value}")
+    changing = [site for site, row in zip(sites, job.rows) if row.action is Action.CONVERT and site.tensor is not None]
+    for site, outcome in zip(
+        changing, outcomes_of([site.tensor for site in changing if site.tensor is not None], name)
+    ):
+        if outcome in _LEAVES:
+            _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
+    job.run()
     return module
-
-
-def _refuses(weight: Tensor, memory_format: torch.memory_format) -> bool:
-    try:
-        return plan_weights([weight], memory_format, storage="detach")[0].is_refusal
-    except RuntimeError:
-        return True
-
-
-def _in_format(site: Site, memory_format: torch.memory_format) -> bool:
-    if site.weight is None:
-        return site.reason is Reason.LAZY and memory_format == torch.contiguous_format
-    return plan_weights([site.weight], memory_format) == [Outcome.KEPT]
 
 
 def _warn(message: str) -> None:

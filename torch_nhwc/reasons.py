@@ -1,15 +1,76 @@
-"""Why a site stays as it is: one code and one sentence each."""
+"""Why a site stays as it is, or what to know about one that changes: one code and one sentence each."""
 
 import enum
 
+ORDER = "convert first, then make the optimizer, then wrap, then compile"
+
 
 class Reason(enum.Enum):
-    """A reason not to convert a site; the value is the sentence that follows its path in messages."""
+    """The value is the sentence that follows a site's name in reports; docs/guide.md lists them all."""
 
-    COMPUTED = (
-        "its weight is computed from other tensors (by a parametrization, weight_norm, spectral_norm, pruning, FSDP "
-        "or a property), so that a change of its format would not last"
+    # Kept: there is nothing to do, or it was not asked for.
+    IN_FORMAT = "its strides are the wanted ones already"
+    TIED = "it is the same tensor as an earlier site's, and changes with it"
+    OTHER_RANK = "the memory format is of the other rank"
+    FILTERED = "filter_fn left it out"
+    FAKE = "it is a fake tensor: the plan is for the real one"
+
+    # Changed, with a remark.
+    META = "it is on the meta device: only its strides change"
+    LAZY = "it has no shape before the first forward, and is converted then"
+    COPIED_EACH_FORWARD = (
+        "the weight is computed from it in another memory format, and copied into the wanted one before each forward"
     )
-    LAZY = "its weight has no shape before the first forward"
-    PACKED = "its weight is packed (quantized, or for oneDNN)"
-    SCRIPTED = "it is TorchScript: pass its weights to torch.ops.nhwc.convert_weights_ instead"
+    COMPUTED_IN_FORWARD = (
+        "the weight that reaches the convolution is computed from it in forward: "
+        "torch.ops.nhwc.convert_weight there makes sure that it is in format"
+    )
+
+    # Refused: left as it is.
+    COMPUTED = (
+        "its weight is computed from other tensors (by a property, or a parametrization that cannot be evaluated by "
+        "itself): use torch.ops.nhwc.convert_weight where it is computed"
+    )
+    ON_THE_FLY = (
+        "a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there"
+    )
+    PACKED = "its weight is packed (quantized, or for oneDNN): convert before packing"
+    FROZEN = "its weight is a constant of a frozen TorchScript module: convert before freezing"
+    DDP = f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"
+    FSDP1 = f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER} with use_orig_params=True"
+    FSDP2 = (
+        "fully_shard has sharded it; FSDP2 takes contiguous parameters only, so that today no order works: "
+        "leave this model contiguous"
+    )
+    ENGINE = f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}"
+    COMPILED = f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
+    OFFLOADED = "its values are kept elsewhere and put back before each forward: convert before offloading"
+    FLATTENING_OPTIMIZER = "the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory"
+    NOT_A_LEAF = "it is not a leaf of the autograd graph: convert the tensors that it is computed from"
+    SUBCLASS = "it is a tensor subclass, or a tracer is active: convert before wrapping and tracing"
+    WRAPPED = f"its gradient accumulator has post hooks, as DDP and FSDP leave there: {ORDER}"
+    PART_OF_LARGER_STORAGE = (
+        "it is part of a larger storage (a view, or a flat buffer of parameters) that it would leave: "
+        "ask for storage='detach' or 'fresh' if that is meant"
+    )
+    GRADIENT_IN_THE_WAY = (
+        "its gradient cannot follow (it is part of a larger storage or of a graph, of another shape, or not strided): "
+        "set .grad to None first"
+    )
+    LAZY_VIEW = "it is a lazy conjugate or negative view: resolve it first"
+    HELD = "something else holds its storage, and storage='reuse' was asked for"
+    FOREIGN = "its memory is not from the device's own allocator, and storage='reuse' was asked for"
+    SHARED = "its memory is shared or mapped, and storage='reuse' was asked for"
+    NOT_PERMUTABLE = (
+        "its strides are not dense, or the device has no in-place kernel, and storage='reuse' was asked for"
+    )
+    STATE_IN_THE_WAY = "its optimizer state or averaged copy cannot follow, and a step would then be silently wrong"
+    OVERLAPPING = "its elements overlap in memory (an expanded tensor), which undoing could not bring back"
+    UNSUPPORTED = "the operators do not take it (sparse, nested, released, or of an unexpected rank)"
+
+    # Companions that stay as they are.
+    OTHER_SHAPE = (
+        "this state is of another shape than its weight (factored, or a flat history), and has no layout to share"
+    )
+    OTHER_KIND = "this state is a tensor subclass or packed (8-bit), and is left to its optimizer"
+    VIEWS_PARAMETERS = "this optimizer's code calls .view(...) on tensors: a channels-last weight may make it raise"

@@ -1,0 +1,33 @@
+"""All or nothing: small edits of modules, and one call of the operators."""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from torch_nhwc.ops import Outcome
+
+
+class Edit(NamedTuple):
+    """A change to a module that is not a change of its tensors. Both ways do nothing where there is nothing to do."""
+
+    do: Callable[[], object]
+    undo: Callable[[], object]
+
+
+def commit(tensors: Sequence[Tensor], operation: Callable[[], list[Outcome]], edits: Sequence[Edit]) -> list[Outcome]:
+    """Makes the edits, then calls the operation; where that did not happen the edits are undone.
+
+    An exception may come between any two lines, KeyboardInterrupt for one. The operation changes all of the tensors or
+    none, so their strides say on which side of it the exception came.
+    """
+    before = [tensor.stride() for tensor in tensors]
+    try:
+        for edit in edits:
+            edit.do()
+        return operation()
+    except BaseException:
+        if all(tensor.stride() == strides for tensor, strides in zip(tensors, before)):
+            for edit in reversed(edits):
+                edit.undo()
+        raise

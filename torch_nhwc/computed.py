@@ -1,0 +1,131 @@
+"""Weights that a layer computes from other tensors before each forward.
+
+`parametrize` of today, and the older weight_norm, spectral_norm and pruning, which are hooks. What is converted are the
+tensors that the weight is computed from; whether the weight then has the wanted strides is seen by computing it once
+from converted copies. Where it has not, a last step of ours copies it into them.
+"""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from torch_nhwc.ops import convert_weight
+
+
+def originals(module: nn.Module) -> dict[str, Tensor] | None:
+    """By name, the tensors that the weight of a layer is computed from; `None` where it is not known to be computed."""
+    parametrization = _parametrization(module)
+    if parametrization is not None:
+        stored = {**parametrization._parameters, **parametrization._buffers}
+        return {f"parametrizations.weight.{name}": tensor for name, tensor in stored.items() if tensor is not None}
+    if _hook(module) is None:
+        return None
+    stored = {**module._parameters, **module._buffers}
+    return {name: tensor for name, tensor in stored.items() if tensor is not None and name.startswith("weight_")}
+
+
+def evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
+    """The weight of a layer as it will be when other tensors stand in the place of its originals.
+
+    Computed on copies: neither the layer nor the state that a parametrization may keep changes.
+    """
+    tensors = originals(module)
+    assert tensors is not None
+    devices = {tensor.device.index for tensor in tensors.values() if tensor.is_cuda}
+    parametrization = _parametrization(module)
+    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+        if parametrization is None:
+            stand_in: Any = nn.Module().train(module.training)
+            for name, tensor in tensors.items():
+                setattr(stand_in, name, replacements.get(name, tensor.detach().clone()))
+            _hook(module)(stand_in, ())
+            return stand_in.weight  # type: ignore[no-any-return]
+        # Copies of our own: deepcopy takes hold of the storages that it copies, and they are held for good.
+        memo: dict[int, object] = {}
+        for tensor in (*parametrization.parameters(), *parametrization.buffers()):
+            memo[id(tensor)] = _like(tensor, tensor.detach().clone())
+        for name, replacement in replacements.items():
+            memo[id(tensors[name])] = _like(tensors[name], replacement)
+        simulated = copy.deepcopy(parametrization, memo)
+        if _step(module) is not None:
+            del simulated[len(simulated) - 1]
+        return simulated()  # type: ignore[no-any-return]
+
+
+def _like(tensor: Tensor, values: Tensor) -> Tensor:
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
+
+
+class LayOut(nn.Module):
+    """The last step of a parametrization: brings the weight into a memory format."""
+
+    def __init__(self, memory_format: str) -> None:
+        super().__init__()
+        self.memory_format = memory_format  # a name, since deepcopy does not take a torch.memory_format
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return convert_weight(weight, getattr(torch, self.memory_format))
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class LayOutHook:
+    """The same behind the hooks of the older functions."""
+
+    def __init__(self, memory_format: str) -> None:
+        self.memory_format = memory_format
+
+    def __call__(self, module: Any, _: object) -> None:
+        module.weight = convert_weight(module.weight, getattr(torch, self.memory_format))
+
+
+def step_format(module: nn.Module) -> str | None:
+    """The memory format of the last step of ours in a layer, if there is one."""
+    step = _step(module)
+    return None if step is None else step.memory_format
+
+
+def set_step(module: nn.Module, memory_format: str | None) -> None:
+    """Gives a layer a last step of ours, changes it, or takes it away with `None`."""
+    step, parametrization = _step(module), _parametrization(module)
+    if step is not None and memory_format is not None:
+        step.memory_format = memory_format
+    elif memory_format is not None:
+        if parametrization is not None:
+            parametrization.append(LayOut(memory_format))
+        else:
+            module.register_forward_pre_hook(LayOutHook(memory_format))
+    elif step is not None:
+        if parametrization is not None:
+            del parametrization[len(parametrization) - 1]
+        else:
+            hooks = module._forward_pre_hooks
+            del hooks[next(key for key, hook in hooks.items() if hook is step)]
+
+
+def _step(module: nn.Module) -> LayOut | LayOutHook | None:
+    parametrization = _parametrization(module)
+    if parametrization is not None:
+        last = parametrization[len(parametrization) - 1]
+        return last if isinstance(last, LayOut) else None
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LayOutHook)), None)
+
+
+def _parametrization(module: nn.Module) -> Any:
+    """The list of a parametrized weight's parametrizations, which holds the originals as well, or `None`."""
+    return module.parametrizations["weight"] if parametrize.is_parametrized(module, "weight") else None  # type: ignore[index, unused-ignore]
+
+
+def _hook(module: nn.Module) -> Any:
+    """The hook that computes `weight`: of weight_norm, spectral_norm or pruning, by the name that it keeps."""
+    if "weight" in module._parameters:
+        return None
+    for hook in module._forward_pre_hooks.values():
+        if "weight" in (getattr(hook, "_tensor_name", None), getattr(hook, "name", None)):
+            return hook
+    return None

@@ -1,0 +1,241 @@
+"""Converting a model: planned, carried out in one call of the operators, and reported."""
+
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from torch_nhwc import computed, wrapping
+from torch_nhwc.commit import Edit, commit
+from torch_nhwc.companions import Companion, Followers, find_companions, followers_of
+from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
+from torch_nhwc.ops import Outcome, Storage, convert_weights_
+from torch_nhwc.planning import Action, FilterFunction, Plan, PlanRow, decide, format_name, match, outcomes_of, sites_of
+from torch_nhwc.reasons import Reason
+from torch_nhwc.report import Before, CompanionRow, Report, new_bytes
+from torch_nhwc.sites import CHANNELS_LAST, Site
+
+
+def convert_(
+    model: nn.Module,
+    memory_format: torch.memory_format | str | None = None,
+    *,
+    optimizer: Any = None,
+    ema: Any = None,
+    filter_fn: FilterFunction | None = None,
+    plan: Plan | None = None,
+    example_inputs: Any = None,
+    storage: Storage = "auto",
+    strict: bool = False,
+    dry_run: bool = False,
+    input_format: Literal["channels_last"] | None = None,
+) -> Report:
+    """Brings the convolution weights of a model into a memory format, in place, with all that belongs to them.
+
+    Parameters stay the objects that they are. Gradients follow, and so do the optimizer state and averaged copies that
+    are given. Everything is checked before anything changes; then weights and companions change in one call of the
+    operators, and an exception leaves the model as it was. A site that is in format is left alone, so that a second
+    call moves nothing.
+
+    Args:
+        model: as in `plan`. Convert before wrapping it for distributed training, and before compiling it.
+        memory_format: as in `plan`.
+        optimizer: one, or several, whose state follows.
+        ema: averaged copies that follow: `swa_utils.AveragedModel`, a deep copy of the model, or a mapping of full
+            names to tensors; one or several.
+        filter_fn: as in `plan`.
+        plan: a plan to apply instead of making one; it has its own memory format, filter and example inputs.
+        example_inputs: as in `plan`.
+        storage: as in `convert_weights_`: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`.
+        strict: whether a site that is refused raises, before anything is touched.
+        dry_run: whether only to report what would happen.
+        input_format: `"channels_last"` also brings 4D and 5D inputs into channels-last at the model's entry, by a
+            forward pre-hook.
+
+    Returns:
+        What was done to every site, and why; its `revert` undoes it.
+
+    Raises:
+        RuntimeError: `strict`, and a site was refused; or a tensor cannot change, with the operators' sentence.
+        ValueError, TypeError: as `plan`, `Plan.apply` and the operators.
+
+    Warns:
+        UserWarning: once, where sites were refused.
+    """
+    start = time.perf_counter()
+    if input_format not in (None, "channels_last"):
+        raise ValueError(f"expected input_format to be None or 'channels_last', got {input_format!r}")
+    if plan is None:
+        name = format_name(memory_format)
+        sites = sites_of(model, example_inputs)
+        rows = decide(sites, name, storage, filter_fn)
+    elif memory_format is not None or filter_fn is not None or example_inputs is not None:
+        raise ValueError("a plan has its own memory format, filter and example inputs: give the one or the others")
+    else:
+        name, sites = plan.memory_format, match(plan, model)
+        anew = decide(sites, name, storage)
+        rows = [row if planned.is_wanted else planned for planned, row in zip(plan.rows, anew)]
+    job = Job(model, sites, rows, name, storage, followers_of(optimizer, ema))
+    _tell_refused(job.rows, strict)
+    return job.run(input_format, dry_run, start)
+
+
+@contextmanager
+def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
+    """Converts a model by `convert_(model, **options)`, and reverts it on the way out, after exceptions too."""
+    report = convert_(model, **options)
+    try:
+        yield report
+    finally:
+        report.revert()
+
+
+def _changes(row: PlanRow) -> bool:
+    """Whether the operators are to be called: also for a weight in format, since its companions may not be."""
+    return (
+        row.target_strides is not None
+        and row.action is not Action.REFUSE
+        and row.reason not in (Reason.FAKE, Reason.TIED)
+    )
+
+
+def _tell_refused(rows: list[PlanRow], strict: bool) -> None:
+    refused = [row for row in rows if row.action is Action.REFUSE]
+    if not refused:
+        return
+    sentences = [f"{row.full_name!r} ({row.layer}): {row.reason.value if row.reason else ''}" for row in refused[:3]]
+    more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
+    message = f"torch_nhwc: {len(refused)} of {len(rows)} sites stay as they are: {'; '.join(sentences)}{more}"
+    if strict:
+        raise RuntimeError(f"{message} (nothing was changed, since strict=True)")
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+class Job:
+    """A conversion that is decided: who follows, what is refused for their sake, and carrying it out."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sites: list[Site],
+        rows: list[PlanRow],
+        memory_format: str | None,
+        storage: Storage,
+        followers: Followers,
+    ) -> None:
+        self.model, self.sites, self.rows = model, sites, rows
+        self.memory_format, self.storage, self.followers = memory_format, storage, followers
+        self.remarks = [
+            f"{type(optimizer).__name__}: {Reason.VIEWS_PARAMETERS.value}"
+            for optimizer in followers.optimizers
+            if wrapping.views_parameters(optimizer)
+        ]
+        self._refuse_flattened()
+        self.companions = self._follow_or_refuse()
+
+    def _refuse_flattened(self) -> None:
+        if self.memory_format == "contiguous_format":
+            return
+        for optimizer in filter(wrapping.flattens_parameters, self.followers.optimizers):
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for index, (site, row) in enumerate(zip(self.sites, self.rows)):
+                if row.action is Action.CONVERT and id(site.tensor) in held:
+                    self.rows[index] = row._replace(action=Action.REFUSE, reason=Reason.FLATTENING_OPTIMIZER)
+
+    def _follow_or_refuse(self) -> list[Companion]:
+        """The companions of the rows that change; a row whose companions cannot follow is refused."""
+        weights = [
+            (index, row.full_name, site.tensor)
+            for index, (site, row) in enumerate(zip(self.sites, self.rows))
+            if site.tensor is not None and _changes(row)
+        ]
+        companions = find_companions(weights, self.followers)
+        following = [companion for companion in companions if companion.reason is None]
+        outcomes = outcomes_of([companion.tensor for companion in following], self.memory_format, self.storage)
+        stuck = [each for each, outcome in zip(following, outcomes) if outcome is None or outcome.is_refusal]
+        if not stuck:
+            return companions
+        for companion in stuck:
+            row = self.rows[companion.row]
+            if row.action is not Action.KEEP:
+                self.rows[companion.row] = row._replace(action=Action.REFUSE, reason=Reason.STATE_IN_THE_WAY)
+        stay = {id(companion.tensor) for companion in stuck}
+        return [
+            each._replace(reason=Reason.STATE_IN_THE_WAY) if id(each.tensor) in stay else each
+            for each in companions
+            if self.rows[each.row].action is not Action.REFUSE
+        ]
+
+    def _edits(self, input_format: str | None) -> list[Edit]:
+        """What changes besides tensors: lazy layers convert later, computed weights are laid out, and inputs."""
+        edits = []
+        seen: set[int] = set()
+        for site, row in zip(self.sites, self.rows):
+            module = site.module
+            if row.reason is Reason.LAZY and row.action is Action.CONVERT:
+                if not find_hook(module, ConvertWhenMaterialised):
+                    edits.append(_hook_edit(module, ConvertWhenMaterialised()))
+            elif row.name != "weight" and _changes(row) and id(module) not in seen:
+                seen.add(id(module))
+                wanted = None
+                if row.reason is Reason.COPIED_EACH_FORWARD:
+                    wanted = self.memory_format or str(CHANNELS_LAST[row.rank]).removeprefix("torch.")
+                current = computed.step_format(module)
+                if wanted != current:
+                    step = partial(computed.set_step, module)
+                    edits.append(Edit(partial(step, wanted), partial(step, current)))
+        if input_format is not None and not find_hook(self.model, ChannelsLastInput):
+            edits.append(_hook_edit(self.model, ChannelsLastInput()))
+        return edits
+
+    def run(self, input_format: str | None = None, dry_run: bool = False, start: float | None = None) -> Report:
+        """Does it, unless `dry_run`, and reports; `start` is when the whole call began."""
+        start = time.perf_counter() if start is None else start
+        rows, following = self.rows, [each for each in self.companions if each.reason is None]
+        indices = [index for index, row in enumerate(rows) if _changes(row)]
+        tensors: list[Tensor] = [self.sites[index].tensor for index in indices]  # type: ignore[misc]
+        tensors += [companion.tensor for companion in following]
+        edits = self._edits(input_format)
+        before = Before(
+            weakref.ref(self.model),
+            tuple(weakref.ref(each) for each in self.followers.optimizers),
+            tuple({name: TensorWeakRef(tensor) for name, tensor in copy.items()} for copy in self.followers.copies),
+            {index: row.strides for index, row in enumerate(rows) if _changes(row) or row.reason is Reason.LAZY},
+            {(each.row, each.label): each.tensor.stride() for each in following},
+            tuple(edits),
+        )
+        outcomes: list[Outcome] = []
+        if not dry_run:
+            wanted = torch.contiguous_format if self.memory_format == "contiguous_format" else None
+            outcomes = commit(tensors, partial(convert_weights_, tensors, wanted, storage=self.storage), edits)
+        of_weights = dict(zip(indices, outcomes))
+        of_companions = iter(outcomes[len(indices) :])
+        return Report(
+            plan=Plan(tuple(rows), self.memory_format),
+            outcomes=tuple(of_weights.get(index) for index in range(len(rows))),
+            companions=tuple(
+                CompanionRow(
+                    rows[each.row].full_name,
+                    each.label,
+                    next(of_companions, None) if each.reason is None else None,
+                    each.reason,
+                )
+                for each in self.companions
+            ),
+            remarks=tuple(self.remarks),
+            new_bytes=new_bytes(tensors, outcomes),
+            seconds=time.perf_counter() - start,
+            dry_run=dry_run,
+            _before=None if dry_run else before,
+        )
+
+
+def _hook_edit(module: nn.Module, hook: object) -> Edit:
+    return Edit(partial(add_hook, module, hook), partial(remove_hook, module, hook))

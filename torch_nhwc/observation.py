@@ -1,0 +1,164 @@
+"""Running a model once on example inputs, to see which tensors really reach its convolutions as weights."""
+
+import random
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as nn_module
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from torch_nhwc.reasons import Reason
+from torch_nhwc.sites import Site, walk
+
+_CONVOLUTIONS = {
+    f"aten::{name}"
+    for name in ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution")
+}
+# What gives the same weight under another name, or in autocast's dtype.
+_PASSING_ON = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::clone", "nhwc::convert_weight"}
+
+
+class _Use(NamedTuple):
+    """A weight at a convolution."""
+
+    weight: Tensor
+    groups: int
+    path: str
+    """Of the innermost module that was running."""
+    module: nn.Module
+
+
+class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Notes the weight of every convolution that runs."""
+
+    def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.running = running
+        self.uses: list[_Use] = []
+        self.sources: dict[int, Tensor] = {}
+        self.keep: list[Tensor] = []  # what an id stands for must live on
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name
+        if name in _CONVOLUTIONS:
+            weight = args[1]
+            if weight.dim() in (4, 5):
+                groups = next((each for each in reversed(args) if type(each) is int), 1)
+                self.uses.append(_Use(self.sources.get(id(weight), weight), groups, *self.running[-1]))
+                self.keep.append(weight)
+        elif name in _PASSING_ON and isinstance(result, Tensor) and args[0].dim() in (4, 5):
+            self.sources[id(result)] = self.sources.get(id(args[0]), args[0])
+            self.keep += [result, args[0]]
+        return result
+
+
+def add_sites(model: nn.Module, sites: list[Site], example_inputs: Any) -> list[Site]:
+    """The sites of a model, with those that show only when it runs, and remarks on those whose weight never does.
+
+    Raises:
+        ValueError: a layer is lazy; running the model would make its weights.
+    """
+    lazy = next((site for site in sites if site.reason is Reason.LAZY), None)
+    if lazy is not None:
+        raise ValueError(
+            f"example_inputs would materialise the lazy layer {lazy}: run the model once, or leave them out"
+        )
+    uses = _run(model, example_inputs)
+    owners = _owners(model)
+    known = {id(site.tensor) for site in sites if site.tensor is not None}
+    used = {id(use.weight) for use in uses}
+    computed_in = {use.path for use in uses if id(use.weight) not in owners}
+    found = [
+        site._replace(reason=Reason.COMPUTED_IN_FORWARD)
+        if site.reason is None and site.name == "weight" and site.path in computed_in and id(site.tensor) not in used
+        else site
+        for site in sites
+    ]
+    explained = {site.path for site in found if site.reason is not None or site.name != "weight"}
+    for use in uses:
+        if id(use.weight) in owners:
+            if id(use.weight) not in known:
+                known.add(id(use.weight))
+                path, name, owner = owners[id(use.weight)]
+                layer = type(owner).__name__
+                found.append(Site(path, name, layer, use.weight.dim(), use.groups, owner, use.weight, None))
+        elif use.path not in explained:
+            explained.add(use.path)
+            layer, rank = type(use.module).__name__, use.weight.dim()
+            found.append(Site(use.path, "<computed>", layer, rank, use.groups, use.module, None, Reason.ON_THE_FLY))
+    return found
+
+
+def _owners(model: nn.Module) -> dict[int, tuple[str, str, nn.Module]]:
+    """Where each tensor that a model stores lies."""
+    owners: dict[int, tuple[str, str, nn.Module]] = {}
+    for path, module, _ in walk(model):
+        stored = {**vars(module), **module._parameters, **module._buffers}
+        if isinstance(module, torch.jit.ScriptModule):
+            stored = dict([*module.named_parameters(), *module.named_buffers()])
+        for name, tensor in stored.items():
+            if isinstance(tensor, Tensor):
+                owners.setdefault(id(tensor), (path, name, module))
+    return owners
+
+
+def _run(model: nn.Module, example_inputs: Any) -> list[_Use]:
+    arguments: tuple[Any, ...] = ()
+    keywords: dict[str, Any] = {}
+    if isinstance(example_inputs, dict):
+        keywords = example_inputs
+    else:
+        arguments = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+    paths = {id(module): path for path, module, _ in walk(model)}
+    running: list[tuple[str, nn.Module]] = [("", model)]
+
+    def enter(module: nn.Module, _: object) -> None:
+        running.append((paths.get(id(module), running[-1][0]), module))
+
+    def leave(module: nn.Module, _: object, __: object) -> None:
+        running.pop()
+
+    watch = _Watch(running)
+    with ExitStack() as stack:
+        _restore_afterwards(stack, model)
+        stack.callback(nn_module.register_module_forward_pre_hook(enter).remove)
+        stack.callback(nn_module.register_module_forward_hook(leave, always_call=True).remove)
+        stack.enter_context(torch.no_grad())
+        stack.enter_context(watch)
+        model(*arguments, **keywords)
+    return watch.uses
+
+
+def _restore_afterwards(stack: ExitStack, model: nn.Module) -> None:
+    """Has buffers and random generators brought back, whatever happens in between."""
+    callbacks: list[Callable[[], object]] = [
+        partial(torch.set_rng_state, torch.get_rng_state()),
+        partial(random.setstate, random.getstate()),
+    ]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
+        callbacks.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        callbacks.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    for _, module, _ in walk(model):
+        if isinstance(module, torch.jit.ScriptModule):
+            callbacks += [partial(_put_back, buffer, buffer.detach().clone()) for buffer in module.buffers()]
+            continue
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                callbacks.append(partial(_put_back, buffer, buffer.detach().clone()))
+            callbacks.append(partial(module._buffers.__setitem__, name, buffer))
+    for callback in callbacks:
+        stack.callback(callback)
+
+
+def _put_back(buffer: Tensor, values: Tensor) -> None:
+    if not buffer.is_meta and not torch.equal(buffer, values):
+        with torch.no_grad():
+            buffer.copy_(values)

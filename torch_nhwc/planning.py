@@ -1,0 +1,396 @@
+"""The plan: what a conversion would do to every site of a model, decided before anything is touched."""
+
+import enum
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from torch_nhwc import computed, observation, wrapping
+from torch_nhwc.ops import Outcome, Storage, plan_weights
+from torch_nhwc.reasons import Reason
+from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
+from torch_nhwc.text import megabytes, table
+
+if TYPE_CHECKING:
+    from torch_nhwc.report import Report
+
+Strides = tuple[int, ...]
+FilterFunction = Callable[[nn.Module, str], bool]
+_FORMATS = ("contiguous_format", "channels_last", "channels_last_3d")
+
+
+class Action(str, enum.Enum):
+    """What happens to a site."""
+
+    CONVERT = "convert"
+    """It is brought into the format; bytes move."""
+    RESTRIDE = "restride"
+    """Only its strides change."""
+    KEEP = "keep"
+    """There is nothing to do, or it was not asked for."""
+    REFUSE = "refuse"
+    """It should change and cannot; the reason says why, and what to do."""
+
+
+class PlanRow(NamedTuple):
+    """One site of a plan."""
+
+    path: str
+    """Of the layer in the model; empty for the model itself."""
+    name: str
+    """Of the tensor in the layer."""
+    layer: str
+    """The layer's class."""
+    rank: int
+    shape: tuple[int, ...] | None
+    """`None` where there is no tensor yet, or none to see."""
+    groups: int
+    """0 where they are not known."""
+    dtype: str | None
+    device: str | None
+    strides: Strides | None
+    target_strides: Strides | None
+    """`None` where the site is not to change."""
+    bytes_to_move: int
+    action: Action
+    reason: Reason | None
+
+    @property
+    def full_name(self) -> str:
+        """As in the state dict."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the site is to be in the format, now or once it can be."""
+        return self.target_strides is not None or self.reason is Reason.LAZY
+
+
+# Why the operators refuse, as a reason.
+_REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
+# The class of a fake tensor, by name, since its module may not be loaded.
+_FAKE = "FakeTensor"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The decision for every site of a model.
+
+    Attributes:
+        rows: one for each site, in the model's order.
+        memory_format: the name of the format asked for; `None` is channels-last by rank.
+    """
+
+    rows: tuple[PlanRow, ...]
+    memory_format: str | None
+
+    @property
+    def digest(self) -> str:
+        """A hash over name, shape, dtype and target strides of every site.
+
+        Equal on all ranks that plan the same conversion of the same architecture, whatever the weights' layouts are.
+        """
+        described = [(row.full_name, row.shape, row.dtype, row.target_strides) for row in self.rows]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+    @property
+    def bytes_to_move(self) -> int:
+        """By all sites together."""
+        return sum(row.bytes_to_move for row in self.rows)
+
+    def apply(
+        self, model: nn.Module, optimizer: Any = None, ema: Any = None, storage: Storage = "auto", strict: bool = False
+    ) -> "Report":
+        """Converts a model by this plan: the one it was made for, or another instance of the same architecture.
+
+        Which sites are to change, and to what, is the plan's; what can be done to their tensors is decided anew.
+
+        Args:
+            model: has the plan's sites, of the same shapes and dtypes.
+            optimizer: as in `convert_`.
+            ema: as in `convert_`.
+            storage: as in `convert_`.
+            strict: as in `convert_`.
+
+        Raises:
+            ValueError: the model differs from the plan; the first differing site is named. Nothing is touched then.
+            RuntimeError: as `convert_`.
+        """
+        from torch_nhwc.conversion import convert_
+
+        return convert_(model, plan=self, optimizer=optimizer, ema=ema, storage=storage, strict=strict)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, for `from_json`."""
+        rows = [row._asdict() | {"reason": row.reason and row.reason.name} for row in self.rows]
+        return json.dumps({"memory_format": self.memory_format, "digest": self.digest, "rows": rows}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such a plan, or was changed since.
+        """
+        try:
+            read = json.loads(text)
+            plan = cls(tuple(_row_from_json(row) for row in read["rows"]), read["memory_format"])
+            expected = read["digest"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Plan.from_json: expected what Plan.to_json writes: {error!r}") from error
+        if plan.digest != expected:
+            raise ValueError("Plan.from_json: the digest does not fit the rows: the text was changed")
+        return plan
+
+    def __str__(self) -> str:
+        return render(self.rows, self.memory_format)
+
+
+def _row_from_json(row: dict[str, Any]) -> PlanRow:
+    for field in ("shape", "strides", "target_strides"):
+        row[field] = None if row[field] is None else tuple(row[field])
+    row["reason"] = None if row["reason"] is None else Reason[row["reason"]]
+    row["action"] = Action(row["action"])
+    return PlanRow(**row)
+
+
+def render(rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan") -> str:
+    """Rows as a table that fits the terminal, with totals above and the reasons' sentences below."""
+    counts = Counter(row.action for row in rows)
+    totals = ", ".join(f"{counts[action]} {action.value}" for action in Action)
+    moved = megabytes(sum(row.bytes_to_move for row in rows))
+    head = f"{what}: {len(rows)} sites to {memory_format or 'channels-last'}: {totals}; {moved} to move"
+    cells = [
+        [
+            row.full_name,
+            row.layer,
+            "x".join(map(str, row.shape or ())),
+            (row.dtype or "").removeprefix("torch."),
+            row.action.value,
+            row.reason.name if row.reason else "",
+        ]
+        for row in rows
+    ]
+    # What deserves a look comes first where not everything fits.
+    by_interest = sorted(range(len(rows)), key=lambda index: (_DULL.get(rows[index].reason, 0), index))
+    body = table(["site", "layer", "shape", "dtype", "action", "reason"], cells, by_interest)
+    reasons = dict.fromkeys(row.reason for row in rows if row.reason and row.reason is not Reason.IN_FORMAT)
+    return "\n".join([head, body, *(f"{reason.name}: {reason.value}" for reason in reasons if reason)]) + "\n"
+
+
+_DULL: dict[Reason | None, int] = {None: 1, Reason.IN_FORMAT: 2, Reason.FILTERED: 2, Reason.OTHER_RANK: 2}
+
+
+def plan(
+    model: nn.Module,
+    memory_format: torch.memory_format | str | None = None,
+    *,
+    example_inputs: Any = None,
+    filter_fn: FilterFunction | None = None,
+) -> Plan:
+    """Decides what a conversion would do to every convolution weight of a model, without writing anything.
+
+    Args:
+        model: any module, TorchScript modules included, or one layer.
+        memory_format: `None` is channels-last by the weights' rank, 2D and 3D in one call. `torch.channels_last` means
+            the 2D sites, `torch.channels_last_3d` the 3D ones, `torch.contiguous_format` both. Names do as well.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones. The model then runs once
+            on them, under `no_grad` and in its own mode, and every parameter that reaches a convolution as its weight
+            is a site, whatever the layer; buffers and random generators are brought back afterwards.
+        filter_fn: called as `filter_fn(module, path)`; false keeps the layer as it is.
+
+    Raises:
+        TypeError: `model` is not a module, or a layer's weight is not a tensor.
+        ValueError: the memory format is none of these; lazy layers and example inputs together.
+    """
+    name = format_name(memory_format)
+    sites = sites_of(model, example_inputs)
+    return Plan(tuple(decide(sites, name, filter_fn=filter_fn)), name)
+
+
+def format_name(memory_format: torch.memory_format | str | None) -> str | None:
+    """The name of a memory format; `None` stays."""
+    name = None if memory_format is None else str(memory_format).removeprefix("torch.")
+    if name is not None and name not in _FORMATS:
+        raise ValueError(f"expected memory_format to be None or one of {', '.join(_FORMATS)}, got {memory_format!r}")
+    return name
+
+
+def sites_of(model: nn.Module, example_inputs: Any = None) -> list[Site]:
+    """The sites of a model, with those that only example inputs show."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+    sites = find_sites(model)
+    return sites if example_inputs is None else observation.add_sites(model, sites, example_inputs)
+
+
+def decide(
+    sites: Iterable[Site],
+    memory_format: str | None,
+    storage: Storage = "auto",
+    filter_fn: FilterFunction | None = None,
+) -> list[PlanRow]:
+    """A row for every site: first by what kind of site it is, then by what the operators say of its tensor."""
+    rows: list[PlanRow] = []
+    asked: list[int] = []  # rows that the operators decide
+    tensors: list[Tensor] = []
+    seen: set[int] = set()
+    last = memory_format != "contiguous_format"
+    steps: dict[int, Reason | None] = {}
+    for site in sites:
+        path, name, layer, rank, groups, module, tensor, reason = site
+        target: Strides | None = None
+        action = Action.REFUSE if reason is not None and reason not in _REMARKS else Action.KEEP
+        if memory_format is not None and last and getattr(torch, memory_format) != CHANNELS_LAST[rank]:
+            action, reason = Action.KEEP, Reason.OTHER_RANK
+        elif filter_fn is not None and not filter_fn(module, path):
+            action, reason = Action.KEEP, Reason.FILTERED
+        elif tensor is None:
+            if reason is Reason.LAZY and last:
+                action = Action.CONVERT
+        else:
+            target = canonical_strides(tensor.shape, last)
+            if action is not Action.REFUSE:
+                if id(tensor) in seen:
+                    reason = Reason.TIED
+                elif 0 in tensor.stride() and tensor.numel() > 0:
+                    action, reason = Action.REFUSE, Reason.OVERLAPPING
+                elif wrapping.is_offloaded(module, tensor):
+                    action, reason = Action.REFUSE, Reason.OFFLOADED
+                else:
+                    if name != "weight" and reason is None:
+                        reason = _step_reason(site, sites, last, steps)
+                    asked.append(len(rows))
+                    tensors.append(tensor)
+                seen.add(id(tensor))
+        if tensor is None:
+            rows.append(PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason))
+        else:
+            shape, strides = tuple(tensor.shape), tensor.stride()
+            dtype, device = _text(tensor.dtype), _text(tensor.device)
+            rows.append(
+                PlanRow(path, name, layer, rank, shape, groups, dtype, device, strides, target, 0, action, reason)
+            )
+    for index, tensor, outcome in zip(asked, tensors, outcomes_of(tensors, memory_format, storage)):
+        rows[index] = _decided(rows[index], tensor, outcome)
+    return rows
+
+
+def match(plan: Plan, model: nn.Module) -> list[Site]:
+    """The model's sites in the order of a plan's rows.
+
+    Raises:
+        ValueError: naming the first site that differs.
+    """
+    sites = {site.full_name: site for site in sites_of(model)}
+    matched = []
+    for row in plan.rows:
+        site = sites.pop(row.full_name, None) or _site_from_example(model, row)
+        if site is None:
+            raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")
+        if site.tensor is not None and row.shape is not None:
+            shape, dtype = tuple(site.tensor.shape), _text(site.tensor.dtype)
+            if (shape, dtype) != (row.shape, row.dtype):
+                raise ValueError(
+                    f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
+                    f"the plan has {row.shape} of {row.dtype}"
+                )
+        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site._replace(reason=row.reason))
+    for site in sites.values():
+        raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
+    return matched
+
+
+def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
+    """The site of a row that only example inputs have shown."""
+    try:
+        module = model.get_submodule(row.path)
+    except AttributeError:
+        return None
+    tensor = getattr(module, row.name, None)
+    if not isinstance(tensor, Tensor):
+        tensor = None
+        if row.reason is not Reason.ON_THE_FLY:
+            return None
+    return Site(
+        row.path, row.name, row.layer, row.rank, row.groups, module, tensor, None if tensor is not None else row.reason
+    )
+
+
+# Reasons that a site may come with and still change.
+_REMARKS = {Reason.LAZY, Reason.COMPUTED_IN_FORWARD}
+_texts: dict[object, str] = {}
+
+
+def _text(value: torch.dtype | torch.device) -> str:
+    text = _texts.get(value)
+    if text is None:
+        text = _texts[value] = str(value)
+    return text
+
+
+def _decided(row: PlanRow, tensor: Tensor, outcome: Outcome | None) -> PlanRow:
+    if outcome is None:
+        return row._replace(action=Action.REFUSE, reason=Reason.UNSUPPORTED)
+    if outcome is Outcome.KEPT:
+        return row if row.reason else row._replace(reason=Reason.IN_FORMAT)
+    if outcome is Outcome.RESTRIDED:
+        return row._replace(action=Action.RESTRIDE, reason=Reason.META if tensor.is_meta else row.reason)
+    if outcome > 0:
+        return row._replace(action=Action.CONVERT, bytes_to_move=tensor.nbytes)
+    if outcome is Outcome.TRACED:
+        if type(tensor).__name__ == _FAKE or type(tensor.data).__name__ == _FAKE:
+            return row._replace(reason=Reason.FAKE)
+        return row._replace(action=Action.REFUSE, reason=Reason.SUBCLASS)
+    return row._replace(action=Action.REFUSE, reason=_REFUSALS[outcome])
+
+
+def outcomes_of(tensors: list[Tensor], memory_format: str | None, storage: Storage = "auto") -> list[Outcome | None]:
+    """What the operators would do to each tensor; `None` for one that they do not take."""
+    wanted = torch.contiguous_format if memory_format == "contiguous_format" else None
+    try:
+        return list(plan_weights(tensors, wanted, storage=storage))
+    except (RuntimeError, NotImplementedError):
+        if len(tensors) == 1:
+            return [None]
+        half = len(tensors) // 2
+        return [each for part in (tensors[:half], tensors[half:]) for each in outcomes_of(part, memory_format, storage)]
+
+
+_canonical: dict[tuple[torch.Size, bool], Strides] = {}
+
+
+def canonical_strides(shape: torch.Size, last: bool) -> Strides:
+    """What `torch.empty` gives in channels-last of the shape's rank, or in contiguous format."""
+    strides = _canonical.get((shape, last))
+    if strides is None:
+        memory_format = CHANNELS_LAST.get(len(shape), torch.contiguous_format) if last else torch.contiguous_format
+        strides = torch.empty(shape, device="meta", memory_format=memory_format).stride()
+        _canonical[shape, last] = strides
+    return strides
+
+
+def _step_reason(site: Site, sites: Iterable[Site], last: bool, known: dict[int, Reason | None]) -> Reason | None:
+    """Whether a computed weight will have the wanted strides by itself, once its originals have them."""
+    module = site.module
+    if id(module) not in known:
+        tensors = computed.originals(module)
+        if tensors is None:  # a parameter under another name
+            return None
+        replacements = {
+            name: torch.empty_strided(
+                tensor.shape, canonical_strides(tensor.shape, last), dtype=tensor.dtype, device=tensor.device
+            ).copy_(tensor.detach())
+            for name, tensor in tensors.items()
+            if tensor.dim() == site.rank
+        }
+        weight = computed.evaluate(module, replacements)
+        is_in_format = weight.stride() == canonical_strides(weight.shape, last)
+        known[id(module)] = None if is_in_format else Reason.COPIED_EACH_FORWARD
+    return known[id(module)]

@@ -1,0 +1,180 @@
+"""The report: what was done to every site and its companions, and the way back."""
+
+import json
+import weakref
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+from torch_nhwc.commit import Edit, commit
+from torch_nhwc.companions import Followers, find_companions, followers_of
+from torch_nhwc.ops import Outcome, lay_out_weights_
+from torch_nhwc.planning import Plan, Strides, canonical_strides, match, render
+from torch_nhwc.reasons import Reason
+from torch_nhwc.text import megabytes
+
+_FRESH = (Outcome.FRESH, Outcome.FRESH_HELD, Outcome.FRESH_FOREIGN, Outcome.FRESH_SHARED)
+
+
+class CompanionRow(NamedTuple):
+    """What was done to a gradient, a state of an optimizer or an averaged copy."""
+
+    site: str
+    """The full name of its weight."""
+    label: str
+    """`grad`, `ema`, `ema.grad`, or the name that the optimizer gives to its state."""
+    outcome: Outcome | None
+    """`None` where it stays as it is, and after a dry run."""
+    reason: Reason | None
+    """Why it stays as it is."""
+
+
+class Before(NamedTuple):
+    """What a conversion changes, as it was. Holds models, optimizers and tensors weakly."""
+
+    model: "weakref.ref[nn.Module]"
+    optimizers: tuple["weakref.ref[Any]", ...]
+    copies: tuple[Mapping[str, TensorWeakRef], ...]
+    strides: dict[int, Strides | None]
+    """Of the weights, by the index of their site. `None` for those that had no shape yet."""
+    companion_strides: dict[tuple[int, str], Strides]
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `convert_` did.
+
+    Attributes:
+        plan: the decisions as they were carried out.
+        outcomes: for each row of the plan, what the operators did to the weight: whether its bytes were reused, or got
+            new storage and why. `None` where they were not called.
+        companions: what happened to gradients, optimizer state and averaged copies, and what stays as it is.
+        remarks: sentences on the whole.
+        new_bytes: the new storage that was needed, all of it allocated before any old one is given back; beyond it,
+            permuting in place takes room for one filter and thread.
+        seconds: of the whole call.
+        dry_run: whether nothing was done.
+    """
+
+    plan: Plan
+    outcomes: tuple[Outcome | None, ...]
+    companions: tuple[CompanionRow, ...]
+    remarks: tuple[str, ...]
+    new_bytes: int
+    seconds: float
+    dry_run: bool
+    _before: Before | None
+
+    def revert(self, optimizer: Any = None, ema: Any = None) -> None:
+        """Lays the present values out in the strides from before the conversion, companions included, all or nothing.
+
+        It never brings back old values. Gradients and state that have come since take the strides of their weight.
+
+        Args:
+            optimizer: one or several that the conversion was not told of, such as those made after it.
+            ema: averaged copies that the conversion was not told of.
+
+        Raises:
+            RuntimeError: the model is gone, or a tensor cannot change, with the operators' sentence.
+            ValueError: the model's sites are others now, named as in `Plan.apply`.
+        """
+        if self._before is None:
+            return
+        model = self._before.model()
+        if model is None:
+            raise RuntimeError("Report.revert: the model is gone")
+        sites = match(self.plan, model)
+        weights: list[tuple[int, str, Tensor]] = []
+        for index in self._before.strides:
+            tensor = sites[index].tensor
+            if tensor is not None:
+                weights.append((index, sites[index].full_name, tensor))
+        wanted = {
+            index: self._before.strides[index] or canonical_strides(tensor.shape, False) for index, _, tensor in weights
+        }
+        tensors = [tensor for _, _, tensor in weights]
+        strides = [wanted[index] for index, _, _ in weights]
+        for companion in find_companions(weights, self._followers(optimizer, ema)):
+            if companion.reason is None:
+                tensors.append(companion.tensor)
+                place = companion.row, companion.label
+                strides.append(self._before.companion_strides.get(place, wanted[companion.row]))
+        edits = [Edit(edit.undo, edit.do) for edit in reversed(self._before.edits)]
+        commit(tensors, partial(lay_out_weights_, tensors, strides), edits)
+
+    def _followers(self, optimizer: Any, ema: Any) -> Followers:
+        assert self._before is not None
+        joined = followers_of(optimizer, ema)
+        optimizers = [each for reference in self._before.optimizers if (each := reference()) is not None]
+        optimizers += [each for each in joined.optimizers if not any(each is known for known in optimizers)]
+        copies = [
+            {name: tensor for name, reference in copy.items() if (tensor := reference()) is not None}
+            for copy in self._before.copies
+        ]
+        return Followers(tuple(optimizers), (*(copy for copy in copies if copy), *joined.copies))
+
+    def to_json(self) -> str:
+        """The report as JSON text."""
+        rows = [
+            {"outcome": outcome.name if outcome is not None else None, **row}
+            for outcome, row in zip(self.outcomes, json.loads(self.plan.to_json())["rows"])
+        ]
+        companions = [
+            {
+                "site": each.site,
+                "label": each.label,
+                "outcome": each.outcome.name if each.outcome is not None else None,
+                "reason": each.reason.name if each.reason is not None else None,
+            }
+            for each in self.companions
+        ]
+        return json.dumps(
+            {
+                "memory_format": self.plan.memory_format,
+                "digest": self.plan.digest,
+                "dry_run": self.dry_run,
+                "new_bytes": self.new_bytes,
+                "seconds": self.seconds,
+                "remarks": self.remarks,
+                "rows": rows,
+                "companions": companions,
+            },
+            indent=1,
+        )
+
+    def __str__(self) -> str:
+        lines = [render(self.plan.rows, self.plan.memory_format, "Dry run" if self.dry_run else "Report").rstrip()]
+        weights = Counter(outcome for outcome in self.outcomes if outcome is not None)
+        if weights:
+            lines.append("weights: " + ", ".join(f"{weights[each]} {_WORDS[each]}" for each in sorted(weights)))
+        kinds = Counter((each.label.split(".")[0], each.reason) for each in self.companions)
+        for (label, reason), count in kinds.items():
+            lines.append(f"{label}: {count} {'follow' if reason is None else 'left: ' + reason.value}")
+        lines += self.remarks
+        if not self.dry_run:
+            lines.append(f"{megabytes(self.new_bytes)} of new storage, {self.seconds * 1e3:.1f} ms")
+        return "\n".join(lines) + "\n"
+
+
+_WORDS = {
+    Outcome.KEPT: "kept",
+    Outcome.RESTRIDED: "restrided",
+    Outcome.REUSED: "permuted in place",
+    Outcome.FRESH: "in new storage",
+    Outcome.FRESH_HELD: "in new storage (something else holds the old one)",
+    Outcome.FRESH_FOREIGN: "in new storage (the old memory is foreign)",
+    Outcome.FRESH_SHARED: "in new storage (no longer shared with other processes)",
+}
+
+
+def new_bytes(tensors: list[Tensor], outcomes: list[Outcome]) -> int:
+    """The bytes of the tensors that got new storage, exact aliases once."""
+    return sum(
+        {tensor.data_ptr(): tensor.nbytes for tensor, outcome in zip(tensors, outcomes) if outcome in _FRESH}.values()
+    )
