@@ -17,7 +17,18 @@ from torch_nhwc.commit import Edit, commit
 from torch_nhwc.companions import Companion, Followers, find_companions, followers_of
 from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
 from torch_nhwc.ops import Outcome, Storage, convert_weights_
-from torch_nhwc.planning import Action, FilterFunction, Plan, PlanRow, decide, format_name, match, outcomes_of, sites_of
+from torch_nhwc.planning import (
+    Action,
+    FilterFunction,
+    Plan,
+    PlanRow,
+    Strides,
+    decide,
+    format_name,
+    match,
+    outcomes_of,
+    sites_of,
+)
 from torch_nhwc.reasons import Reason
 from torch_nhwc.report import Before, CompanionRow, Report, new_bytes
 from torch_nhwc.sites import CHANNELS_LAST, Site
@@ -104,6 +115,11 @@ def _changes(row: PlanRow) -> bool:
         and row.action is not Action.REFUSE
         and row.reason not in (Reason.FAKE, Reason.TIED)
     )
+
+
+def _strides_to_restore(row: PlanRow) -> Strides | None:
+    """`None` where contiguous ones will have to do: there was no shape, or the elements overlapped."""
+    return None if row.reason is Reason.OVERLAPPING else row.strides
 
 
 def _tell_refused(rows: list[PlanRow], strict: bool) -> None:
@@ -207,7 +223,11 @@ class Job:
             weakref.ref(self.model),
             tuple(weakref.ref(each) for each in self.followers.optimizers),
             tuple({name: TensorWeakRef(tensor) for name, tensor in copy.items()} for copy in self.followers.copies),
-            {index: row.strides for index, row in enumerate(rows) if _changes(row) or row.reason is Reason.LAZY},
+            {
+                index: _strides_to_restore(row)
+                for index, row in enumerate(rows)
+                if _changes(row) or row.reason is Reason.LAZY
+            },
             {(each.row, each.label): each.tensor.stride() for each in following},
             tuple(edits),
         )

@@ -259,13 +259,13 @@ def decide(
             if action is not Action.REFUSE:
                 if id(tensor) in seen:
                     reason = Reason.TIED
-                elif 0 in tensor.stride() and tensor.numel() > 0:
-                    action, reason = Action.REFUSE, Reason.OVERLAPPING
                 elif wrapping.is_offloaded(module, tensor):
                     action, reason = Action.REFUSE, Reason.OFFLOADED
                 else:
                     if name != "weight" and reason is None:
                         reason = _step_reason(site, sites, last, steps)
+                    if 0 in tensor.stride() and reason is None:
+                        reason = Reason.OVERLAPPING
                     asked.append(len(rows))
                     tensors.append(tensor)
                 seen.add(id(tensor))

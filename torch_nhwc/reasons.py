@@ -26,6 +26,8 @@ class Reason(enum.Enum):
         "torch.ops.nhwc.convert_weight there makes sure that it is in format"
     )
 
+    OVERLAPPING = "its elements overlapped in memory (an expanded tensor): undoing gives contiguous strides"
+
     # Refused: left as it is.
     COMPUTED = (
         "its weight is computed from other tensors (by a property, or a parametrization that cannot be evaluated by "
@@ -65,7 +67,6 @@ class Reason(enum.Enum):
         "its strides are not dense, or the device has no in-place kernel, and storage='reuse' was asked for"
     )
     STATE_IN_THE_WAY = "its optimizer state or averaged copy cannot follow, and a step would then be silently wrong"
-    OVERLAPPING = "its elements overlap in memory (an expanded tensor), which undoing could not bring back"
     UNSUPPORTED = "the operators do not take it (sparse, nested, released, or of an unexpected rank)"
 
     # Companions that stay as they are.
