@@ -1,6 +1,14 @@
 """Convolution weights, and whole models, into channels-last memory format."""
 
 from torch_nhwc import distributed as _distributed
+from torch_nhwc.checkpoints import (
+    Deviation,
+    align_,
+    check,
+    contiguous_state_dict,
+    convert_state_dict,
+    restore_,
+)
 from torch_nhwc.conversion import channels_last, convert_
 from torch_nhwc.cpp_extension import cmake_prefix_path, extra_cflags, extra_cuda_cflags, include_paths
 from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
@@ -24,18 +32,23 @@ from torch_nhwc.version import __version__
 __all__ = [
     "Action",
     "CompanionRow",
+    "Deviation",
     "Outcome",
     "Plan",
     "PlanRow",
     "Reason",
     "Report",
     "__version__",
+    "align_",
     "build_info",
     "channels_last",
+    "check",
     "cmake_prefix_path",
+    "contiguous_state_dict",
     "convert_",
     "convert_conv2d_weight_memory_format",
     "convert_conv3d_weight_memory_format",
+    "convert_state_dict",
     "convert_weight",
     "convert_weight_",
     "convert_weights",
@@ -49,6 +62,7 @@ __all__ = [
     "library_path",
     "plan",
     "plan_weights",
+    "restore_",
 ]
 
 _distributed.register_when_imported()

@@ -78,7 +78,12 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
         states = optimizer.state
         for index, _, weight in weights:
             if state := states.get(weight):
-                found += [Companion(index, *each) for each in _matching(state, weight.shape)]
+                shape = weight.shape
+                for key, value in state.items():
+                    if type(value) is Tensor and value.shape == shape and value.layout is torch.strided:
+                        found.append(Companion(index, key, value, None))
+                    else:
+                        found += [Companion(index, *each) for each in _matching({key: value}, shape)]
     for copy in followers.copies:
         for index, name, weight in weights:
             tensor = copy.get(name)

@@ -30,7 +30,7 @@ from torch_nhwc.planning import (
     sites_of,
 )
 from torch_nhwc.reasons import Reason
-from torch_nhwc.report import Before, CompanionRow, Report, new_bytes
+from torch_nhwc.report import Before, Report, new_bytes
 from torch_nhwc.sites import CHANNELS_LAST, Site
 
 
@@ -108,8 +108,8 @@ def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
         report.revert()
 
 
-def _changes(row: PlanRow) -> bool:
-    """Whether the operators are to be called: also for a weight in format, since its companions may not be."""
+def _takes_part(row: PlanRow) -> bool:
+    """Whether a site is in the format or will be: its companions are looked after, also where it changes no more."""
     return (
         row.target_strides is not None
         and row.action is not Action.REFUSE
@@ -134,6 +134,10 @@ def _tell_refused(rows: list[PlanRow], strict: bool) -> None:
     warnings.warn(message, UserWarning, stacklevel=3)
 
 
+_CHANGES = {Action.CONVERT: True, Action.RESTRIDE: True, Action.KEEP: False, Action.REFUSE: False}
+_STAYS = (None, Outcome.KEPT)
+
+
 class Job:
     """A conversion that is decided: who follows, what is refused for their sake, and carrying it out."""
 
@@ -154,7 +158,7 @@ class Job:
             if wrapping.views_parameters(optimizer)
         ]
         self._refuse_flattened()
-        self.companions = self._follow_or_refuse()
+        self.companions, self.foreseen = self._follow_or_refuse()
 
     def _refuse_flattened(self) -> None:
         if self.memory_format == "contiguous_format":
@@ -165,40 +169,52 @@ class Job:
                 if row.action is Action.CONVERT and id(site.tensor) in held:
                     self.rows[index] = row._replace(action=Action.REFUSE, reason=Reason.FLATTENING_OPTIMIZER)
 
-    def _follow_or_refuse(self) -> list[Companion]:
-        """The companions of the rows that change; a row whose companions cannot follow is refused."""
+    def _follow_or_refuse(self) -> tuple[list[Companion], list[Outcome | None]]:
+        """The companions, and what will happen to each; a row whose companions cannot follow is refused."""
         weights = [
             (index, row.full_name, site.tensor)
             for index, (site, row) in enumerate(zip(self.sites, self.rows))
-            if site.tensor is not None and _changes(row)
+            if site.tensor is not None and _takes_part(row)
         ]
         companions = find_companions(weights, self.followers)
-        following = [companion for companion in companions if companion.reason is None]
-        outcomes = outcomes_of([companion.tensor for companion in following], self.memory_format, self.storage)
-        stuck = [each for each, outcome in zip(following, outcomes) if outcome is None or outcome.is_refusal]
+        following = [companion.tensor for companion in companions if companion.reason is None]
+        outcomes = iter(outcomes_of(following, self.memory_format, self.storage))
+        foreseen = [next(outcomes) if companion.reason is None else None for companion in companions]
+        stuck = {
+            id(companion.tensor): companion.row
+            for companion, outcome in zip(companions, foreseen)
+            if companion.reason is None and (outcome is None or outcome < 0)
+        }
         if not stuck:
-            return companions
-        for companion in stuck:
-            row = self.rows[companion.row]
+            return companions, foreseen
+        for index in stuck.values():
+            row = self.rows[index]
             if row.action is not Action.KEEP:
-                self.rows[companion.row] = row._replace(action=Action.REFUSE, reason=Reason.STATE_IN_THE_WAY)
-        stay = {id(companion.tensor) for companion in stuck}
-        return [
-            each._replace(reason=Reason.STATE_IN_THE_WAY) if id(each.tensor) in stay else each
-            for each in companions
+                self.rows[index] = row._replace(action=Action.REFUSE, reason=Reason.STATE_IN_THE_WAY)
+        stay = [
+            (each._replace(reason=Reason.STATE_IN_THE_WAY), None) if id(each.tensor) in stuck else (each, outcome)
+            for each, outcome in zip(companions, foreseen)
             if self.rows[each.row].action is not Action.REFUSE
+        ]
+        return [each for each, _ in stay], [outcome for _, outcome in stay]
+
+    def _lazy(self) -> list[int]:
+        return [
+            index for index, row in enumerate(self.rows) if row.reason is Reason.LAZY and row.action is Action.CONVERT
         ]
 
     def _edits(self, input_format: str | None) -> list[Edit]:
         """What changes besides tensors: lazy layers convert later, computed weights are laid out, and inputs."""
-        edits = []
+        lazy = [self.sites[index].module for index in self._lazy()]
+        edits = [
+            _hook_edit(module, ConvertWhenMaterialised())
+            for module in lazy
+            if not find_hook(module, ConvertWhenMaterialised)
+        ]
         seen: set[int] = set()
         for site, row in zip(self.sites, self.rows):
             module = site.module
-            if row.reason is Reason.LAZY and row.action is Action.CONVERT:
-                if not find_hook(module, ConvertWhenMaterialised):
-                    edits.append(_hook_edit(module, ConvertWhenMaterialised()))
-            elif row.name != "weight" and _changes(row) and id(module) not in seen:
+            if row.name != "weight" and _takes_part(row) and id(module) not in seen:
                 seen.add(id(module))
                 wanted = None
                 if row.reason is Reason.COPIED_EACH_FORWARD:
@@ -214,45 +230,41 @@ class Job:
     def run(self, input_format: str | None = None, dry_run: bool = False, start: float | None = None) -> Report:
         """Does it, unless `dry_run`, and reports; `start` is when the whole call began."""
         start = time.perf_counter() if start is None else start
-        rows, following = self.rows, [each for each in self.companions if each.reason is None]
-        indices = [index for index, row in enumerate(rows) if _changes(row)]
-        tensors: list[Tensor] = [self.sites[index].tensor for index in indices]  # type: ignore[misc]
+        rows, sites = self.rows, self.sites
+        changing = [index for index, row in enumerate(rows) if _CHANGES[row.action] and sites[index].tensor is not None]
+        following = [companion for companion, outcome in zip(self.companions, self.foreseen) if outcome not in _STAYS]
+        tensors: list[Tensor] = [sites[index].tensor for index in changing]  # type: ignore[misc]
         tensors += [companion.tensor for companion in following]
         edits = self._edits(input_format)
+        touched = sorted({*changing, *(each.row for each in following), *self._lazy()})
         before = Before(
             weakref.ref(self.model),
             tuple(weakref.ref(each) for each in self.followers.optimizers),
             tuple({name: TensorWeakRef(tensor) for name, tensor in copy.items()} for copy in self.followers.copies),
-            {
-                index: _strides_to_restore(row)
-                for index, row in enumerate(rows)
-                if _changes(row) or row.reason is Reason.LAZY
-            },
+            {index: _strides_to_restore(rows[index]) for index in touched},
             {(each.row, each.label): each.tensor.stride() for each in following},
             tuple(edits),
         )
-        outcomes: list[Outcome] = []
-        if not dry_run:
+        if dry_run:
+            outcomes = []
+        elif tensors or edits:
             wanted = torch.contiguous_format if self.memory_format == "contiguous_format" else None
             outcomes = commit(tensors, partial(convert_weights_, tensors, wanted, storage=self.storage), edits)
-        of_weights = dict(zip(indices, outcomes))
-        of_companions = iter(outcomes[len(indices) :])
+        else:
+            outcomes = []
+        done = dict(zip(changing, outcomes))
+        kept = None if dry_run else Outcome.KEPT
         return Report(
             plan=Plan(tuple(rows), self.memory_format),
-            outcomes=tuple(of_weights.get(index) for index in range(len(rows))),
-            companions=tuple(
-                CompanionRow(
-                    rows[each.row].full_name,
-                    each.label,
-                    next(of_companions, None) if each.reason is None else None,
-                    each.reason,
-                )
-                for each in self.companions
-            ),
+            outcomes=tuple(done.get(index, kept if _takes_part(row) else None) for index, row in enumerate(rows)),
             remarks=tuple(self.remarks),
             new_bytes=new_bytes(tensors, outcomes),
             seconds=time.perf_counter() - start,
             dry_run=dry_run,
+            _companions=tuple((each.row, each.label, each.reason) for each in self.companions),
+            _companion_outcomes={
+                (each.row, each.label): outcome for each, outcome in zip(following, outcomes[len(changing) :])
+            },
             _before=None if dry_run else before,
         )
 

@@ -1,4 +1,4 @@
-"""DTensor: how a sharded weight converts."""
+"""DTensor: how a sharded weight converts; and what the ranks of a group tell each other."""
 
 import importlib.abc
 import importlib.util
@@ -7,10 +7,11 @@ import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+_T = TypeVar("_T")
 _DTENSOR = "torch.distributed.tensor"
 
 
@@ -65,3 +66,10 @@ def register_when_imported() -> None:
         register_sharding_rule()
     else:
         sys.meta_path.insert(0, _RegisterOnImport())
+
+
+def gather(mine: _T, process_group: Any) -> list[_T]:
+    """What every rank of a group has, in their order."""
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(everyone, mine, group=process_group)
+    return everyone

@@ -237,17 +237,18 @@ def decide(
     filter_fn: FilterFunction | None = None,
 ) -> list[PlanRow]:
     """A row for every site: first by what kind of site it is, then by what the operators say of its tensor."""
-    rows: list[PlanRow] = []
-    asked: list[int] = []  # rows that the operators decide
+    decided: list[tuple[Site, Strides | None, Action, Reason | None]] = []
+    asked: list[int] = []  # what the operators decide
     tensors: list[Tensor] = []
     seen: set[int] = set()
     last = memory_format != "contiguous_format"
+    other_rank = memory_format and {"channels_last": 5, "channels_last_3d": 4}.get(memory_format)
     steps: dict[int, Reason | None] = {}
     for site in sites:
-        path, name, layer, rank, groups, module, tensor, reason = site
+        path, name, _, rank, _, module, tensor, reason = site
         target: Strides | None = None
         action = Action.REFUSE if reason is not None and reason not in _REMARKS else Action.KEEP
-        if memory_format is not None and last and getattr(torch, memory_format) != CHANNELS_LAST[rank]:
+        if rank == other_rank:
             action, reason = Action.KEEP, Reason.OTHER_RANK
         elif filter_fn is not None and not filter_fn(module, path):
             action, reason = Action.KEEP, Reason.FILTERED
@@ -263,27 +264,38 @@ def decide(
                     action, reason = Action.REFUSE, Reason.OFFLOADED
                 else:
                     if name != "weight" and reason is None:
-                        reason = _step_reason(site, sites, last, steps)
+                        reason = _step_reason(site, last, steps)
                     if 0 in tensor.stride() and reason is None:
                         reason = Reason.OVERLAPPING
-                    asked.append(len(rows))
+                    asked.append(len(decided))
                     tensors.append(tensor)
                 seen.add(id(tensor))
+        decided.append((site, target, action, reason))
+    outcomes = dict(zip(asked, outcomes_of(tensors, memory_format, storage)))
+    rows: list[PlanRow] = []
+    for index, (site, target, action, reason) in enumerate(decided):
+        path, name, layer, rank, groups, _, tensor, _ = site
         if tensor is None:
             rows.append(PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason))
-        else:
-            shape, strides = tuple(tensor.shape), tensor.stride()
-            dtype, device = _text(tensor.dtype), _text(tensor.device)
-            rows.append(
-                PlanRow(path, name, layer, rank, shape, groups, dtype, device, strides, target, 0, action, reason)
-            )
-    for index, tensor, outcome in zip(asked, tensors, outcomes_of(tensors, memory_format, storage)):
-        rows[index] = _decided(rows[index], tensor, outcome)
+            continue
+        if index in outcomes:
+            action, reason = _by_outcome(outcomes[index], tensor, reason)
+        moved = tensor.nbytes if action is Action.CONVERT else 0
+        shape, strides = tuple(tensor.shape), tensor.stride()
+        dtype, device = _text(tensor.dtype), _text(tensor.device)
+        rows.append(
+            PlanRow(path, name, layer, rank, shape, groups, dtype, device, strides, target, moved, action, reason)
+        )
     return rows
 
 
-def match(plan: Plan, model: nn.Module) -> list[Site]:
+def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> list[Site]:
     """The model's sites in the order of a plan's rows.
+
+    Args:
+        plan: of the model, or of another instance of the same architecture.
+        model: the one to find the sites in.
+        any_dtype: whether the weights may be of another dtype than the plan's.
 
     Raises:
         ValueError: naming the first site that differs.
@@ -296,7 +308,7 @@ def match(plan: Plan, model: nn.Module) -> list[Site]:
             raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")
         if site.tensor is not None and row.shape is not None:
             shape, dtype = tuple(site.tensor.shape), _text(site.tensor.dtype)
-            if (shape, dtype) != (row.shape, row.dtype):
+            if shape != row.shape or not (any_dtype or dtype == row.dtype):
                 raise ValueError(
                     f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
                     f"the plan has {row.shape} of {row.dtype}"
@@ -335,20 +347,20 @@ def _text(value: torch.dtype | torch.device) -> str:
     return text
 
 
-def _decided(row: PlanRow, tensor: Tensor, outcome: Outcome | None) -> PlanRow:
-    if outcome is None:
-        return row._replace(action=Action.REFUSE, reason=Reason.UNSUPPORTED)
+def _by_outcome(outcome: Outcome | None, tensor: Tensor, remark: Reason | None) -> tuple[Action, Reason | None]:
+    """What an outcome of `plan_weights` means for a site."""
     if outcome is Outcome.KEPT:
-        return row if row.reason else row._replace(reason=Reason.IN_FORMAT)
+        return Action.KEEP, remark or Reason.IN_FORMAT
+    if outcome is None:
+        return Action.REFUSE, Reason.UNSUPPORTED
     if outcome is Outcome.RESTRIDED:
-        return row._replace(action=Action.RESTRIDE, reason=Reason.META if tensor.is_meta else row.reason)
+        return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
     if outcome > 0:
-        return row._replace(action=Action.CONVERT, bytes_to_move=tensor.nbytes)
+        return Action.CONVERT, remark
     if outcome is Outcome.TRACED:
-        if type(tensor).__name__ == _FAKE or type(tensor.data).__name__ == _FAKE:
-            return row._replace(reason=Reason.FAKE)
-        return row._replace(action=Action.REFUSE, reason=Reason.SUBCLASS)
-    return row._replace(action=Action.REFUSE, reason=_REFUSALS[outcome])
+        is_fake = _FAKE in (type(tensor).__name__, type(tensor.data).__name__)
+        return (Action.KEEP, Reason.FAKE) if is_fake else (Action.REFUSE, Reason.SUBCLASS)
+    return Action.REFUSE, _REFUSALS[outcome]
 
 
 def outcomes_of(tensors: list[Tensor], memory_format: str | None, storage: Storage = "auto") -> list[Outcome | None]:
@@ -376,7 +388,7 @@ def canonical_strides(shape: torch.Size, last: bool) -> Strides:
     return strides
 
 
-def _step_reason(site: Site, sites: Iterable[Site], last: bool, known: dict[int, Reason | None]) -> Reason | None:
+def _step_reason(site: Site, last: bool, known: dict[int, Reason | None]) -> Reason | None:
     """Whether a computed weight will have the wanted strides by itself, once its originals have them."""
     module = site.module
     if id(module) not in known:

@@ -54,7 +54,6 @@ class Report:
         plan: the decisions as they were carried out.
         outcomes: for each row of the plan, what the operators did to the weight: whether its bytes were reused, or got
             new storage and why. `None` where they were not called.
-        companions: what happened to gradients, optimizer state and averaged copies, and what stays as it is.
         remarks: sentences on the whole.
         new_bytes: the new storage that was needed, all of it allocated before any old one is given back; beyond it,
             permuting in place takes room for one filter and thread.
@@ -64,12 +63,28 @@ class Report:
 
     plan: Plan
     outcomes: tuple[Outcome | None, ...]
-    companions: tuple[CompanionRow, ...]
     remarks: tuple[str, ...]
     new_bytes: int
     seconds: float
     dry_run: bool
+    _companions: tuple[tuple[int, str, Reason | None], ...]
+    _companion_outcomes: Mapping[tuple[int, str], Outcome]
     _before: Before | None
+
+    @property
+    def companions(self) -> list[CompanionRow]:
+        """What happened to gradients, optimizer state and averaged copies, and what stays as it is."""
+        names = [row.full_name for row in self.plan.rows]
+        kept = None if self.dry_run else Outcome.KEPT
+        return [
+            CompanionRow(
+                names[row],
+                label,
+                self._companion_outcomes.get((row, label), kept) if reason is None else None,
+                reason,
+            )
+            for row, label, reason in self._companions
+        ]
 
     def revert(self, optimizer: Any = None, ema: Any = None) -> None:
         """Lays the present values out in the strides from before the conversion, companions included, all or nothing.
