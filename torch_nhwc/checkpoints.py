@@ -1,4 +1,4 @@
-"""Keeping the format across checkpoints: contiguous state dicts, bringing the format back, and checking that it is there."""
+"""Checkpoints and the format: contiguous state dicts, restoring it, and checking that it is there."""
 
 import copy
 from collections.abc import Mapping
@@ -197,7 +197,7 @@ def check(
             if site.tensor.stride() != strides:
                 deviations.append(Deviation(row.full_name, "weight", site.tensor.stride(), strides, None))
     for companion in find_companions(weights, followers_of(optimizer, ema)):
-        # In dimensions of size 1 PyTorch itself leaves gradients and state with other strides; no element lies elsewhere.
+        # In dimensions of size 1 PyTorch itself gives gradients and state other strides; no element lies elsewhere.
         if companion.reason is None and not _are_same_places(companion.tensor, wanted[companion.row]):
             name = plan.rows[companion.row].full_name
             deviations.append(Deviation(name, companion.label, companion.tensor.stride(), wanted[companion.row], None))
@@ -220,7 +220,7 @@ def _are_same_places(tensor: Tensor, strides: Strides) -> bool:
 
 
 def _across_ranks(gathered: list[tuple[str, dict[str, Strides], list[Deviation]]]) -> list[Deviation]:
-    """The deviations of all ranks, and where their layouts differ from the first one's although each fits its own plan."""
+    """The deviations of all ranks, and where a layout differs from the first rank's although it fits its own plan."""
     digest, layout, _ = gathered[0]
     found = [each._replace(rank=rank) for rank, (_, _, deviations) in enumerate(gathered) for each in deviations]
     for rank, (other_digest, other, _) in enumerate(gathered):
