@@ -1,9 +1,10 @@
 """All or nothing: small edits of modules, and one call of the operators."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from torch_nhwc.ops import Outcome
 
@@ -11,8 +12,21 @@ from torch_nhwc.ops import Outcome
 class Edit(NamedTuple):
     """A change to a module that is not a change of its tensors. Both ways do nothing where there is nothing to do."""
 
-    do: Callable[[], object]
-    undo: Callable[[], object]
+    module: "weakref.ref[nn.Module]"
+    """Weakly, since a report keeps the edit."""
+    forth: Callable[[nn.Module], object]
+    back: Callable[[nn.Module], object]
+
+    @property
+    def reverse(self) -> "Edit":
+        """The edit that undoes this one."""
+        return Edit(self.module, self.back, self.forth)
+
+    def make(self) -> None:
+        """Changes the module, if it is still there."""
+        module = self.module()
+        if module is not None:
+            self.forth(module)
 
 
 def commit(tensors: Sequence[Tensor], operation: Callable[[], list[Outcome]], edits: Sequence[Edit]) -> list[Outcome]:
@@ -24,10 +38,10 @@ def commit(tensors: Sequence[Tensor], operation: Callable[[], list[Outcome]], ed
     before = [tensor.stride() for tensor in tensors]
     try:
         for edit in edits:
-            edit.do()
+            edit.make()
         return operation()
     except BaseException:
         if all(tensor.stride() == strides for tensor, strides in zip(tensors, before)):
             for edit in reversed(edits):
-                edit.undo()
+                edit.reverse.make()
         raise

@@ -1,13 +1,16 @@
 """Companions: the gradients, optimizer state and averaged copies that share the layout of a weight."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import find_sites
 
 # Types whose bytes are what they seem.
 _PLAIN = (Tensor, nn.Parameter)
@@ -29,8 +32,27 @@ class Followers(NamedTuple):
     """Where companions come from."""
 
     optimizers: tuple[Any, ...] = ()
-    copies: tuple[Mapping[str, Tensor], ...] = ()
-    """Averaged copies, by the full names of the model's sites."""
+    copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
+    """Averaged copies: models like the model, or tensors by the full names of its sites."""
+
+    def weakly(self) -> "Callable[[], Followers]":
+        """A function that gives those again that still exist."""
+        optimizers = [weakref.ref(optimizer) for optimizer in self.optimizers]
+        copies = [
+            weakref.ref(copy)
+            if isinstance(copy, nn.Module)
+            else partial(_alive, {name: TensorWeakRef(tensor) for name, tensor in copy.items()})
+            for copy in self.copies
+        ]
+        return lambda: Followers(
+            tuple(each for reference in optimizers if (each := reference()) is not None),
+            tuple(each for reference in copies if (each := reference()) is not None),
+        )
+
+
+def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
+    tensors = {name: tensor for name, reference in references.items() if (tensor := reference()) is not None}
+    return tensors or None
 
 
 def followers_of(optimizer: Any, ema: Any) -> Followers:
@@ -43,7 +65,14 @@ def followers_of(optimizer: Any, ema: Any) -> Followers:
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"expected an optimizer, or a list of them, got {type(each).__name__}")
-    return Followers(optimizers, tuple(_named_tensors(each) for each in _as_tuple(ema)))
+    copies = _as_tuple(ema)
+    for each in copies:
+        if not isinstance(each, (nn.Module, Mapping)):
+            raise TypeError(f"expected ema to be a module, or names and tensors, got {type(each).__name__}")
+    return Followers(
+        optimizers,
+        tuple(each.module if isinstance(each, torch.optim.swa_utils.AveragedModel) else each for each in copies),
+    )
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -52,13 +81,13 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, Sequence) else (value,)
 
 
-def _named_tensors(copy: Any) -> dict[str, Tensor]:
+def _tensor_of(copy: nn.Module | Mapping[str, Tensor], name: str) -> Tensor | None:
     if isinstance(copy, Mapping):
-        return dict(copy)
-    if not isinstance(copy, nn.Module):
-        raise TypeError(f"expected ema to be a module, or names and tensors, got {type(copy).__name__}")
-    model = copy.module if isinstance(copy, torch.optim.swa_utils.AveragedModel) else copy
-    return {site.full_name: site.tensor for site in find_sites(model) if site.tensor is not None}
+        return copy.get(name)
+    try:
+        return attrgetter(name)(copy)  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
 
 
 def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Followers) -> list[Companion]:
@@ -86,7 +115,7 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
                         found += [Companion(index, *each) for each in _matching({key: value}, shape)]
     for copy in followers.copies:
         for index, name, weight in weights:
-            tensor = copy.get(name)
+            tensor = _tensor_of(copy, name)
             if tensor is None or tensor.shape != weight.shape:
                 got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
                 raise ValueError(f"the averaged copy has {got} at {name!r}, the model has {tuple(weight.shape)}")

@@ -10,7 +10,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc import computed, wrapping
 from torch_nhwc.commit import Edit, commit
@@ -221,8 +220,8 @@ class Job:
                     wanted = self.memory_format or str(CHANNELS_LAST[row.rank]).removeprefix("torch.")
                 current = computed.step_format(module)
                 if wanted != current:
-                    step = partial(computed.set_step, module)
-                    edits.append(Edit(partial(step, wanted), partial(step, current)))
+                    forth, back = (partial(computed.set_step, memory_format=name) for name in (wanted, current))
+                    edits.append(Edit(weakref.ref(module), forth, back))
         if input_format is not None and not find_hook(self.model, ChannelsLastInput):
             edits.append(_hook_edit(self.model, ChannelsLastInput()))
         return edits
@@ -239,10 +238,9 @@ class Job:
         touched = sorted({*changing, *(each.row for each in following), *self._lazy()})
         before = Before(
             weakref.ref(self.model),
-            tuple(weakref.ref(each) for each in self.followers.optimizers),
-            tuple({name: TensorWeakRef(tensor) for name, tensor in copy.items()} for copy in self.followers.copies),
+            self.followers.weakly(),
             {index: _strides_to_restore(rows[index]) for index in touched},
-            {(each.row, each.label): each.tensor.stride() for each in following},
+            Before.layouts(each.tensor for each in following),
             tuple(edits),
         )
         if dry_run:
@@ -270,4 +268,4 @@ class Job:
 
 
 def _hook_edit(module: nn.Module, hook: object) -> Edit:
-    return Edit(partial(add_hook, module, hook), partial(remove_hook, module, hook))
+    return Edit(weakref.ref(module), partial(add_hook, hook=hook), partial(remove_hook, hook=hook))

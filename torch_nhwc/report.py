@@ -3,7 +3,7 @@
 import json
 import weakref
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -38,12 +38,22 @@ class Before(NamedTuple):
     """What a conversion changes, as it was. Holds models, optimizers and tensors weakly."""
 
     model: "weakref.ref[nn.Module]"
-    optimizers: tuple["weakref.ref[Any]", ...]
-    copies: tuple[Mapping[str, TensorWeakRef], ...]
+    followers: Callable[[], Followers]
     strides: dict[int, Strides | None]
     """Of the weights, by the index of their site. `None` for those that had no shape yet."""
-    companion_strides: dict[tuple[int, str], Strides]
+    companions: dict[int, tuple[TensorWeakRef, Strides]]
+    """The strides of the companions, by the identity of the tensors."""
     edits: tuple[Edit, ...]
+
+    @staticmethod
+    def layouts(tensors: Iterable[Tensor]) -> dict[int, tuple[TensorWeakRef, Strides]]:
+        """What `companions` is to hold; without expanded tensors, whose strides cannot be brought back."""
+        return {id(tensor): (TensorWeakRef(tensor), tensor.stride()) for tensor in tensors if 0 not in tensor.stride()}
+
+    def strides_of(self, companion: Tensor) -> Strides | None:
+        """The strides that a companion had; `None` for one that has come since."""
+        reference, strides = self.companions.get(id(companion), (None, None))
+        return strides if reference is not None and reference() is companion else None
 
 
 @dataclass(frozen=True)
@@ -118,21 +128,14 @@ class Report:
         for companion in find_companions(weights, self._followers(optimizer, ema)):
             if companion.reason is None:
                 tensors.append(companion.tensor)
-                place = companion.row, companion.label
-                strides.append(self._before.companion_strides.get(place, wanted[companion.row]))
-        edits = [Edit(edit.undo, edit.do) for edit in reversed(self._before.edits)]
+                strides.append(self._before.strides_of(companion.tensor) or wanted[companion.row])
+        edits = [edit.reverse for edit in reversed(self._before.edits)]
         commit(tensors, partial(lay_out_weights_, tensors, strides), edits)
 
     def _followers(self, optimizer: Any, ema: Any) -> Followers:
         assert self._before is not None
-        joined = followers_of(optimizer, ema)
-        optimizers = [each for reference in self._before.optimizers if (each := reference()) is not None]
-        optimizers += [each for each in joined.optimizers if not any(each is known for known in optimizers)]
-        copies = [
-            {name: tensor for name, reference in copy.items() if (tensor := reference()) is not None}
-            for copy in self._before.copies
-        ]
-        return Followers(tuple(optimizers), (*(copy for copy in copies if copy), *joined.copies))
+        known, joined = self._before.followers(), followers_of(optimizer, ema)
+        return Followers(known.optimizers + joined.optimizers, known.copies + joined.copies)
 
     def to_json(self) -> str:
         """The report as JSON text."""
