@@ -28,11 +28,19 @@ def originals(module: nn.Module) -> dict[str, Tensor] | None:
     return {name: tensor for name, tensor in stored.items() if tensor is not None and name.startswith("weight_")}
 
 
-def evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
+def evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor | None:
     """The weight of a layer as it will be when other tensors stand in the place of its originals.
 
-    Computed on copies: neither the layer nor the state that a parametrization may keep changes.
+    Computed on copies, and without a last step of ours: neither the layer nor the state that a parametrization may keep
+    changes. `None` where that does not work, which only the code that computes the weight can know.
     """
+    try:
+        return _evaluate(module, replacements)
+    except Exception:
+        return None
+
+
+def _evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
     tensors = originals(module)
     assert tensors is not None
     devices = {tensor.device.index for tensor in tensors.values() if tensor.is_cuda}
@@ -51,8 +59,7 @@ def evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
         for name, replacement in replacements.items():
             memo[id(tensors[name])] = _like(tensors[name], replacement)
         simulated = copy.deepcopy(parametrization, memo)
-        if _step(module) is not None:
-            del simulated[len(simulated) - 1]
+        _remove_steps(simulated)
         return simulated()  # type: ignore[no-any-return]
 
 
@@ -75,45 +82,58 @@ class LayOut(nn.Module):
 
 
 class LayOutHook:
-    """The same behind the hooks of the older functions."""
+    """The same behind the hooks of the older functions. Gone once the weight is a parameter again."""
 
     def __init__(self, memory_format: str) -> None:
         self.memory_format = memory_format
 
     def __call__(self, module: Any, _: object) -> None:
-        module.weight = convert_weight(module.weight, getattr(torch, self.memory_format))
+        if "weight" in module._parameters:
+            _remove_step_hooks(module)
+        else:
+            module.weight = convert_weight(module.weight, getattr(torch, self.memory_format))
 
 
 def step_format(module: nn.Module) -> str | None:
-    """The memory format of the last step of ours in a layer, if there is one."""
-    step = _step(module)
-    return None if step is None else step.memory_format
+    """The memory format of the last step of ours in a layer, if there is one.
+
+    `None` also where something has come behind it since, as a second pruning does.
+    """
+    parametrization = _parametrization(module)
+    if parametrization is not None:
+        last = parametrization[len(parametrization) - 1]
+    else:
+        computing = (_hook(module), *_step_hooks(module).values())
+        last = next((hook for hook in reversed(module._forward_pre_hooks.values()) if hook in computing), None)
+    return last.memory_format if isinstance(last, (LayOut, LayOutHook)) else None
 
 
 def set_step(module: nn.Module, memory_format: str | None) -> None:
     """Gives a layer a last step of ours, changes it, or takes it away with `None`."""
-    step, parametrization = _step(module), _parametrization(module)
-    if step is not None and memory_format is not None:
-        step.memory_format = memory_format
-    elif memory_format is not None:
-        if parametrization is not None:
-            parametrization.append(LayOut(memory_format))
-        else:
-            module.register_forward_pre_hook(LayOutHook(memory_format))
-    elif step is not None:
-        if parametrization is not None:
-            del parametrization[len(parametrization) - 1]
-        else:
-            hooks = module._forward_pre_hooks
-            del hooks[next(key for key, hook in hooks.items() if hook is step)]
-
-
-def _step(module: nn.Module) -> LayOut | LayOutHook | None:
     parametrization = _parametrization(module)
     if parametrization is not None:
-        last = parametrization[len(parametrization) - 1]
-        return last if isinstance(last, LayOut) else None
-    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LayOutHook)), None)
+        _remove_steps(parametrization)
+        if memory_format is not None:
+            parametrization.append(LayOut(memory_format))
+    else:
+        _remove_step_hooks(module)
+        if memory_format is not None:
+            module.register_forward_pre_hook(LayOutHook(memory_format))
+
+
+def _remove_steps(parametrization: Any) -> None:
+    for index in reversed(range(len(parametrization))):
+        if isinstance(parametrization[index], LayOut):
+            del parametrization[index]
+
+
+def _remove_step_hooks(module: nn.Module) -> None:
+    for key in _step_hooks(module):
+        del module._forward_pre_hooks[key]
+
+
+def _step_hooks(module: nn.Module) -> dict[int, LayOutHook]:
+    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, LayOutHook)}
 
 
 def _parametrization(module: nn.Module) -> Any:

@@ -116,6 +116,11 @@ def _takes_part(row: PlanRow) -> bool:
     )
 
 
+def _stays_lazy(row: PlanRow) -> bool:
+    """Whether a site is left as it materialises."""
+    return row.reason is Reason.LAZY and row.action is Action.KEEP
+
+
 def _strides_to_restore(row: PlanRow) -> Strides | None:
     """`None` where contiguous ones will have to do: there was no shape, or the elements overlapped."""
     return None if row.reason is Reason.OVERLAPPING else row.strides
@@ -182,7 +187,8 @@ class Job:
         stuck = {
             id(companion.tensor): companion.row
             for companion, outcome in zip(companions, foreseen)
-            if companion.reason is None and (outcome is None or outcome < 0)
+            if companion.reason is Reason.STATE_IN_THE_WAY
+            or (companion.reason is None and (outcome is None or outcome < 0))
         }
         if not stuck:
             return companions, foreseen
@@ -213,6 +219,10 @@ class Job:
         seen: set[int] = set()
         for site, row in zip(self.sites, self.rows):
             module = site.module
+            if module._forward_pre_hooks and (_takes_part(row) or _stays_lazy(row)):
+                waiting = find_hook(module, ConvertWhenMaterialised)
+                if waiting:  # from an earlier call, that this one takes the place of
+                    edits.append(_hook_edit(module, waiting).reverse)
             if row.name != "weight" and _takes_part(row) and id(module) not in seen:
                 seen.add(id(module))
                 wanted = None

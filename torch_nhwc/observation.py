@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,15 +33,25 @@ class _Use(NamedTuple):
     module: nn.Module
 
 
+class _Owner(NamedTuple):
+    """Where a model stores a tensor."""
+
+    path: str
+    name: str
+    module: nn.Module
+    tensor: Tensor
+
+
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes the weight of every convolution that runs."""
 
-    def __init__(self, running: list[tuple[str, nn.Module]]) -> None:
+    def __init__(self, owned: Iterable[Tensor], running: list[tuple[str, nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.running = running
         self.uses: list[_Use] = []
-        self.sources: dict[int, Tensor] = {}
-        self.keep: list[Tensor] = []  # what an id stands for must live on
+        # By id, what a tensor is of those that the model owns. What an id stands for must live on.
+        self.sources: dict[int, Tensor] = {id(tensor): tensor for tensor in owned}
+        self.keep: list[Tensor] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -51,10 +61,9 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             if weight.dim() in (4, 5):
                 groups = next((each for each in reversed(args) if type(each) is int), 1)
                 self.uses.append(_Use(self.sources.get(id(weight), weight), groups, *self.running[-1]))
-                self.keep.append(weight)
-        elif name in _PASSING_ON and isinstance(result, Tensor) and args[0].dim() in (4, 5):
-            self.sources[id(result)] = self.sources.get(id(args[0]), args[0])
-            self.keep += [result, args[0]]
+        elif name in _PASSING_ON and id(args[0]) in self.sources:
+            self.sources[id(result)] = self.sources[id(args[0])]
+            self.keep.append(result)
         return result
 
 
@@ -69,8 +78,8 @@ def add_sites(model: nn.Module, sites: list[Site], example_inputs: Any) -> list[
         raise ValueError(
             f"example_inputs would materialise the lazy layer {lazy}: run the model once, or leave them out"
         )
-    uses = _run(model, example_inputs)
     owners = _owners(model)
+    uses = _run(model, example_inputs, [owner.tensor for owner in owners.values()])
     known = {id(site.tensor) for site in sites if site.tensor is not None}
     used = {id(use.weight) for use in uses}
     computed_in = {use.path for use in uses if id(use.weight) not in owners}
@@ -85,34 +94,33 @@ def add_sites(model: nn.Module, sites: list[Site], example_inputs: Any) -> list[
         if id(use.weight) in owners:
             if id(use.weight) not in known:
                 known.add(id(use.weight))
-                path, name, owner = owners[id(use.weight)]
-                layer = type(owner).__name__
-                found.append(Site(path, name, layer, use.weight.dim(), use.groups, owner, use.weight, None))
-        elif use.path not in explained:
+                path, name, owner, tensor = owners[id(use.weight)]
+                found.append(Site(path, name, type(owner).__name__, tensor.dim(), use.groups, owner, tensor, None))
+        elif use.path not in explained and not isinstance(use.module, torch.jit.ScriptModule):
             explained.add(use.path)
             layer, rank = type(use.module).__name__, use.weight.dim()
             found.append(Site(use.path, "<computed>", layer, rank, use.groups, use.module, None, Reason.ON_THE_FLY))
     return found
 
 
-def _owners(model: nn.Module) -> dict[int, tuple[str, str, nn.Module]]:
-    """Where each tensor that a model stores lies."""
-    owners: dict[int, tuple[str, str, nn.Module]] = {}
+def _owners(model: nn.Module) -> dict[int, _Owner]:
+    """By id, the tensors that a model stores, and where."""
+    owners: dict[int, _Owner] = {}
     for path, module, _ in walk(model):
         stored = {**vars(module), **module._parameters, **module._buffers}
         if isinstance(module, torch.jit.ScriptModule):
             stored = dict([*module.named_parameters(), *module.named_buffers()])
         for name, tensor in stored.items():
             if isinstance(tensor, Tensor):
-                owners.setdefault(id(tensor), (path, name, module))
+                owners.setdefault(id(tensor), _Owner(path, name, module, tensor))
     return owners
 
 
-def _run(model: nn.Module, example_inputs: Any) -> list[_Use]:
+def _run(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list[_Use]:
     arguments: tuple[Any, ...] = ()
     keywords: dict[str, Any] = {}
-    if isinstance(example_inputs, dict):
-        keywords = example_inputs
+    if isinstance(example_inputs, Mapping):
+        keywords = dict(example_inputs)
     else:
         arguments = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
     paths = {id(module): path for path, module, _ in walk(model)}
@@ -124,11 +132,15 @@ def _run(model: nn.Module, example_inputs: Any) -> list[_Use]:
     def leave(module: nn.Module, _: object, __: object) -> None:
         running.pop()
 
-    watch = _Watch(running)
+    watch = _Watch(owned, running)
     with ExitStack() as stack:
         _restore_afterwards(stack, model)
         stack.callback(nn_module.register_module_forward_pre_hook(enter).remove)
         stack.callback(nn_module.register_module_forward_hook(leave, always_call=True).remove)
+        # A weight that an autocast region has cast before would not be recognised, and one that is cast here, without
+        # a gradient, must not be there afterwards.
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
         stack.enter_context(torch.no_grad())
         stack.enter_context(watch)
         model(*arguments, **keywords)
@@ -150,15 +162,21 @@ def _restore_afterwards(stack: ExitStack, model: nn.Module) -> None:
         if isinstance(module, torch.jit.ScriptModule):
             callbacks += [partial(_put_back, buffer, buffer.detach().clone()) for buffer in module.buffers()]
             continue
-        for name, buffer in module._buffers.items():
+        callbacks.append(partial(_put_back_all, module._buffers, dict(module._buffers)))
+        for buffer in module._buffers.values():
             if buffer is not None:
                 callbacks.append(partial(_put_back, buffer, buffer.detach().clone()))
-            callbacks.append(partial(module._buffers.__setitem__, name, buffer))
     for callback in callbacks:
         stack.callback(callback)
 
 
+def _put_back_all(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
+    buffers.clear()
+    buffers.update(before)
+
+
 def _put_back(buffer: Tensor, values: Tensor) -> None:
-    if not buffer.is_meta and not torch.equal(buffer, values):
+    has_values = not buffer.is_meta and not hasattr(buffer, "fake_mode")
+    if has_values and not torch.equal(buffer, values):
         with torch.no_grad():
             buffer.copy_(values)

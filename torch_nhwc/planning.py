@@ -265,10 +265,13 @@ def decide(
                 else:
                     if name != "weight" and reason is None:
                         reason = _step_reason(site, last, steps)
-                    if 0 in tensor.stride() and reason is None:
+                    if reason is None and 0 in tensor.stride():
                         reason = Reason.OVERLAPPING
-                    asked.append(len(decided))
-                    tensors.append(tensor)
+                    if reason is Reason.COMPUTED:
+                        action = Action.REFUSE
+                    else:
+                        asked.append(len(decided))
+                        tensors.append(tensor)
                 seen.add(id(tensor))
         decided.append((site, target, action, reason))
     outcomes = dict(zip(asked, outcomes_of(tensors, memory_format, storage)))
@@ -396,13 +399,15 @@ def _step_reason(site: Site, last: bool, known: dict[int, Reason | None]) -> Rea
         if tensors is None:  # a parameter under another name
             return None
         replacements = {
-            name: torch.empty_strided(
-                tensor.shape, canonical_strides(tensor.shape, last), dtype=tensor.dtype, device=tensor.device
-            ).copy_(tensor.detach())
+            name: tensor.new_empty_strided(tensor.shape, canonical_strides(tensor.shape, last)).copy_(tensor.detach())
             for name, tensor in tensors.items()
             if tensor.dim() == site.rank
         }
         weight = computed.evaluate(module, replacements)
-        is_in_format = weight.stride() == canonical_strides(weight.shape, last)
-        known[id(module)] = None if is_in_format else Reason.COPIED_EACH_FORWARD
+        if weight is None:
+            known[id(module)] = Reason.COMPUTED
+        elif weight.stride() == canonical_strides(weight.shape, last):
+            known[id(module)] = None
+        else:
+            known[id(module)] = Reason.COPIED_EACH_FORWARD
     return known[id(module)]

@@ -9,7 +9,15 @@ from torch import Tensor, nn
 from torch_nhwc.reasons import Reason
 
 _RANKS = {"Conv2d": 4, "ConvTranspose2d": 4, "Conv3d": 5, "ConvTranspose3d": 5}
-_CONVOLUTIONS = ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution")
+# All take the weight second and the stride, as long as the kernel's dimensions, fourth.
+_CONVOLUTIONS = {
+    **{f"aten::{name}": rank for name, rank in (("conv2d", 4), ("conv_transpose2d", 4))},
+    **{f"aten::{name}": rank for name, rank in (("conv3d", 5), ("conv_transpose3d", 5))},
+    **dict.fromkeys(("aten::convolution", "aten::_convolution", "prim::mkldnn_convolution"), 0),
+}
+# What gives the same weight: in another dtype, as autocast does, or as a tensor that is not `None`.
+_PASSING_ON = ("aten::to", "aten::detach", "prim::unchecked_cast", "nhwc::convert_weight")
+_CONSTANTS = ("prim::Constant", "prim::ConstantMKLDNNTensor")
 
 # Path, name of the tensor, class of the layer, rank, the layer, the tensor, and why it cannot be converted.
 Found = tuple[str, str, str, int, nn.Module, Tensor | None, Reason | None]
@@ -22,12 +30,23 @@ def find(module: nn.Module) -> list[Found]:
     shows in the graphs, where it reaches a convolution.
     """
     found: dict[str, Found] = {}
-    for path, child in module.named_modules():
+    modules = list(module.named_modules())
+    for path, child in modules:
         for each in _layer(path, child):
             found[f"{each[0]}.{each[1]}"] = each
-    for each in _reaching_a_convolution(module):
-        found.setdefault(f"{each[0]}.{each[1]}", each)
-    return list(found.values())
+    # A module's graphs contain those of its children that it calls, and not the methods that only others call. What has
+    # no name of its own is a child's where the same line of source shows there: the deepest ones come first.
+    nameless: list[tuple[str, str]] = []
+    for path, child in reversed(modules):
+        lines = [line for where, line in nameless if not path or where.startswith(f"{path}.")]
+        for line, each in _reaching_a_convolution(path, child):
+            if each[-1] is None:
+                found.setdefault(f"{each[0]}.{each[1]}", each)
+            elif line not in lines:
+                found[f"{each[0]}.{each[1]}"] = each
+                nameless.append((path, line))
+    order = {path: index for index, (path, _) in enumerate(modules)}
+    return sorted(found.values(), key=lambda each: order[each[0]])
 
 
 def _layer(path: str, module: nn.Module) -> Iterator[Found]:
@@ -43,33 +62,46 @@ def _layer(path: str, module: nn.Module) -> Iterator[Found]:
         yield path, "weight", layer, rank, module, None, Reason.PACKED
 
 
-def _reaching_a_convolution(module: Any) -> Iterator[Found]:
-    frozen = 0
-    for method in module._c._get_methods():
-        graph = method.graph.copy()
+def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found]]:
+    """Each with the line of source where the convolution is called."""
+    layer, count = module.original_name, 0
+    for method in module._c._method_names():
+        graph = module._c._get_method(method).graph.copy()
         torch._C._jit_pass_inline(graph)
-        for kind in _CONVOLUTIONS:
-            for node in graph.findAllNodes(f"aten::{kind}"):
-                weight = list(node.inputs())[1].node()
-                if weight.kind() == "prim::Constant":
-                    value = weight.output().toIValue()
-                    if isinstance(value, Tensor) and value.dim() in (4, 5):
-                        yield "", f"<constant {frozen}>", kind, value.dim(), module, None, Reason.FROZEN
-                        frozen += 1
-                elif (names := _attribute(weight)) is not None:
-                    owner = module
-                    for name in names[:-1]:
-                        owner = getattr(owner, name)
-                    value = getattr(owner, names[-1])
-                    if isinstance(value, Tensor) and value.dim() in (4, 5):
-                        layer = getattr(owner, "original_name", kind)
-                        yield ".".join(names[:-1]), names[-1], layer, value.dim(), owner, value, None
+        for node in (node for kind in _CONVOLUTIONS for node in graph.findAllNodes(kind)):
+            rank = _CONVOLUTIONS[node.kind()] or _length(node.inputsAt(3)) + 2
+            if rank not in (4, 5):
+                continue
+            weight = node.inputsAt(1).node()
+            while weight.kind() in _PASSING_ON:
+                weight = weight.inputsAt(0).node()
+            line = str(node.sourceRange())
+            names = _attribute(weight)
+            if names:
+                owner = module
+                for name in names[:-1]:
+                    owner = getattr(owner, name)
+                where = ".".join(filter(None, (path, *names[:-1])))
+                tensor = getattr(owner, names[-1])
+                yield line, (where, names[-1], owner.original_name, rank, owner, tensor, None)
+            elif names is None:
+                is_constant = weight.kind() in _CONSTANTS
+                name = f"<{'constant' if is_constant else 'computed'} {count}>"
+                count += 1
+                reason = Reason.FROZEN if is_constant else Reason.ON_THE_FLY
+                yield line, (path, name, layer, rank, module, None, reason)
 
 
 def _attribute(node: Any) -> list[str] | None:
-    """The names that lead from the module to what a node gives, or `None` where it is computed."""
+    """The names that lead from the module to what a node gives; none for an argument; `None` where it is computed."""
     names: list[str] = []
     while node.kind() == "prim::GetAttr":
         names.insert(0, node.s("name"))
         node = node.input().node()
-    return names if names and node.kind() == "prim::Param" else None
+    return names if node.kind() == "prim::Param" else None
+
+
+def _length(value: Any) -> int:
+    """Of a list of numbers in a graph."""
+    node = value.node()
+    return len(list(node.inputs())) if node.kind() == "prim::ListConstruct" else len(value.toIValue() or ())

@@ -94,7 +94,7 @@ def find_sites(model: nn.Module) -> list[Site]:
         found: list[Site] = []
         if family == "plain":
             weight = module._parameters.get("weight")
-            if type(weight) is nn.Parameter:
+            if type(weight) is nn.Parameter and weight.dim() == rank:
                 found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, weight, None))  # type: ignore[arg-type]
             else:
                 found += _special_sites(path, module, rank)
@@ -142,4 +142,6 @@ def _special_sites(path: str, module: nn.Module, rank: int) -> list[Site]:
         return [site("weight", None, Reason.LAZY)]
     # A property may compute its value without autograd's knowledge; a stored tensor is the same one every time.
     is_stored = weight is parameter or (weight.is_leaf and weight is module.weight)
-    return [site("weight", weight, None) if is_stored else site("weight", None, Reason.COMPUTED)]
+    if not is_stored:
+        return [site("weight", None, Reason.COMPUTED)]
+    return [site("weight", weight, None if weight.dim() == rank else Reason.UNSUPPORTED)]
