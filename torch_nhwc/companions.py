@@ -14,6 +14,8 @@ from torch_nhwc.reasons import Reason
 
 # Types whose bytes are what they seem.
 _PLAIN = (Tensor, nn.Parameter)
+# Numbers of one byte, which optimizers use as codes.
+_CODES = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
 class Companion(NamedTuple):
@@ -109,7 +111,7 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
             if state := states.get(weight):
                 shape = weight.shape
                 for key, value in state.items():
-                    if type(value) is Tensor and value.shape == shape and value.layout is torch.strided:
+                    if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
                         found.append(Companion(index, key, value, None))
                     else:
                         found += [Companion(index, *each) for each in _matching({key: value}, shape)]
@@ -131,9 +133,16 @@ def _matching(state: Any, shape: torch.Size, prefix: str = "") -> Iterator[tuple
     for key, value in items:
         if isinstance(value, Tensor):
             if value.shape == shape:
-                is_plain = type(value) in _PLAIN and value.layout == torch.strided
-                yield f"{prefix}{key}", value, None if is_plain else Reason.OTHER_KIND
+                yield f"{prefix}{key}", value, _reason_to_stay(value)
             elif value.dim() > 0 and value.numel() > 1:  # a count of steps is nothing to speak of
                 yield f"{prefix}{key}", value, Reason.OTHER_SHAPE
         elif isinstance(value, (Mapping, list, tuple)):
             yield from _matching(value, shape, f"{prefix}{key}.")
+
+
+def _reason_to_stay(state: Tensor) -> Reason | None:
+    if type(state) not in _PLAIN or state.layout is not torch.strided:
+        return Reason.OTHER_KIND
+    # Bytes are codes with a scale for each block of memory: they cannot be permuted, and kernels that read them beside
+    # the weight go by memory, too.
+    return Reason.STATE_IN_THE_WAY if state.dtype in _CODES else None
