@@ -6,12 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import cuda_build
+import cmake_build
 import pytest
 import torch
-from torch.utils import cpp_extension
-
-import torch_nhwc as nhwc
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -19,19 +16,24 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(*languages):
+    """The blocks in these languages, each of a group as long as there are languages, one right behind the other."""
     found = []
     for document in DOCUMENTS:
         text = document.read_text()
-        for match in BLOCK.finditer(text):
-            line = text[: match.start()].count("\n") + 1
-            if match[1] in languages:
-                found.append(pytest.param(match[2], id=f"{document.name}:{line}"))
+        matches = list(BLOCK.finditer(text))
+        for index in range(len(matches) - len(languages) + 1):
+            group = matches[index : index + len(languages)]
+            if tuple(match[1] for match in group) == languages:
+                line = text[: group[0].start()].count("\n") + 1
+                found.append(pytest.param(*(match[2] for match in group), id=f"{document.name}:{line}"))
     return found
 
 
 def test_every_block_has_a_language_that_a_test_runs():
     languages = {match[1] for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())}
-    assert languages == {"python", "cpp", "console"}
+    assert languages == {"python", "cmake", "cpp", "console"}
+    # A program in C++ stands behind its project.
+    assert len(blocks("cmake")) == len(blocks("cpp")) == len(blocks("cmake", "cpp"))
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -41,18 +43,17 @@ def test_python_blocks_run(code, tmp_path):
     subprocess.run([sys.executable, tmp_path / "block.py"], check=True, env=environment)
 
 
-@pytest.mark.parametrize("code", blocks("cpp"))
-def test_cpp_blocks_compile_and_run(code, tmp_path):
-    (tmp_path / "block.cpp").write_text(code)
-    libraries = Path(torch.__file__).parent / "lib"
-    flags = ["-std=c++20", "-O0", *(flag for path in cpp_extension.include_paths() for flag in ("-isystem", path))]
-    flags += [f"-I{path}" for path in nhwc.include_paths()]
-    links = [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-Wl,--no-as-needed", str(nhwc.library_path())]
-    links += [f"-Wl,-rpath,{nhwc.library_path().parent}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    program = tmp_path / "block"
-    command = [os.environ.get("CXX", "c++"), *flags, tmp_path / "block.cpp", "-o", program, *links]
-    subprocess.run(command, check=True)
-    subprocess.run([program], check=True, env=cuda_build.environment())
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize(("project", "code"), blocks("cmake", "cpp"))
+def test_cmake_projects_build_and_run(project, code, tmp_path):
+    (tmp_path / "CMakeLists.txt").write_text(project)
+    (tmp_path / "main.cpp").write_text(code)
+    torch.jit.script(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))).save(tmp_path / "model.pt")
+    (name,) = re.findall(r"add_executable\((\w+)", project)
+    program = cmake_build.make_program(tmp_path, tmp_path / "build", name)
+    cmake_build.run_program(program, "model.pt", "converted.pt", cwd=tmp_path)
+    if "arguments[2]" in code:
+        assert torch.jit.load(tmp_path / "converted.pt").state_dict()["0.weight"].stride() == (27, 1, 9, 3)
 
 
 def run_make_demo():
@@ -94,3 +95,11 @@ def test_links_lead_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)", BLOCK.sub("", document.read_text())):
             assert target.startswith("http") or (document.parent / target).exists(), (document.name, target)
+
+
+def test_the_guide_lists_every_reason():
+    import torch_nhwc as nhwc
+
+    rows = [f"| `{reason.name}` | {reason.value} |" for reason in nhwc.Reason]
+    section = "\n".join(["<!-- reasons -->", "| code | the site ... |", "| --- | --- |", *rows, "<!-- end of reasons -->"])
+    assert section in (ROOT / "docs/guide.md").read_text(), section

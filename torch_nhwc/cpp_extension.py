@@ -2,6 +2,9 @@
 
 from torch_nhwc.library import PACKAGE
 
+cmake_prefix_path = str(PACKAGE / "share" / "cmake")
+"""For CMAKE_PREFIX_PATH, beside `torch.utils.cmake_prefix_path`: `find_package(torch_nhwc)` looks here."""
+
 
 def include_paths() -> list[str]:
     """The folders for `extra_include_paths`: below them lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`."""

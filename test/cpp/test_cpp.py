@@ -4,12 +4,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import cmake_build
 import cuda_build
 import pytest
 import torch
@@ -22,7 +22,7 @@ ROOT = HERE.parent.parent
 INCLUDE = Path(nhwc.include_paths()[0])
 HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
 CXX = os.environ.get("CXX", "c++")
-TORCH_FREE = [header for header in HEADERS if header != "torch_nhwc/ops.h"]
+TORCH_FREE = [header for header in HEADERS if header not in ("torch_nhwc/ops.h", "torch_nhwc/module.h")]
 
 
 def compile_alone(header, standard, folder, *flags):
@@ -137,21 +137,8 @@ def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):
             return torch.nn.functional.conv2d(x, torch.ops.nhwc.convert_weight(self.weight))
 
     torch.jit.script(Layer()).save(tmp_path / "layer.pt")
-    cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ.get('PATH', '')}")
-    assert cmake, "cmake is among the requirements of the extra `test`"
-    configure = [cmake, "-S", HERE, "-B", tmp_path / "build", "-DCMAKE_BUILD_TYPE=Release"]
-    configure += [f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}", f"-DTORCH_NHWC_INCLUDE={INCLUDE}"]
-    configure += [f"-DTORCH_NHWC_LIBRARY={nhwc.library_path()}"]
-    if torch.version.cuda:
-        root = cuda_build.toolkit()
-        configure += [f"-DCMAKE_CUDA_COMPILER={root / 'bin/nvcc'}", f"-DCUDA_TOOLKIT_ROOT_DIR={root}"]
-        configure += [f"-DCUDA_nvrtc_LIBRARY={cuda_build.library('nvrtc')}"]  # which a small toolkit lacks
-    subprocess.run(configure, check=True)
-    subprocess.run([cmake, "--build", tmp_path / "build", "--parallel", "2"], check=True)
-    program = tmp_path / "build" / "consumer"
-    assert "libpython" not in subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
-    command = [program, tmp_path / "layer.pt"]
-    run = subprocess.run(command, check=True, capture_output=True, text=True, env=cuda_build.environment())
+    program = cmake_build.make_program(HERE, tmp_path / "build", "consumer")
+    run = cmake_build.run_program(program, tmp_path / "layer.pt", capture_output=True, text=True)
     assert run.stdout == "ok\n"
 
 

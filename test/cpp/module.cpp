@@ -1,0 +1,352 @@
+// The walk over modules. Without arguments, prints "ok" where everything is as it should be. With the paths of two
+// archives, converts the first, prints the report and writes the second.
+#include <torch/script.h>
+#include <torch/torch.h>
+#include <torch_nhwc/module.h>
+
+#include <functional>
+#include <iostream>
+#include <map>
+#include <string>
+#include <vector>
+
+namespace {
+
+using nhwc::Action;
+using nhwc::Outcome;
+
+void check(bool condition, const std::string& what) {
+  if (condition) return;
+  std::cerr << "failed: " << what << "\n";
+  std::exit(1);
+}
+
+void check_raises(const std::function<void()>& call, const std::string& text) {
+  try {
+    call();
+  } catch (const c10::Error& error) {
+    const std::string message = error.what_without_backtrace();
+    check(message.find(text) != std::string::npos, "expected the error to say '" + text + "', got '" + message + "'");
+    return;
+  }
+  check(false, "expected an error that says '" + text + "'");
+}
+
+// A convolution of the user's own.
+struct ScaledImpl : torch::nn::Conv2dImpl {
+  ScaledImpl() : torch::nn::Conv2dImpl(torch::nn::Conv2dOptions(4, 4, 3).padding(1)) {}
+  torch::Tensor forward(const torch::Tensor& x) { return 0.5 * torch::nn::Conv2dImpl::forward(x); }
+};
+TORCH_MODULE(Scaled);
+
+// Every kind of convolution, what is none, a layer that is held twice, and two that share a weight.
+struct Model : torch::nn::Module {
+  torch::nn::Conv1d line{register_module("line", torch::nn::Conv1d(2, 4, 3))};
+  torch::nn::Conv2d plane{register_module("plane", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)))};
+  torch::nn::Sequential body{register_module(
+      "body", torch::nn::Sequential(Scaled(), torch::nn::BatchNorm2d(4),
+                                    torch::nn::ConvTranspose2d(torch::nn::ConvTranspose2dOptions(4, 6, 2).stride(2))))};
+  torch::nn::Conv3d space{register_module("space", torch::nn::Conv3d(2, 3, 3))};
+  torch::nn::ConvTranspose3d wide{register_module("wide", torch::nn::ConvTranspose3d(3, 2, 2))};
+  torch::nn::Conv2d tied{register_module("tied", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)))};
+  torch::nn::Conv2d again{register_module("again", plane)};
+  torch::Tensor kernel = register_parameter("kernel", torch::randn({4, 3, 3, 3}));
+
+  Model() { tied->weight = plane->weight; }
+
+  torch::Tensor forward(const torch::Tensor& x, const torch::Tensor& volume) {
+    const auto y = body->forward(plane(x) + tied(again(x).slice(1, 0, 3)));
+    return y.sum() + wide(space(volume)).square().mean();
+  }
+
+  std::map<std::string, torch::Tensor> weights() {
+    return {{"plane", plane->weight},
+            {"body.0", body->ptr<ScaledImpl>(0)->weight},
+            {"body.2", body->ptr<torch::nn::ConvTranspose2dImpl>(2)->weight},
+            {"space", space->weight},
+            {"wide", wide->weight},
+            {"tied", tied->weight}};
+  }
+};
+
+// In the order of registration.
+const std::vector<std::string> paths = {"plane", "body.0", "body.2", "space", "wide", "tied"};
+const std::map<std::string, std::vector<int64_t>> channels_last = {
+    {"plane", {27, 1, 9, 3}},     {"body.0", {36, 1, 12, 4}}, {"body.2", {24, 1, 12, 6}},
+    {"space", {54, 1, 18, 6, 2}}, {"wide", {16, 1, 8, 4, 2}}, {"tied", {27, 1, 9, 3}},
+};
+
+std::vector<const void*> addresses(const torch::nn::Module& module) {
+  std::vector<const void*> found;
+  for (const auto& parameter : module.parameters()) found.push_back(parameter.const_data_ptr());
+  return found;
+}
+
+std::vector<std::string> paths_of(const nhwc::ModuleReport& report, Action action) {
+  std::vector<std::string> found;
+  for (const auto& site : report.sites) {
+    if (site.action == action) found.push_back(site.path);
+  }
+  return found;
+}
+
+const nhwc::SiteReport& site_of(const nhwc::ModuleReport& report, const std::string& path) {
+  for (const auto& site : report.sites) {
+    if (site.path == path) return site;
+  }
+  check(false, "no site " + path);
+  return report.sites.front();
+}
+
+void converts_every_convolution() {
+  Model model;  // of no shared_ptr
+  const auto tensors = model.weights();
+  std::map<std::string, torch::Tensor> values;
+  for (const auto& [path, weight] : tensors) values[path] = weight.detach().clone();
+  const auto others = {model.line->weight, model.kernel, model.plane->bias};
+  std::vector<std::pair<const void*, std::vector<int64_t>>> untouched;
+  for (const auto& other : others) untouched.emplace_back(other.const_data_ptr(), other.strides().vec());
+
+  const auto report = nhwc::convert_weights_(model);
+
+  check(paths_of(report, Action::convert) == std::vector<std::string>(paths.begin(), paths.end() - 1), "the sites");
+  check(paths_of(report, Action::keep) == std::vector<std::string>{"tied"}, "a shared weight once");
+  check(site_of(report, "tied").reason == "it is the same tensor as an earlier site's, and changes with it", "tied");
+  for (const auto& [path, weight] : model.weights()) {
+    check(weight.is_same(tensors.at(path)), "identity of " + path);
+    check(weight.strides() == at::IntArrayRef(channels_last.at(path)), "strides of " + path);
+    check(torch::equal(weight, values.at(path)), "values of " + path);
+    const auto& site = site_of(report, path);
+    check(site.outcome == Outcome::reused && site.name == "weight", "report of " + path);
+    check(site.sizes == weight.sizes().vec(), "sizes of " + path);
+    check(site.strides == values.at(path).strides().vec(), "strides before of " + path);
+    check(site.target_strides == channels_last.at(path), "target strides of " + path);
+  }
+  check(site_of(report, "body.0").layer.find("ScaledImpl") != std::string::npos, "the layer of a class of its own");
+  check(model.tied->weight.is_same(model.plane->weight), "a shared weight stays shared");
+  size_t index = 0;
+  for (const auto& other : others) {
+    const auto& [address, strides] = untouched[index++];
+    check(other.const_data_ptr() == address && other.strides() == at::IntArrayRef(strides), "what is no site");
+  }
+
+  const auto before = addresses(model);
+  const auto second = nhwc::convert_weights_(model, {.storage = "fresh"});
+  check(paths_of(second, Action::keep) == paths, "a second time");
+  check(addresses(model) == before, "a second time moves nothing");
+  check(second.sites.front().outcome == Outcome::kept, "the outcome of what is in format");
+  check(second.sites.front().reason == "its strides are the wanted ones already", "the reason of what is in format");
+
+  nhwc::convert_weights_(model, {.memory_format = at::MemoryFormat::Contiguous});
+  for (const auto& [path, weight] : model.weights()) {
+    check(weight.strides() == values.at(path).strides(), "strides back of " + path);
+    check(torch::equal(weight, values.at(path)), "values back of " + path);
+  }
+}
+
+void training_goes_on() {
+  Model model, twin;
+  model.to(torch::kDouble);
+  twin.to(torch::kDouble);
+  {
+    const torch::NoGradGuard no_grad;
+    for (const auto& parameter : model.named_parameters()) {
+      twin.named_parameters()[parameter.key()].copy_(parameter.value());
+    }
+  }
+  torch::optim::SGD optimizer(model.parameters(), 0.01), twin_optimizer(twin.parameters(), 0.01);
+  const auto x = torch::randn({2, 3, 8, 8}, torch::kDouble), volume = torch::randn({1, 2, 6, 6, 6}, torch::kDouble);
+  const auto backward = [&] {
+    model.forward(x, volume).backward();
+    twin.forward(x, volume).backward();
+  };
+
+  backward();
+  nhwc::convert_weights_(model);  // between backward and step
+  for (const auto& [path, weight] : model.weights()) {
+    check(weight.grad().strides() == weight.strides(), "the gradient of " + path + " follows");
+    check(torch::equal(weight.grad(), twin.weights().at(path).grad()), "the gradient's values of " + path);
+  }
+  optimizer.step();
+  twin_optimizer.step();
+  for (int step = 0; step < 2; ++step) {
+    backward();
+    optimizer.step();
+    twin_optimizer.step();
+  }
+  for (const auto& parameter : model.named_parameters()) {
+    const auto& expected = twin.named_parameters()[parameter.key()];
+    check(torch::allclose(parameter.value(), expected, 1e-9, 1e-12), "after training, " + parameter.key());
+  }
+  for (const auto& [path, weight] : model.weights()) {
+    check(weight.strides() == at::IntArrayRef(channels_last.at(path)), "strides after training of " + path);
+  }
+}
+
+void one_refused_site() {
+  Model model;
+  const auto flat = torch::zeros(1000);
+  model.space->weight.set_data(flat.narrow(0, 10, model.space->weight.numel()).view_as(model.space->weight));
+  const auto before = addresses(model);
+  const std::string reason = "is part of a larger storage";
+
+  check_raises([&] { nhwc::convert_weights_(model, {.strict = true}); },
+               "nothing was changed, because of\n  space.weight (torch::nn::Conv3dImpl) [3, 2, 3, 3, 3]: refuse, the "
+               "weight " +
+                   reason);
+  check(addresses(model) == before, "strict, where a site is refused, moves nothing");
+  for (const auto& [path, weight] : model.weights()) check(weight.is_contiguous(), "strict leaves the strides");
+
+  const auto report = nhwc::convert_weights_(model);
+  check(paths_of(report, Action::refuse) == std::vector<std::string>{"space"}, "the refused site");
+  const auto& site = site_of(report, "space");
+  check(site.outcome == Outcome::part_of_larger_storage && site.reason.find(reason) != std::string::npos, "its reason");
+  check(site.target_strides == channels_last.at("space"), "its target strides");
+  check(model.space->weight.is_contiguous(), "the refused weight");
+  check(model.wide->weight.strides() == at::IntArrayRef(channels_last.at("wide")), "the others are converted");
+
+  check(nhwc::convert_weights_(model, {.storage = "detach", .strict = true}).sites[3].outcome == Outcome::fresh,
+        "detach");
+
+  Model empty;
+  empty.plane->weight = torch::Tensor();
+  check(nhwc::convert_weights_(empty).sites.front().reason == "the layer has no weight", "an undefined weight");
+}
+
+void the_options() {
+  Model model;
+  const auto flat = nhwc::convert_weights_(model, {.memory_format = at::MemoryFormat::ChannelsLast});
+  check((paths_of(flat, Action::keep) == std::vector<std::string>{"space", "wide", "tied"}), "channels_last is 4D");
+  check(site_of(flat, "wide").reason == "the memory format is of the other rank", "the other rank");
+  const auto deep = nhwc::convert_weights_(model, {.memory_format = at::MemoryFormat::ChannelsLast3d, .strict = true});
+  check((paths_of(deep, Action::convert) == std::vector<std::string>{"space", "wide"}), "channels_last_3d is 5D");
+
+  const auto is_body = [](const std::string& path) { return path.rfind("body.", 0) == 0; };
+  const auto part = nhwc::convert_weights_(model, {.memory_format = at::MemoryFormat::Contiguous, .filter = is_body});
+  check((paths_of(part, Action::convert) == std::vector<std::string>{"body.0", "body.2"}), "the filter");
+  check(site_of(part, "plane").reason == "the filter left it out", "what the filter leaves out");
+  check(!model.plane->weight.is_contiguous(), "what the filter leaves out is not converted");
+
+  torch::nn::Conv2d layer(3, 4, 3);
+  const auto holder = layer->weight.detach();
+  const auto refused = nhwc::convert_weights_(*layer, {.storage = "reuse"});
+  check(refused.sites.front().outcome == Outcome::held, "reuse, of what is held");
+  check(nhwc::convert_weights_(*layer).sites.front().outcome == Outcome::fresh_held, "auto, of what is held");
+  check(holder.is_contiguous(), "the holder keeps its memory");
+
+  check_raises([&] { nhwc::convert_weights_(*layer, {.storage = "new"}); }, "expected storage to be 'auto'");
+  check_raises([&] { nhwc::convert_weights_(*layer, {.memory_format = at::MemoryFormat::Preserve}); },
+               "expected contiguous_format, channels_last or channels_last_3d");
+  torch::nn::Linear linear(2, 2);
+  check(nhwc::convert_weights_(*linear).sites.empty(), "no convolution");
+}
+
+void the_report_as_text() {
+  torch::nn::Sequential model(torch::nn::Conv2d(3, 4, 3), torch::nn::Conv3d(2, 3, 3), torch::nn::Conv2d(4, 4, 3));
+  model->ptr<torch::nn::Conv2dImpl>(2)->weight = model->ptr<torch::nn::Conv2dImpl>(2)->weight * 1;
+  std::ostringstream text;
+  text << nhwc::convert_weights_(*model, {.memory_format = at::MemoryFormat::ChannelsLast});
+  check(text.str() ==
+            "0.weight (torch::nn::Conv2dImpl) [4, 3, 3, 3]: convert, strides [27, 9, 3, 1] to [27, 1, 9, 3]\n"
+            "1.weight (torch::nn::Conv3dImpl) [3, 2, 3, 3, 3]: keep, the memory format is of the other rank\n"
+            "2.weight (torch::nn::Conv2dImpl) [4, 4, 3, 3]: refuse, the weight is not a leaf of the autograd graph: "
+            "convert the tensors that it is computed from, or use convert_weight (shape [4, 4, 3, 3], strides [36, 9, "
+            "3, 1], dtype Float, device cpu)\n"
+            "3 sites: 1 convert, 0 restride, 1 keep, 1 refuse\n",
+        "the text:\n" + text.str());
+
+  torch::nn::Conv2d layer(3, 4, 3);
+  const auto report = nhwc::convert_weights_(*layer);
+  check(report.sites.front().path.empty(), "the module itself");
+  check(report.summary() == "1 site: 1 convert, 0 restride, 0 keep, 0 refuse", "the summary of one");
+}
+
+// TorchScript without an archive, where frozen constants have names.
+void scripts_train_and_freeze() {
+  torch::jit::Module inner("Inner"), module("Outer");
+  inner.register_parameter("kernel", torch::randn({4, 3, 3, 3}, torch::requires_grad()), /*is_buffer=*/false);
+  inner.define("def forward(self, x):\n  return torch.conv2d(x, self.kernel)\n");
+  module.register_module("inner", inner);
+  module.define("def forward(self, x):\n  return self.inner.forward(x)\n");
+  module.eval();
+  auto frozen = torch::jit::freeze(module);
+
+  const auto x = torch::randn({2, 3, 8, 8});
+  torch::Tensor expected;
+  for (int run = 0; run < 3; ++run) expected = module.forward({x}).toTensor();  // the executor learns the strides
+  expected.sum().backward();
+  const auto kernel = inner.attr("kernel").toTensor();
+  const auto gradient = kernel.grad().clone();
+  const auto report = nhwc::convert_weights_(module, {.strict = true});
+  const auto& site = report.sites.front();
+  check(site.path == "inner" && site.name == "kernel" && site.layer == "Inner", "the site of a script");
+  check(kernel.strides() == at::IntArrayRef({27, 1, 9, 3}), "strides in a script");
+  check(kernel.grad().strides() == kernel.strides() && torch::equal(kernel.grad(), gradient), "the gradient follows");
+  for (int run = 0; run < 3; ++run) {
+    const auto out = module.forward({x}).toTensor();
+    check(torch::allclose(out, expected, 1e-4, 1e-5), "the output of a converted script");
+    out.sum().backward();
+  }
+  check(torch::allclose(kernel.grad(), 4 * gradient, 1e-4, 1e-4), "the gradients of a converted script");
+
+  const auto refused = nhwc::convert_weights_(frozen).sites.front();
+  check(refused.action == Action::refuse && refused.path == "inner" && refused.name == "kernel", "a frozen weight");
+  auto frozen_after = torch::jit::freeze(module);
+  const auto kept = nhwc::convert_weights_(frozen_after, {.strict = true}).sites.front();
+  check(kept.action == Action::keep && kept.outcome == Outcome::kept, "a weight that was converted, then frozen");
+}
+
+void convert_archive(const std::string& from, const std::string& to) {
+  auto module = torch::jit::load(from);
+  std::map<std::string, torch::Tensor> tensors, values;
+  for (const auto& named : module.named_attributes()) {
+    if (!named.value.isTensor()) continue;
+    tensors[named.name] = named.value.toTensor();
+    values[named.name] = named.value.toTensor().detach().clone();
+  }
+  const auto report = nhwc::convert_weights_(module);
+  std::cout << report;
+
+  std::map<std::string, std::vector<int64_t>> desired;
+  for (const auto& site : report.sites) {
+    const auto name = site.path.empty() ? site.name : site.path + "." + site.name;
+    if (site.action != Action::refuse) desired[name] = site.target_strides;
+  }
+  for (const auto& named : module.named_attributes()) {
+    if (!named.value.isTensor()) continue;
+    const auto tensor = named.value.toTensor();
+    check(tensor.is_same(tensors.at(named.name)), "identity of " + named.name);
+    check(torch::equal(tensor, values.at(named.name)), "values of " + named.name);
+    if (desired.count(named.name)) {
+      check(tensor.strides() == at::IntArrayRef(desired.at(named.name)), "strides of " + named.name);
+    }
+  }
+
+  for (auto& [name, tensor] : tensors) values[name] = tensor.detach();
+  for (const auto& site : nhwc::convert_weights_(module).sites) {
+    check(site.action == Action::keep || site.action == Action::refuse, "a second time");
+  }
+  for (const auto& [name, tensor] : tensors) {
+    check(tensor.const_data_ptr() == values.at(name).const_data_ptr(), "a second time moves " + name);
+  }
+  if (report.summary().find(" 0 refuse") == std::string::npos) {
+    check_raises([&] { nhwc::convert_weights_(module, {.strict = true}); }, "nothing was changed, because of");
+  }
+  module.save(to);
+}
+
+}  // namespace
+
+int main(int count, char** arguments) {
+  if (count == 3) {
+    convert_archive(arguments[1], arguments[2]);
+    return 0;
+  }
+  converts_every_convolution();
+  training_goes_on();
+  one_refused_site();
+  the_options();
+  the_report_as_text();
+  scripts_train_and_freeze();
+  std::cout << "ok\n";
+}
