@@ -1,14 +1,8 @@
 """Convolution weights, and whole models, into channels-last memory format."""
 
 from torch_nhwc import distributed as _distributed
-from torch_nhwc.checkpoints import (
-    Deviation,
-    align_,
-    check,
-    contiguous_state_dict,
-    convert_state_dict,
-    restore_,
-)
+from torch_nhwc.checking import Deviation, check
+from torch_nhwc.checkpoints import align_, contiguous_state_dict, convert_state_dict, restore_
 from torch_nhwc.conversion import channels_last, convert_
 from torch_nhwc.cpp_extension import cmake_prefix_path, extra_cflags, extra_cuda_cflags, include_paths
 from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format

@@ -69,7 +69,13 @@ def register_when_imported() -> None:
 
 
 def gather(mine: _T, process_group: Any) -> list[_T]:
-    """What every rank of a group has, in their order."""
+    """What every rank of a group has, in their order.
+
+    Raises:
+        ValueError: this rank is not in the group.
+    """
+    if torch.distributed.get_rank(process_group) < 0:
+        raise ValueError("this rank is not in the process group")
     everyone: list[Any] = [None] * torch.distributed.get_world_size(process_group)
     torch.distributed.all_gather_object(everyone, mine, group=process_group)
     return everyone
