@@ -130,6 +130,14 @@ bool are_aliases(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
+// What detach().as_strided(...) gives, without two ways through the dispatcher: models have thousands of tensors.
+at::Tensor restrided(const at::Tensor& tensor, const Strides& strides) {
+  auto copy = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
+                                                                    /*allow_tensor_metadata_change=*/true);
+  copy->set_sizes_and_strides(tensor.sizes(), strides);
+  return at::Tensor(std::move(copy));
+}
+
 // Changes that are made together: their bytes in one parallel region, then their metadata.
 struct Batch {
   std::vector<const Change*> changes;
@@ -176,7 +184,7 @@ std::vector<Batch> prepare(std::vector<Change>& changes) {
       change.replacement = empty_weight(tensor.sizes(), change.strides, options);
       write(tensor, change.replacement);
     } else {
-      change.replacement = tensor.detach().as_strided(tensor.sizes(), change.strides);
+      change.replacement = restrided(tensor, change.strides);
     }
     if (change.is_staged()) {
       change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
