@@ -98,7 +98,7 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
     Optimizer state belongs to a weight by the identity of the parameter, and follows it where it has its shape.
 
     Raises:
-        ValueError: an averaged copy lacks one of the names, or has it in another shape.
+        ValueError: an averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
     """
     found = [
         Companion(index, "grad", gradient, None)
@@ -116,8 +116,11 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
                     else:
                         found += [Companion(index, *each) for each in _matching({key: value}, shape)]
     for copy in followers.copies:
-        for index, name, weight in weights:
-            tensor = _tensor_of(copy, name)
+        tensors = [_tensor_of(copy, name) for _, name, _ in weights]
+        is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)
+        for (index, name, weight), tensor in zip(weights, tensors):
+            if tensor is None and is_partial:  # buffers and frozen weights are rarely averaged
+                continue
             if tensor is None or tensor.shape != weight.shape:
                 got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
                 raise ValueError(f"the averaged copy has {got} at {name!r}, the model has {tuple(weight.shape)}")

@@ -36,7 +36,9 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 
 
 def add_hook(module: nn.Module, hook: Any) -> None:
-    """Registers one of the hooks above."""
+    """Registers one of the hooks above, unless it is there already."""
+    if hook in module._forward_pre_hooks.values():
+        return
     module.register_forward_pre_hook(hook, with_kwargs=isinstance(hook, ChannelsLastInput))
 
 
