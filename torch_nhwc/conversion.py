@@ -27,6 +27,7 @@ from torch_nhwc.planning import (
     match,
     outcomes_of,
     sites_of,
+    step_reason,
 )
 from torch_nhwc.reasons import Reason
 from torch_nhwc.report import Before, Report, new_bytes
@@ -223,10 +224,12 @@ class Job:
                 waiting = find_hook(module, ConvertWhenMaterialised)
                 if waiting:  # from an earlier call, that this one takes the place of
                     edits.append(_hook_edit(module, waiting).reverse)
-            if row.name != "weight" and _takes_part(row) and id(module) not in seen:
+            is_tied = row.reason is Reason.TIED
+            if row.name != "weight" and (_takes_part(row) or is_tied) and id(module) not in seen:
                 seen.add(id(module))
+                reason = step_reason(site, self.memory_format != "contiguous_format", {}) if is_tied else row.reason
                 wanted = None
-                if row.reason is Reason.COPIED_EACH_FORWARD:
+                if reason is Reason.COPIED_EACH_FORWARD:
                     wanted = self.memory_format or str(CHANNELS_LAST[row.rank]).removeprefix("torch.")
                 current = computed.step_format(module)
                 if wanted != current:

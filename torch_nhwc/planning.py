@@ -264,7 +264,7 @@ def decide(
                     action, reason = Action.REFUSE, Reason.OFFLOADED
                 else:
                     if name != "weight" and reason is None:
-                        reason = _step_reason(site, last, steps)
+                        reason = step_reason(site, last, steps)
                     if reason is None and 0 in tensor.stride():
                         reason = Reason.OVERLAPPING
                     if reason is Reason.COMPUTED:
@@ -391,7 +391,7 @@ def canonical_strides(shape: torch.Size, last: bool) -> Strides:
     return strides
 
 
-def _step_reason(site: Site, last: bool, known: dict[int, Reason | None]) -> Reason | None:
+def step_reason(site: Site, last: bool, known: dict[int, Reason | None]) -> Reason | None:
     """Whether a computed weight will have the wanted strides by itself, once its originals have them."""
     module = site.module
     if id(module) not in known:
