@@ -253,7 +253,8 @@ class Job:
             weakref.ref(self.model),
             self.followers.weakly(),
             {index: _strides_to_restore(rows[index]) for index in touched},
-            Before.layouts(each.tensor for each in following),
+            # Those that lay as their weight did go back with it, as those do that have come since.
+            Before.layouts(each.tensor for each in following if each.tensor.stride() != rows[each.row].strides),
             tuple(edits),
         )
         if dry_run:
