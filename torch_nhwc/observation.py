@@ -144,6 +144,7 @@ def _run(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list
         stack.enter_context(torch.no_grad())
         stack.enter_context(watch)
         model(*arguments, **keywords)
+        stack.close()  # by the end of the block an interrupt would come too late to be seen
     return watch.uses
 
 
@@ -166,8 +167,16 @@ def _restore_afterwards(stack: ExitStack, model: nn.Module) -> None:
         for buffer in module._buffers.values():
             if buffer is not None:
                 callbacks.append(partial(_put_back, buffer, buffer.detach().clone()))
-    for callback in callbacks:
-        stack.callback(callback)
+    # Twice: where an interrupt ends the first, the second goes on.
+    stack.callback(_call_all, callbacks)
+    stack.callback(_call_all, callbacks)
+
+
+def _call_all(pending: list[Callable[[], object]]) -> None:
+    """Calls functions, the last one first, each of which may be called again."""
+    while pending:
+        pending[-1]()
+        pending.pop()
 
 
 def _put_back_all(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
@@ -178,5 +187,4 @@ def _put_back_all(buffers: dict[str, Tensor | None], before: dict[str, Tensor | 
 def _put_back(buffer: Tensor, values: Tensor) -> None:
     has_values = not buffer.is_meta and not hasattr(buffer, "fake_mode")
     if has_values and not torch.equal(buffer, values):
-        with torch.no_grad():
-            buffer.copy_(values)
+        buffer.detach().copy_(values)
