@@ -1,7 +1,7 @@
 """Checkpoints and the format: contiguous state dicts, restoring it, and checking that it is there."""
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -43,13 +43,18 @@ def _map_tensors(value: Any, function: Any) -> Any:
     if isinstance(value, Tensor):
         return function(value)
     if isinstance(value, Mapping):
-        mapped = copy.copy(value)  # keeps the type, and the metadata that load_state_dict looks for
+        mapped = _copy(value)
         for key, each in value.items():
-            mapped[key] = _map_tensors(each, function)  # type: ignore[index]
+            mapped[key] = _map_tensors(each, function)
         return mapped
     if type(value) in (list, tuple):
         return type(value)(_map_tensors(each, function) for each in value)
     return value
+
+
+def _copy(mapping: Mapping[str, Any]) -> Any:
+    """Of the same type where that can be written to, with the metadata that load_state_dict looks for."""
+    return copy.copy(mapping) if isinstance(mapping, MutableMapping) else dict(mapping)
 
 
 def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
@@ -84,7 +89,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
             )
     memory_format = torch.contiguous_format if plan.memory_format == "contiguous_format" else None
     convert_weights_(list(weights.values()), memory_format, storage="detach")
-    converted: Any = copy.copy(state_dict)  # keeps the metadata that load_state_dict looks for
+    converted = _copy(state_dict)
     converted.update(weights)
     return converted  # type: ignore[no-any-return]
 
@@ -95,7 +100,8 @@ def restore_(
     """Brings back the format that a plan describes, where something took it away.
 
     `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` do; gradients, state and averaged copies that
-    are given follow. Weights may have another dtype than in the plan.
+    are given follow. Weights may have another dtype than in the plan. What else was laid out anew, such as a transposed
+    weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
 
     Args:
         model: one that the plan fits.
