@@ -1,0 +1,70 @@
+"""Large models: the walk is linear, and as deep as it needs to be."""
+
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.sites import walk
+
+
+def wide(count):
+    """A tree of `count` modules, a tenth of them convolutions."""
+    blocks = [
+        nn.Sequential(nn.Conv2d(2, 2, 1), *(nn.Identity() for _ in range(8)))  # ten modules with the container
+        for _ in range(count // 10 - 1)
+    ]
+    return nn.Sequential(*blocks, *(nn.Identity() for _ in range(9)))
+
+
+def deep(depth):
+    model = nn.Sequential(nn.Conv2d(2, 2, 3))
+    for _ in range(depth):
+        model = nn.Sequential(model)
+    return model
+
+
+def calls_of(function):
+    """How many Python functions are called."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_a_tree_of_20000_modules_is_walked_once():
+    model = wide(20_000)
+    assert sum(1 for _ in walk(model)) == 20_000
+    assert [path for path, _, _ in walk(model)] == [path for path, _ in model.named_modules()]
+
+
+@pytest.mark.parametrize("with_state", [False, True])
+def test_work_grows_as_the_model_does(with_state):
+    calls = []
+    for count in (1_000, 10_000):
+        model = wide(count)
+        optimizer = None
+        if with_state:
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer = torch.optim.AdamW(model.parameters())
+            optimizer.step()
+        calls.append(calls_of(lambda model=model, optimizer=optimizer: nhwc.convert_(model, optimizer=optimizer)))
+    assert calls[1] < 11 * calls[0]
+
+
+def test_a_model_may_be_deeper_than_pythons_stack():
+    model = deep(3 * sys.getrecursionlimit())
+    report = nhwc.convert_(model)
+    assert [row.action for row in report.plan.rows] == [nhwc.Action.CONVERT]
+    report.revert()
