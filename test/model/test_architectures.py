@@ -1,0 +1,152 @@
+"""Models as people have them, small and with random weights: all convolutions convert, and training goes on."""
+
+import copy
+
+import pytest
+import torch
+from comparison import assert_trains_alike, layouts, quiet, tensors
+from reference import FORMATS, canonical_strides
+from torch import nn
+
+import torch_nhwc as nhwc
+
+transformers = pytest.importorskip("transformers")
+diffusers = pytest.importorskip("diffusers")
+monai_networks = pytest.importorskip("monai.networks.nets")
+
+IMAGE = (1, 3, 64, 64)
+VOLUME = (1, 1, 16, 16, 16)
+
+
+def transformer(name, shape=IMAGE, argument="pixel_values", **config):
+    """By its name; a configuration inside of the configuration is made when it is needed."""
+
+    def make():
+        values = {key: value() if callable(value) else value for key, value in config.items()}
+        model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**values))
+        return model, lambda each: each(**{argument: torch.randn(shape, dtype=torch.float64)})
+
+    return make
+
+
+def diffuser(name, *shapes, **config):
+    def make():
+        model = getattr(diffusers, name)(**config)
+        return model, lambda each: each(*(torch.randn(s, dtype=torch.float64) if s else 1 for s in shapes))
+
+    return make
+
+
+def monai(name, *arguments, shape=VOLUME, **config):
+    def make():
+        model = getattr(monai_networks, name)(*arguments, **config)
+        return model, lambda each: each(torch.randn(shape, dtype=torch.float64))
+
+    return make
+
+
+SMALL = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
+LAYERED = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+QUERIES = {
+    **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 4},
+    **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
+}
+BLOCKS = {
+    "down_block_types": ("DownEncoderBlock2D",) * 2,
+    "up_block_types": ("UpDecoderBlock2D",) * 2,
+    "block_out_channels": (8, 8),
+    "norm_num_groups": 4,
+}
+ARCHITECTURES = {
+    "ResNet": transformer("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
+    "MobileNetV2": transformer("MobileNetV2", depth_multiplier=0.25),
+    "ConvNext": transformer("ConvNext", **SMALL),
+    "ConvNextV2": transformer("ConvNextV2", **SMALL),
+    "Swin": transformer("Swin", image_size=64, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
+    "ViT": transformer("ViT", image_size=64, **LAYERED),
+    "Segformer": transformer(
+        "Segformer", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[4, 2], hidden_sizes=[8, 16],
+        patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
+    ),
+    "Wav2Vec2": transformer(
+        "Wav2Vec2", shape=(1, 2000), argument="input_values", num_conv_pos_embeddings=8,
+        num_conv_pos_embedding_groups=2, conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2),
+        num_feat_extract_layers=2, apply_spec_augment=False, **LAYERED,
+    ),
+    "Dinov2": transformer(
+        "Dinov2", shape=(1, 3, 56, 56), image_size=56, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
+    ),
+    "DETR": transformer(
+        "Detr", use_timm_backbone=False, backbone=None,
+        backbone_config=lambda: transformers.ResNetConfig(out_features=["stage4"], **RESNET), **QUERIES,
+    ),
+    "Mask2Former": transformer(
+        "Mask2Former", feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_layers=1, decoder_layers=2,
+        encoder_feedforward_dim=16, dim_feedforward=16, num_attention_heads=2, num_queries=4,
+        backbone_config=lambda: transformers.SwinConfig(
+            image_size=64, embed_dim=8, depths=[1] * 4, num_heads=[1] * 4, window_size=2,
+            out_features=["stage1", "stage2", "stage3", "stage4"],
+        ),
+    ),
+    "VideoMAE": transformer("VideoMAE", shape=(1, 4, 3, 32, 32), image_size=32, num_frames=4, **LAYERED),
+    "UNet2D": diffuser(
+        "UNet2DModel", (1, 3, 16, 16), (), block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        sample_size=16,
+    ),
+    "UNet2DCondition": diffuser(
+        "UNet2DConditionModel", (1, 4, 16, 16), (), (1, 4, 8), block_out_channels=(8, 16), norm_num_groups=4,
+        layers_per_block=1, cross_attention_dim=8, attention_head_dim=4, sample_size=16,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    ),
+    "UNet3DCondition": diffuser(
+        "UNet3DConditionModel", (1, 4, 2, 16, 16), (), (1, 4, 8), block_out_channels=(8, 16), norm_num_groups=4,
+        layers_per_block=1, cross_attention_dim=8, attention_head_dim=4, sample_size=16,
+        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
+    ),
+    "AutoencoderKL": diffuser("AutoencoderKL", (1, 3, 16, 16), latent_channels=4, **BLOCKS),
+    "AutoencoderKLCogVideoX": diffuser(
+        "AutoencoderKLCogVideoX", (1, 3, 1, 16, 16), block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4,
+        layers_per_block=1, temporal_compression_ratio=2, down_block_types=("CogVideoXDownBlock3D",) * 2,
+        up_block_types=("CogVideoXUpBlock3D",) * 2, sample_height=16, sample_width=16,
+    ),
+    "monai.UNet": monai("UNet", 3, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
+    "monai.UNet2d": monai("UNet", 2, 1, 2, (4, 8, 16), (2, 2), shape=(1, 1, 32, 32)),
+    "monai.SegResNet": monai("SegResNet", 3, 8),
+    "monai.DynUNet": monai(
+        "DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 16], deep_supervision=True, deep_supr_num=1,
+    ),
+    "monai.AttentionUnet": monai("AttentionUnet", 3, 1, 2, (4, 8, 16), (2, 2)),
+    "monai.BasicUNet": monai("BasicUNet", 3, features=(4, 4, 8, 8, 8, 4)),
+    "monai.DenseNet": monai("DenseNet", 3, 1, 2, init_features=4, growth_rate=4, block_config=(1, 1)),
+    "monai.EfficientNet": monai(
+        "EfficientNetBN", "efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=1, shape=(1, 1, 32, 32),
+    ),
+}  # fmt: skip
+
+
+# Some compute a softmax in float32, whatever their weights are.
+TOLERANCE = 1e-5
+# In training the batch norms of such small inputs make mountains of the last bit's differences.
+IN_EVAL = ("MobileNetV2", "monai.EfficientNet", "monai.DenseNet")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_every_convolution_of_a_real_model_converts_and_training_goes_on(name):
+    with quiet():
+        model, run = ARCHITECTURES[name]()
+        model = model.double().train(name not in IN_EVAL)
+        plain, before = copy.deepcopy(model), layouts(model)
+        report = nhwc.convert_(model, strict=True)
+        convolutions = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
+        found = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, convolutions)}
+        assert {row.full_name for row in report.plan.rows} == found
+        assert found or name == "Wav2Vec2"
+        after = tensors(model)
+        for row in report.plan.rows:
+            assert after[row.full_name].stride() == canonical_strides(row.shape, FORMATS[row.rank])
+        assert_trains_alike(model, plain, run, steps=2, tolerance=TOLERANCE)
+        report.revert()
+        assert layouts(model) == before
+        assert_trains_alike(model, plain, run, tolerance=TOLERANCE)
