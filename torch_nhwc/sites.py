@@ -96,6 +96,8 @@ def find_sites(model: nn.Module) -> list[Site]:
             weight = module._parameters.get("weight")
             if type(weight) is nn.Parameter and weight.dim() == rank:
                 found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, weight, None))  # type: ignore[arg-type]
+            elif wrapped is Reason.FSDP1:  # a view of the flat buffer: autograd may not even say whether it is a leaf
+                found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, None, wrapped))  # type: ignore[arg-type]
             else:
                 found += _special_sites(path, module, rank)
         elif family == "quantized":
