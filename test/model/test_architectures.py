@@ -118,7 +118,7 @@ ARCHITECTURES = {
         "DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 16], deep_supervision=True, deep_supr_num=1,
     ),
     "monai.AttentionUnet": monai("AttentionUnet", 3, 1, 2, (4, 8, 16), (2, 2)),
-    "monai.BasicUNet": monai("BasicUNet", 3, features=(4, 4, 8, 8, 8, 4)),
+    "monai.BasicUNet": monai("BasicUNet", 2, features=(4, 4, 8, 8, 8, 4), shape=(1, 1, 32, 32)),
     "monai.DenseNet": monai("DenseNet", 3, 1, 2, init_features=4, growth_rate=4, block_config=(1, 1)),
     "monai.EfficientNet": monai(
         "EfficientNetBN", "efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=1, shape=(1, 1, 32, 32),
