@@ -1,5 +1,6 @@
 """Converting a model: planned, carried out in one call of the operators, and reported."""
 
+import inspect
 import time
 import warnings
 import weakref
@@ -136,7 +137,15 @@ def _tell_refused(rows: list[PlanRow], strict: bool) -> None:
     message = f"torch_nhwc: {len(refused)} of {len(rows)} sites stay as they are: {'; '.join(sentences)}{more}"
     if strict:
         raise RuntimeError(f"{message} (nothing was changed, since strict=True)")
-    warnings.warn(message, UserWarning, stacklevel=3)
+    warnings.warn(message, UserWarning, stacklevel=_level_of_caller())
+
+
+def _level_of_caller() -> int:
+    """How far up the stack, from the calling function, the code is that called the package."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("torch_nhwc", "contextlib"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 _CHANGES = {Action.CONVERT: True, Action.RESTRIDE: True, Action.KEEP: False, Action.REFUSE: False}

@@ -15,7 +15,7 @@ from torch_nhwc import computed, observation, wrapping
 from torch_nhwc.ops import Outcome, Storage, plan_weights
 from torch_nhwc.reasons import Reason
 from torch_nhwc.sites import CHANNELS_LAST, Site, find_sites
-from torch_nhwc.text import megabytes, table
+from torch_nhwc.text import amount, paragraphs, table
 
 if TYPE_CHECKING:
     from torch_nhwc.report import Report
@@ -163,15 +163,18 @@ def _row_from_json(row: dict[str, Any]) -> PlanRow:
 def render(rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan") -> str:
     """Rows as a table that fits the terminal, with totals above and the reasons' sentences below."""
     counts = Counter(row.action for row in rows)
-    totals = ", ".join(f"{counts[action]} {action.value}" for action in Action)
-    moved = megabytes(sum(row.bytes_to_move for row in rows))
-    head = f"{what}: {len(rows)} sites to {memory_format or 'channels-last'}: {totals}; {moved} to move"
+    totals = ", ".join(f"{counts[action]} {action.value}" for action in Action if counts[action]) or "nothing to do"
+    moved = amount(sum(row.bytes_to_move for row in rows))
+    verb = "moved" if what == "Report" else "to move"
+    dtypes = {row.dtype.removeprefix("torch.") for row in rows if row.dtype}
+    of_one = f" of {min(dtypes)}" if len(dtypes) == 1 else ""
+    head = f"{what}: {len(rows)} sites{of_one} to {memory_format or 'channels-last'}: {totals}; {moved} {verb}"
     cells = [
         [
-            row.full_name,
+            row.full_name.removesuffix(".weight"),
             row.layer,
             "x".join(map(str, row.shape or ())),
-            (row.dtype or "").removeprefix("torch."),
+            "" if of_one else (row.dtype or "").removeprefix("torch."),
             row.action.value,
             row.reason.name if row.reason else "",
         ]
@@ -181,7 +184,7 @@ def render(rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan
     by_interest = sorted(range(len(rows)), key=lambda index: (_DULL.get(rows[index].reason, 0), index))
     body = table(["site", "layer", "shape", "dtype", "action", "reason"], cells, by_interest)
     reasons = dict.fromkeys(row.reason for row in rows if row.reason and row.reason is not Reason.IN_FORMAT)
-    return "\n".join([head, body, *(f"{reason.name}: {reason.value}" for reason in reasons if reason)]) + "\n"
+    return paragraphs([head]) + body + paragraphs([f"{reason.name}: {reason.value}" for reason in reasons if reason])
 
 
 _DULL: dict[Reason | None, int] = {None: 1, Reason.IN_FORMAT: 2, Reason.FILTERED: 2, Reason.OTHER_RANK: 2}

@@ -16,7 +16,7 @@ from torch_nhwc.companions import Followers, find_companions, followers_of
 from torch_nhwc.ops import Outcome, lay_out_weights_
 from torch_nhwc.planning import Plan, Strides, canonical_strides, match, render
 from torch_nhwc.reasons import Reason
-from torch_nhwc.text import megabytes
+from torch_nhwc.text import amount, paragraphs
 
 _FRESH = (Outcome.FRESH, Outcome.FRESH_HELD, Outcome.FRESH_FOREIGN, Outcome.FRESH_SHARED)
 
@@ -167,7 +167,7 @@ class Report:
         )
 
     def __str__(self) -> str:
-        lines = [render(self.plan.rows, self.plan.memory_format, "Dry run" if self.dry_run else "Report").rstrip()]
+        lines: list[str] = []
         weights = Counter(outcome for outcome in self.outcomes if outcome is not None)
         if weights:
             lines.append("weights: " + ", ".join(f"{weights[each]} {_WORDS[each]}" for each in sorted(weights)))
@@ -176,8 +176,9 @@ class Report:
             lines.append(f"{label}: {count} {'follow' if reason is None else 'left: ' + reason.value}")
         lines += self.remarks
         if not self.dry_run:
-            lines.append(f"{megabytes(self.new_bytes)} of new storage, {self.seconds * 1e3:.1f} ms")
-        return "\n".join(lines) + "\n"
+            lines.append(f"{amount(self.new_bytes)} of new storage, {self.seconds * 1e3:.1f} ms")
+        what = "Dry run" if self.dry_run else "Report"
+        return render(self.plan.rows, self.plan.memory_format, what) + paragraphs(lines)
 
 
 _WORDS = {
