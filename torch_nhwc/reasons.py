@@ -39,7 +39,10 @@ class Reason(enum.Enum):
     PACKED = "its weight is packed (quantized, or for oneDNN): convert before packing"
     FROZEN = "its weight is a constant of a frozen TorchScript module: convert before freezing"
     DDP = f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"
-    FSDP1 = f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER} with use_orig_params=True"
+    FSDP1 = (
+        f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER}; but leave the model contiguous where "
+        "optimizer state is to be loaded, since FSDP1 loads that of channels-last weights permuted"
+    )
     FSDP2 = (
         "fully_shard has sharded it; FSDP2 takes contiguous parameters only, so that today no order works: "
         "leave this model contiguous"
