@@ -48,7 +48,9 @@ def monai(name, *arguments, shape=VOLUME, **config):
 SMALL = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
 LAYERED = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+# A dropout's mask follows the strides of the activations, which follow those of the weights.
 QUERIES = {
+    **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
     **{"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "num_queries": 4},
     **{"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16},
 }
