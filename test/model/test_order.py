@@ -1,0 +1,259 @@
+"""What has been wrapped, compiled or flattened already: recognised, with the order that works."""
+
+import copy
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_nhwc as nhwc
+from torch_nhwc.reasons import ORDER
+
+STOCK = nn.utils.convert_conv2d_weight_memory_format
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3))
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def sharded(model):
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    return model
+
+
+WRAPPERS = {
+    "DDP": (DistributedDataParallel, nhwc.Reason.DDP),
+    "FSDP1": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), nhwc.Reason.FSDP1),
+    "FSDP1 with original parameters": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+        nhwc.Reason.FSDP1,
+    ),
+    "FSDP2": (sharded, nhwc.Reason.FSDP2),
+    "torch.compile": (lambda model: torch.compile(model, backend="eager"), nhwc.Reason.COMPILED),
+    "Module.compile": (compiled_in_place, nhwc.Reason.COMPILED),
+}
+
+
+def layout(model):
+    return [(p.data_ptr(), p.stride()) for p in model.parameters() if type(p) is nn.Parameter]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_wrapped_is_left_with_its_reason_and_what_is_beside_it_converts(name):
+    wrap, reason = WRAPPERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = wrap(network())
+    model = nn.ModuleDict({"free": nn.Conv2d(3, 4, 3), "wrapped": wrapped})
+    before = layout(wrapped)
+    with pytest.warns(UserWarning, match="sites stay as they are: 'wrapped"):
+        report = nhwc.convert_(model)
+    rows = {row.full_name: row for row in report.plan.rows}
+    assert rows.pop("free.weight").action is nhwc.Action.CONVERT
+    assert model["free"].weight.stride() == (27, 1, 9, 3)
+    assert len(rows) == 3
+    for row in rows.values():
+        assert (row.action, row.reason) == (nhwc.Action.REFUSE, reason)
+    assert layout(wrapped) == before
+    with pytest.raises(RuntimeError, match=r"nothing was changed, since strict=True"):
+        nhwc.convert_(wrapped, strict=True)
+
+
+@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.FSDP1, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
+def test_reasons_say_the_order_that_works(reason):
+    assert ORDER in reason.value
+
+
+def test_the_reason_of_fsdp2_says_that_no_order_works():
+    assert "no order works" in nhwc.Reason.FSDP2.value
+
+
+@pytest.mark.usefixtures("process_group")
+def test_h31_the_module_inside_of_ddp_is_recognised_by_its_reducer():
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    before = layout(model)
+    with pytest.warns(UserWarning, match="post hooks, as DDP and FSDP leave there"):
+        report = nhwc.convert_(wrapped.module)
+    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.WRAPPED}
+    assert layout(model) == before
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
+def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
+    model = network()
+    nhwc.convert_(model)
+    wrapped = WRAPPERS[name][0](model)
+    before = layout(model)
+    report = nhwc.convert_(wrapped, strict=True)
+    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.IN_FORMAT}
+    assert layout(model) == before
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_first(compiled_first):
+    compiled, free = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+    free.weight = compiled.weight
+    compiled.compile(backend="eager")
+    model = nn.Sequential(*([compiled, free] if compiled_first else [free, compiled]))
+    with pytest.warns(UserWarning, match="compiled"):
+        report = nhwc.convert_(model)
+    assert free.weight.is_contiguous()
+    assert {row.action for row in report.plan.rows} == {nhwc.Action.REFUSE}
+
+
+def test_data_parallel_is_nothing_in_the_way():
+    model = nn.DataParallel(network())
+    report = nhwc.convert_(model, strict=True)
+    assert [row.full_name for row in report.plan.rows] == ["module.0.weight", "module.3.weight", "module.4.weight"]
+    assert model.module[0].weight.stride() == (27, 1, 9, 3)
+
+
+class Engine(nn.Module):
+    """Holds a model, as the engine of DeepSpeed does."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+
+def test_training_engines_are_recognised_by_name_and_package():
+    engine = type("DeepSpeedEngine", (Engine,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.warns(UserWarning, match="a training engine has wrapped it"):
+        report = nhwc.convert_(engine(network()))
+    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.ENGINE}
+    namesake = type("DeepSpeedEngine", (Engine,), {"__module__": "users.own"})
+    nhwc.convert_(namesake(network()), strict=True)
+
+
+def test_h07_lbfgs_refuses_its_weights_that_would_move_and_steps_on():
+    model, free = network(), nn.Conv2d(3, 4, 3)
+    both = nn.ModuleList([model, free])
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3, 8, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.warns(UserWarning, match="the optimizer takes a view"):
+        report = nhwc.convert_(both, optimizer=optimizer)
+    reasons = {row.full_name: row.reason for row in report.plan.rows}
+    assert reasons == {
+        "0.0.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
+        "0.3.weight": None,  # 1x1: no bytes move
+        "0.4.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
+        "1.weight": None,
+    }
+    optimizer.step(closure)
+
+    STOCK(model, torch.channels_last)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # what plain PyTorch does
+        optimizer.step(closure)
+
+
+class NormalisesByChannel(torch.optim.SGD):
+    """Like AdamP: takes a view of each filter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.div_(parameter.grad.view(parameter.shape[0], -1).norm())
+        return super().step(closure)
+
+
+def test_h07_optimizers_whose_code_takes_views_are_remarked_on():
+    model = network()
+    optimizer = NormalisesByChannel(model.parameters(), lr=0.1)
+    report = nhwc.convert_(model, optimizer=optimizer)
+    assert report.remarks == (f"NormalisesByChannel: {nhwc.Reason.VIEWS_PARAMETERS.value}",)
+    assert report.remarks[0].split(":")[0] in str(report)
+    plain = torch.optim.SGD(network().parameters(), lr=0.1)
+    assert nhwc.convert_(network(), optimizer=plain).remarks == ()
+
+
+@pytest.mark.usefixtures("process_group")
+def test_convert_optimizer_wrap_compile_trains_as_without_converting():
+    x = torch.randn(6, 2, 3, 8, 8)
+    start = network().double()
+
+    def train(convert):
+        model = copy.deepcopy(start)
+        if convert:
+            nhwc.convert_(model, input_format="channels_last")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+        losses = []
+        for batch in x.double():
+            optimizer.zero_grad()
+            loss = wrapped(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(Grad|bucket).*strides.*")
+        assert train(convert=True) == pytest.approx(train(convert=False), rel=1e-9)
+
+
+def offloaded(layer):
+    """As accelerate's cpu_offload leaves a layer: its values are with a hook, and the weight is on no device."""
+    layer._hf_hook = object()
+    layer.weight = nn.Parameter(layer.weight.to("meta"))
+    return layer
+
+
+def test_offloaded_weights_are_left_with_their_reason():
+    model = nn.Sequential(offloaded(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
+    with pytest.warns(UserWarning, match="kept elsewhere and put back before each forward"):
+        report = nhwc.convert_(model)
+    assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
+
+
+def test_a_conversion_imports_neither_the_compiler_nor_distributed_engines():
+    script = """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import torch_nhwc as nhwc
+
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.LazyConv3d(4, 3))
+        # Without an optimizer and example inputs: torch's own optimizers and dispatch modes import the compiler.
+        report = nhwc.convert_(model, ema={"0.weight": model[0].weight.detach().clone()})
+        str(report), report.to_json()
+        report.revert()
+        nhwc.plan(model).apply(model)
+        heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor")
+        heavy += ("torch.ao.nn.quantized", "accelerate", "apex", "deepspeed", "transformers", "sympy")
+        loaded = [name for name in heavy if name in set(sys.modules) - before]
+        assert not loaded, loaded
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True, env=environment)
