@@ -22,7 +22,8 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
     What `torch.nn.utils.convert_conv2d_weight_memory_format` does right happens alike: values, exact strides, the
     identity of the parameters, recursion, the returned module. Beyond it, everything is checked before anything
     changes; a weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
-    and the bytes are permuted in place where nothing else can see them.
+    parametrized, normed, pruned, lazy and scripted layers convert as well, as by `convert_`; and the bytes are permuted
+    in place where nothing else can see them.
 
     Args:
         module: a model, or one layer.
@@ -37,8 +38,8 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
             it was.
 
     Warns:
-        UserWarning: once for each layer that stays as it is because its weight is packed, frozen or computed in a way
-            that is not known, and for each weight that leaves a larger storage or shared memory.
+        UserWarning: once for each layer that stays as it is because its weight is packed, frozen, fake or computed in a
+            way that is not known, and for each weight that leaves a larger storage or shared memory.
     """
     return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
 
@@ -48,8 +49,8 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
     return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
 
 
-# What the stock converters do not see either; anything else that is refused raises.
-_SKIPPED = (Reason.COMPUTED, Reason.PACKED, Reason.FROZEN)
+# What the stock converters do not see either, or cannot convert; anything else that is refused raises.
+_SKIPPED = (Reason.COMPUTED, Reason.ON_THE_FLY, Reason.PACKED, Reason.FROZEN, Reason.FAKE)
 _LEAVES = {
     Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
     Outcome.FRESH_SHARED: "the shared memory that it was in",
@@ -67,12 +68,16 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     name = format_name(memory_format)
     sites = [site for site in find_sites(module) if site.rank == rank]
     job = Job(module, sites, decide(sites, name, "detach"), name, "detach", Followers())
-    refused = [(site, row.reason) for site, row in zip(sites, job.rows) if row.action is Action.REFUSE and row.reason]
-    hard = [f"{site}: {reason.value}" for site, reason in refused if reason not in _SKIPPED]
+    left = [
+        (site, row.reason)
+        for site, row in zip(sites, job.rows)
+        if row.reason and (row.action is Action.REFUSE or row.reason is Reason.FAKE)
+    ]
+    hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:
         raise RuntimeError(f"{caller}: nothing was changed, because of {'; '.join(hard)}")
     # Warnings may be errors: they come before anything changes.
-    for site, reason in refused:
+    for site, reason in left:
         _warn(f"{caller}: left {site} as it is: {reason.value}")
     changing = [site for site, row in zip(sites, job.rows) if row.action is Action.CONVERT and site.tensor is not None]
     for site, outcome in zip(
