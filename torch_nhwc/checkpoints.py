@@ -68,8 +68,8 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
         plan: made of the model on the meta device, for example.
 
     Returns:
-        A copy of the state dict. Weights whose bytes have to move are in new memory; those whose bytes are in order,
-        and all other entries, stay in the memory that they are in. Exact aliases stay aliases.
+        A copy of the state dict. Weights whose bytes have to move are in new memory, as are those that change and are
+        slices of a larger storage; everything else stays in the memory that it is in. Exact aliases stay aliases.
 
     Raises:
         ValueError: an entry has another shape than the plan's site.

@@ -49,7 +49,10 @@ class Reason(enum.Enum):
     )
     ENGINE = f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}"
     COMPILED = f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
-    OFFLOADED = "its values are kept elsewhere and put back before each forward: convert before offloading"
+    OFFLOADED = (
+        "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU "
+        "(from a disk they come back contiguous)"
+    )
     FLATTENING_OPTIMIZER = "the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory"
     NOT_A_LEAF = "it is not a leaf of the autograd graph: convert the tensors that it is computed from"
     SUBCLASS = "it is a tensor subclass, or a tracer is active: convert before wrapping and tracing"

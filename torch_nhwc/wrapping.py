@@ -34,8 +34,17 @@ def reason_of(module: nn.Module, known: dict[type, Reason | None]) -> Reason | N
     else:
         names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
         reason = known[module_type] = next((_WRAPPERS[name] for name in names if name in _WRAPPERS), None)
-    # nn.Module.compile() leaves the class as it is.
-    return reason or (Reason.COMPILED if module.__dict__.get("_compiled_call_impl") is not None else None)
+    if reason is not None:
+        return reason
+    # Both leave the class as it is: nn.Module.compile(), and accelerate, which puts whole blocks back at once.
+    if module.__dict__.get("_compiled_call_impl") is not None:
+        return Reason.COMPILED
+    hook = module.__dict__.get("_hf_hook")
+    puts_back_all = hook is not None and any(
+        getattr(each, "offload", False) and getattr(each, "place_submodules", False)
+        for each in getattr(hook, "hooks", [hook])
+    )
+    return Reason.OFFLOADED if puts_back_all else None
 
 
 def is_offloaded(module: nn.Module, weight: Tensor) -> bool:

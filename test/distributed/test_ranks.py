@@ -359,6 +359,22 @@ def ddp_trains_a_converted_model_with_its_fused_optimizer_and_saved_state():
 
 
 @scenario
+def h05_ddp_refuses_mixed_ranks_late_and_one_by_one_and_check_names_them_all_at_once():
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    model = network()
+    plan = nhwc.plan(model)
+    if rank() == 0:
+        nhwc.convert_(model, plan=plan)
+    # What plain PyTorch does: rank 0 waits for the others, which have raised.
+    with pytest.raises(RuntimeError, match="Timed out" if rank() == 0 else "appears not to match strides of the same"):
+        DistributedDataParallel(model, process_group=group)
+    said = check_everywhere(model, plan)
+    assert {text.split(":")[0] for text in said} == {f"rank {index}" for index in range(1, world())}
+    nhwc.convert_(model, plan=plan)
+    DistributedDataParallel(model)
+
+
+@scenario
 def h31_converting_behind_ddp_permutes_gradients_in_plain_pytorch_and_is_refused_by_us():
     expected = trained(network(), 5)
     layers = [index for index, (name, _) in enumerate(network().named_parameters()) if name == "grouped.weight"]
