@@ -253,7 +253,8 @@ class Job:
         start = time.perf_counter() if start is None else start
         rows, sites = self.rows, self.sites
         changing = [index for index, row in enumerate(rows) if _CHANGES[row.action] and sites[index].tensor is not None]
-        following = [companion for companion, outcome in zip(self.companions, self.foreseen) if outcome not in _STAYS]
+        moving = [place for place, outcome in enumerate(self.foreseen) if outcome not in _STAYS]
+        following = [self.companions[place] for place in moving]
         tensors: list[Tensor] = [sites[index].tensor for index in changing]  # type: ignore[misc]
         tensors += [companion.tensor for companion in following]
         edits = self._edits(input_format)
@@ -263,7 +264,11 @@ class Job:
             self.followers.weakly(),
             {index: _strides_to_restore(rows[index]) for index in touched},
             # Those that lay as their weight did go back with it, as those do that have come since.
-            Before.layouts(each.tensor for each in following if each.tensor.stride() != rows[each.row].strides),
+            Before.layouts(
+                each.tensor
+                for each in (self.companions if touched else ())
+                if each.reason is None and each.tensor.stride() != rows[each.row].strides
+            ),
             tuple(edits),
         )
         if dry_run:
@@ -283,9 +288,7 @@ class Job:
             seconds=time.perf_counter() - start,
             dry_run=dry_run,
             _companions=tuple((each.row, each.label, each.reason) for each in self.companions),
-            _companion_outcomes={
-                (each.row, each.label): outcome for each, outcome in zip(following, outcomes[len(changing) :])
-            },
+            _companion_outcomes=dict(zip(moving, outcomes[len(changing) :])),
             _before=None if dry_run else before,
         )
 

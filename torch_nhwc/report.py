@@ -78,7 +78,7 @@ class Report:
     seconds: float
     dry_run: bool
     _companions: tuple[tuple[int, str, Reason | None], ...]
-    _companion_outcomes: Mapping[tuple[int, str], Outcome]
+    _companion_outcomes: Mapping[int, Outcome]
     _before: Before | None
 
     @property
@@ -90,10 +90,10 @@ class Report:
             CompanionRow(
                 names[row],
                 label,
-                self._companion_outcomes.get((row, label), kept) if reason is None else None,
+                self._companion_outcomes.get(place, kept) if reason is None else None,
                 reason,
             )
-            for row, label, reason in self._companions
+            for place, (row, label, reason) in enumerate(self._companions)
         ]
 
     def revert(self, optimizer: Any = None, ema: Any = None) -> None:

@@ -46,7 +46,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]], by_interest: Seque
 
 
 def _terminal_width() -> int:
-    return max(shutil.get_terminal_size((120, 24)).columns, 40)
+    return max(shutil.get_terminal_size((120, 24)).columns, 60)  # with less, no cell would say anything
 
 
 def _shortened(text: str, width: int) -> str:

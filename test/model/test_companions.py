@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import torch_nhwc as nhwc
-from torch_nhwc import conversion
+from torch_nhwc import Outcome, conversion
 
 STOCK = nn.utils.convert_conv2d_weight_memory_format
 OPTIMIZERS = {
@@ -232,13 +232,20 @@ def test_several_copies_and_their_gradients_follow_and_each_reverts_to_its_own_s
     odd = (108, 1, 36, 12)  # not dense
     copies[0][0].weight.data = torch.empty_strided((4, 3, 3, 3), odd).normal_()
     copies[0][0].weight.grad = torch.randn(4, 3, 3, 3)
+    copies.append(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    nhwc.convert_(copies[2])
     report = nhwc.convert_(model, ema=copies, storage="fresh")
+    outcomes = {"ema": [], "ema.grad": []}
+    for row in report.companions:
+        outcomes[row.label].append(row.outcome)
+    assert outcomes == {"ema": [Outcome.FRESH, Outcome.FRESH, Outcome.KEPT], "ema.grad": [Outcome.FRESH]}
     for each in (copies[0][0].weight, copies[0][0].weight.grad, copies[1][0].weight):
         assert each.stride() == (27, 1, 9, 3)
     report.revert()
     assert copies[0][0].weight.stride() == odd
     assert copies[0][0].weight.grad.is_contiguous()
     assert copies[1][0].weight.is_contiguous()
+    assert copies[2][0].weight.stride() == (27, 1, 9, 3)
 
 
 class Raw(nn.Module):
