@@ -36,7 +36,16 @@ def _to_channels_last(tensor: Tensor) -> Tensor:
 
 
 def add_hook(module: nn.Module, hook: Any) -> None:
-    """Registers one of the hooks above, unless it is there already."""
+    """Registers one of the hooks above, unless it is there already.
+
+    Raises:
+        RuntimeError: a TorchScript module takes none.
+    """
+    if isinstance(module, torch.jit.ScriptModule):
+        raise RuntimeError(
+            "torch_nhwc: a TorchScript module takes no hook that brings its inputs into channels-last: "
+            "give it such inputs, or make it the child of a torch.nn.Sequential"
+        )
     if hook in module._forward_pre_hooks.values():
         return
     module.register_forward_pre_hook(hook, with_kwargs=isinstance(hook, ChannelsLastInput))

@@ -52,17 +52,21 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         # By id, what a tensor is of those that the model owns. What an id stands for must live on.
         self.sources: dict[int, Tensor] = {id(tensor): tensor for tensor in owned}
         self.keep: list[Tensor] = []
+        self.laid_out: set[int] = set()  # what the code of the model brings into its format itself
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
         if name in _CONVOLUTIONS:
             weight = args[1]
-            if weight.dim() in (4, 5):
+            if weight.dim() in (4, 5) and id(weight) not in self.laid_out:
                 groups = next((each for each in reversed(args) if type(each) is int), 1)
                 self.uses.append(_Use(self.sources.get(id(weight), weight), groups, *self.running[-1]))
         elif name in _PASSING_ON and id(args[0]) in self.sources:
             self.sources[id(result)] = self.sources[id(args[0])]
+            self.keep.append(result)
+        elif name == "nhwc::convert_weight":
+            self.laid_out.add(id(result))
             self.keep.append(result)
         return result
 

@@ -72,8 +72,9 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found
             rank = _CONVOLUTIONS[node.kind()] or _length(node.inputsAt(3)) + 2
             if rank not in (4, 5):
                 continue
-            weight = node.inputsAt(1).node()
+            weight, is_laid_out = node.inputsAt(1).node(), False
             while weight.kind() in _PASSING_ON:
+                is_laid_out = is_laid_out or weight.kind() == "nhwc::convert_weight"
                 weight = weight.inputsAt(0).node()
             line = str(node.sourceRange())
             names = _attribute(weight)
@@ -84,7 +85,7 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found
                 where = ".".join(filter(None, (path, *names[:-1])))
                 tensor = getattr(owner, names[-1])
                 yield line, (where, names[-1], owner.original_name, rank, owner, tensor, None)
-            elif names is None:
+            elif names is None and not is_laid_out:
                 is_constant = weight.kind() in _CONSTANTS
                 name = f"<{'constant' if is_constant else 'computed'} {count}>"
                 count += 1

@@ -14,7 +14,6 @@ from torch.nn import functional
 import torch_nhwc as nhwc
 from torch_nhwc import Action, Outcome, Reason
 
-
 STOCK = {2: nn.utils.convert_conv2d_weight_memory_format, 3: nn.utils.convert_conv3d_weight_memory_format}
 
 

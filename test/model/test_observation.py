@@ -210,6 +210,33 @@ def test_weights_that_are_computed_in_a_known_way_are_the_sites_that_they_are_wi
     assert_trains_alike(model, plain, lambda each: each(x), steps=2)
 
 
+class Standardised(nn.Conv2d):
+    """Follows the advice: lays its computed weight out itself."""
+
+    def forward(self, x):
+        weight = nhwc.convert_weight(self.weight - self.weight.mean((1, 2, 3), keepdim=True))
+        return self._conv_forward(x, weight, self.bias)
+
+
+class Generated(nn.Module):
+    """The same, without a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(1, 81)
+
+    def forward(self, x):
+        weights = torch.ops.nhwc.convert_weights([self.line(torch.ones(1)).view(3, 3, 3, 3)])
+        return functional.conv2d(x, weights[0], padding=1)
+
+
+def test_a_computed_weight_that_is_laid_out_where_it_is_computed_is_nothing_to_speak_of():
+    model = nn.Sequential(Generated(), Standardised(3, 3, 3))
+    assert [(row.full_name, row.reason) for row in nhwc.plan(model, example_inputs=X).rows] == [("1.weight", None)]
+    nhwc.convert_(model, example_inputs=X, strict=True)
+    assert_weights_arrive_in(None, model, X)
+
+
 class Sliced(nn.Conv2d):
     """Uses the first of its filters, as slimmable networks do."""
 

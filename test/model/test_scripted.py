@@ -224,6 +224,21 @@ def test_a_weight_that_is_computed_in_a_graph_is_refused_once_and_the_rest_conve
     ]
 
 
+def test_a_computed_weight_that_the_graph_lays_out_is_nothing_to_speak_of():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3))).double()
+    nhwc.convert_(model)
+    assert not nhwc.plan(trace(model)).rows
+
+
+def test_a_hook_for_the_inputs_is_refused_before_anything_changes():
+    model = script(nn.Sequential(nn.Conv2d(3, 3, 3)))
+    before = layouts(model)
+    with pytest.raises(RuntimeError, match="give it such inputs, or make it the child"):
+        nhwc.convert_(model, input_format="channels_last")
+    assert layouts(model) == before
+    nhwc.convert_(nn.Sequential(model), input_format="channels_last", strict=True)
+
+
 @pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
 def test_a_frozen_module_is_refused_and_the_rest_converts(freeze):
     frozen = freeze(script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval()))

@@ -1,0 +1,71 @@
+"""Inputs in channels-last at a model's entry."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from reference import FORMATS, canonical_strides
+from torch import nn
+
+import torch_nhwc as nhwc
+
+
+class Entry(nn.Module):
+    """Gives back what it got."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+
+    def forward(self, *arguments, **keywords):
+        return arguments, keywords
+
+
+def in_channels_last(tensor):
+    return tensor.stride() == canonical_strides(tensor.shape, FORMATS[tensor.dim()])
+
+
+@pytest.mark.parametrize(
+    "passed_on",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["itself", "deepcopy", "pickle"],
+)
+def test_h23_inputs_of_four_and_five_dimensions_enter_in_channels_last(passed_on):
+    model = Entry()
+    report = nhwc.convert_(model, input_format="channels_last")
+    image, volume, line = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6), torch.randn(2, 3)
+    arguments, keywords = passed_on(model)(image, [volume, line, "text", None], more={"image": image}, count=3)
+    for given, got in ((image, arguments[0]), (volume, arguments[1][0]), (image, keywords["more"]["image"])):
+        assert in_channels_last(got)
+        assert torch.equal(got, given)
+        assert given.is_contiguous()
+    assert arguments[1][1] is line
+    assert (arguments[1][2:], keywords["count"]) == (["text", None], 3)
+
+    report.revert()
+    assert model(image)[0][0] is image
+
+
+def test_h15_a_second_call_adds_no_second_hook():
+    model = Entry()
+    for _ in range(2):
+        nhwc.convert_(model, input_format="channels_last")
+    assert len(model._forward_pre_hooks) == 1
+
+
+def test_an_input_in_channels_last_is_passed_on_as_it_is():
+    model = Entry()
+    nhwc.convert_(model, input_format="channels_last")
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert model(image)[0][0] is image
+
+
+def test_gradients_pass_through_to_the_input():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU())
+    nhwc.convert_(model, input_format="channels_last")
+    image = torch.randn(2, 3, 6, 6, requires_grad=True)
+    output = model(image)
+    assert in_channels_last(output)
+    output.sum().backward()
+    assert image.grad.shape == image.shape
