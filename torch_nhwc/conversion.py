@@ -101,7 +101,10 @@ def convert_(
 
 @contextmanager
 def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
-    """Converts a model by `convert_(model, **options)`, and reverts it on the way out, after exceptions too."""
+    """Converts a model by `convert_(model, **options)`, and reverts it on the way out, after exceptions too.
+
+    An optimizer that is made inside is not known here: its state follows by `report.revert(optimizer)`.
+    """
     report = convert_(model, **options)
     try:
         yield report

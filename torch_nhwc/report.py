@@ -114,7 +114,7 @@ class Report:
         model = self._before.model()
         if model is None:
             raise RuntimeError("Report.revert: the model is gone")
-        sites = match(self.plan, model)
+        sites = match(self.plan, model, any_dtype=True)
         weights: list[tuple[int, str, Tensor]] = []
         for index in self._before.strides:
             tensor = sites[index].tensor

@@ -180,6 +180,18 @@ def test_an_interrupt_at_any_line_of_planning_with_example_inputs_leaves_everyth
     assert ends["after"] == 0
 
 
+def test_reverting_brings_back_everything_that_a_conversion_changes():
+    for is_lazy in (True, False):
+        scene = Scene(is_lazy)
+        layout, values, identities = scene.layout(), scene.values(), scene.identities()
+        report = scene.convert()
+        assert scene.layout() != layout
+        report.revert()
+        assert scene.layout() == layout
+        assert scene.identities() == identities
+        assert all(torch.equal(a, b) for a, b in zip(scene.values(), values))
+
+
 def test_an_error_in_the_operator_undoes_the_edits(monkeypatch):
     def fails(*arguments, **options):
         raise RuntimeError("the operator fails")

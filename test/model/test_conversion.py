@@ -524,6 +524,15 @@ class TestRevert:
         assert model[0].weight.grad.stride() == before["0.weight"]
         assert all(torch.equal(p, values) for p, values in zip(model.parameters(), trained))
 
+    def test_goes_by_strides_alone_where_the_dtype_is_another_one_since(self):
+        model = network()
+        before = strides(model)
+        report = nhwc.convert_(model)
+        model.double()
+        report.revert()
+        assert strides(model) == before
+        assert model["first"].weight.dtype == torch.float64
+
     def test_gives_a_gradient_that_has_come_since_the_strides_of_its_weight(self):
         layer = nn.Conv2d(3, 4, 3)
         layer.weight.grad = ODD["padded"](torch.randn(4, 3, 3, 3))
@@ -595,6 +604,15 @@ class TestContextManager:
             assert model._forward_pre_hooks
         assert strides(model) == before
         assert not model._forward_pre_hooks
+
+    def test_takes_an_optimizer_along_that_was_made_inside(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        with nhwc.channels_last(model) as report:
+            optimizer = torch.optim.Adam(model.parameters(), fused=True)
+            model(torch.randn(1, 3, 8, 8)).sum().backward()
+            optimizer.step()
+            report.revert(optimizer)
+        assert optimizer.state[model[0].weight]["exp_avg"].stride() == model[0].weight.stride() == (27, 9, 3, 1)
 
     def test_reverts_after_an_exception(self):
         model = network()
