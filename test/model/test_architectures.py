@@ -9,6 +9,7 @@ from reference import FORMATS, canonical_strides
 from torch import nn
 
 import torch_nhwc as nhwc
+from torch_nhwc import Reason
 
 transformers = pytest.importorskip("transformers")
 diffusers = pytest.importorskip("diffusers")
@@ -24,7 +25,7 @@ def transformer(name, shape=IMAGE, argument="pixel_values", **config):
     def make():
         values = {key: value() if callable(value) else value for key, value in config.items()}
         model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**values))
-        return model, lambda each: each(**{argument: torch.randn(shape, dtype=torch.float64)})
+        return model, {argument: torch.randn(shape, dtype=torch.float64)}
 
     return make
 
@@ -32,7 +33,7 @@ def transformer(name, shape=IMAGE, argument="pixel_values", **config):
 def diffuser(name, *shapes, **config):
     def make():
         model = getattr(diffusers, name)(**config)
-        return model, lambda each: each(*(torch.randn(s, dtype=torch.float64) if s else 1 for s in shapes))
+        return model, tuple(torch.randn(shape, dtype=torch.float64) if shape else 1 for shape in shapes)
 
     return make
 
@@ -40,7 +41,7 @@ def diffuser(name, *shapes, **config):
 def monai(name, *arguments, shape=VOLUME, **config):
     def make():
         model = getattr(monai_networks, name)(*arguments, **config)
-        return model, lambda each: each(torch.randn(shape, dtype=torch.float64))
+        return model, (torch.randn(shape, dtype=torch.float64),)
 
     return make
 
@@ -67,6 +68,9 @@ ARCHITECTURES = {
     "ConvNextV2": transformer("ConvNextV2", **SMALL),
     "Swin": transformer("Swin", image_size=64, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
     "ViT": transformer("ViT", image_size=64, **LAYERED),
+    "BiT": transformer(
+        "Bit", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck", num_groups=2,
+    ),
     "Segformer": transformer(
         "Segformer", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[4, 2], hidden_sizes=[8, 16],
         patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
@@ -134,12 +138,25 @@ TOLERANCE = 1e-5
 IN_EVAL = ("MobileNetV2", "monai.EfficientNet", "monai.DenseNet")
 
 
+# These standardise their weights in forward, which only example inputs show.
+STANDARDISED = ("BiT",)
+
+
+def made(name):
+    """A model in double, and its inputs."""
+    model, inputs = ARCHITECTURES[name]()
+    return model.double().train(name not in IN_EVAL), inputs
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_every_convolution_of_a_real_model_converts_and_training_goes_on(name):
     with quiet():
-        model, run = ARCHITECTURES[name]()
-        model = model.double().train(name not in IN_EVAL)
+        model, inputs = made(name)
         plain, before = copy.deepcopy(model), layouts(model)
+
+        def run(each):
+            return each(**inputs) if isinstance(inputs, dict) else each(*inputs)
+
         report = nhwc.convert_(model, strict=True)
         convolutions = (nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d)
         found = {f"{path}.weight" for path, module in model.named_modules() if isinstance(module, convolutions)}
@@ -152,3 +169,13 @@ def test_every_convolution_of_a_real_model_converts_and_training_goes_on(name):
         report.revert()
         assert layouts(model) == before
         assert_trains_alike(model, plain, run, tolerance=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_example_inputs_show_nothing_that_the_layers_have_not_shown(name):
+    with quiet():
+        model, inputs = made(name)
+        seen = nhwc.plan(model, example_inputs=inputs).rows
+    remarks = {row.reason for row in seen} - {None, Reason.IN_FORMAT}
+    assert remarks == ({Reason.COMPUTED_IN_FORWARD} if name in STANDARDISED else set())
+    assert [row._replace(reason=None) for row in seen] == [row._replace(reason=None) for row in nhwc.plan(model).rows]
