@@ -40,7 +40,7 @@ def check(
     """What is not, or no longer, laid out as a plan has it: weights, gradients, optimizer state and averaged copies.
 
     Args:
-        model: one that the plan fits, in any dtype.
+        model: one that the plan fits, in any dtype; or what DDP, `torch.compile` or `AveragedModel` has made of it.
         plan: `report.plan`.
         optimizer: as in `convert_`.
         ema: as in `convert_`.
@@ -80,6 +80,7 @@ class _Rank(NamedTuple):
 
 def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
     """This rank alone."""
+    model = _unwrapped(model, plan)
     found = _Rank(None, {}, {}, [])
     wanted: dict[int, Strides] = {}
     weights = []
@@ -106,6 +107,18 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
             name = plan.rows[companion.row].full_name
             found.deviations.append(Deviation(name, companion.label, tensor.stride(), strides, None))
     return found
+
+
+# Where wrappers keep the model.
+_INSIDE = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "AveragedModel": "module"}
+
+
+def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
+    while name := _INSIDE.get(type(model).__name__):
+        if any(row.full_name.startswith(f"{name}.") for row in plan.rows):  # a plan of the wrapper
+            break
+        model = getattr(model, name)
+    return model
 
 
 def _wanted_strides(row: PlanRow, site: Site, memory_format: str | None) -> Strides | None:

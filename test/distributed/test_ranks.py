@@ -296,7 +296,7 @@ def train_wrapped(gradient_as_bucket_view):
         assert_equal_on_all_ranks(step)
         torch.testing.assert_close(step, expected, rtol=1e-4, atol=1e-6)
     assert_equal_on_all_ranks(model.parameters())
-    assert check_everywhere(model, report.plan) == []  # gradients as well
+    assert check_everywhere(wrapped, report.plan) == check_everywhere(model, report.plan) == []  # gradients as well
     assert all(p.grad.stride() == p.stride() for p in model.parameters() if p.dim() > 3)
 
 

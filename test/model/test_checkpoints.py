@@ -509,6 +509,16 @@ def test_check_asks_for_what_the_plan_says_and_for_nothing_else(memory_format):
     assert named == (set() if memory_format == torch.contiguous_format else {f"{name}.weight" for name in wanted})
 
 
+def test_check_looks_inside_of_what_was_wrapped_since():
+    model, plan = converted()
+    compiled = torch.compile(model, backend="eager")
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    assert nhwc.check(compiled, plan) == nhwc.check(averaged, plan) == []
+    assert nhwc.check(averaged, nhwc.plan(averaged)) == []  # a plan of the wrapper is one as well
+    averaged.module.volume.weight.data = averaged.module.volume.weight.data.contiguous()
+    assert said(nhwc.check(averaged, plan)) == said(nhwc.check(averaged.module, plan)) != []
+
+
 def test_a_plan_that_was_written_to_a_file_checks_and_restores():
     model, plan = converted()
     plan = nhwc.Plan.from_json(plan.to_json())
