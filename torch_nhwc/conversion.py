@@ -184,7 +184,7 @@ class Job:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for index, (site, row) in enumerate(zip(self.sites, self.rows)):
                 if row.action is Action.CONVERT and id(site.tensor) in held:
-                    self.rows[index] = row._replace(action=Action.REFUSE, reason=Reason.FLATTENING_OPTIMIZER)
+                    self.rows[index] = row.refused(Reason.FLATTENING_OPTIMIZER)
 
     def _follow_or_refuse(self) -> tuple[list[Companion], list[Outcome | None]]:
         """The companions, and what will happen to each; a row whose companions cannot follow is refused."""
@@ -205,10 +205,12 @@ class Job:
         }
         if not stuck:
             return companions, foreseen
-        for index in stuck.values():
-            row = self.rows[index]
-            if row.action is not Action.KEEP:
-                self.rows[index] = row._replace(action=Action.REFUSE, reason=Reason.STATE_IN_THE_WAY)
+        # Two parameters over one storage change together or not at all.
+        stuck_rows = set(stuck.values())
+        places = {_place(tensor) for index, _, tensor in weights if index in stuck_rows}
+        for index, _, tensor in weights:
+            if self.rows[index].action is not Action.KEEP and _place(tensor) in places:
+                self.rows[index] = self.rows[index].refused(Reason.STATE_IN_THE_WAY)
         stay = [
             (each._replace(reason=Reason.STATE_IN_THE_WAY), None) if id(each.tensor) in stuck else (each, outcome)
             for each, outcome in zip(companions, foreseen)
@@ -294,6 +296,11 @@ class Job:
             _companion_outcomes=dict(zip(moving, outcomes[len(changing) :])),
             _before=None if dry_run else before,
         )
+
+
+def _place(tensor: Tensor) -> int:
+    """Equal for tensors over the same memory."""
+    return tensor.data_ptr() or id(tensor)
 
 
 def _hook_edit(module: nn.Module, hook: object) -> Edit:

@@ -71,6 +71,10 @@ class PlanRow(NamedTuple):
         """Whether the site is to be in the format, now or once it can be."""
         return self.target_strides is not None or self.reason is Reason.LAZY
 
+    def refused(self, reason: Reason) -> "PlanRow":
+        """The same site, left as it is."""
+        return self._replace(action=Action.REFUSE, reason=reason, bytes_to_move=0)
+
 
 # Why the operators refuse, as a reason.
 _REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}

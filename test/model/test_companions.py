@@ -153,6 +153,21 @@ def test_state_that_cannot_follow_refuses_its_weight_and_no_other(kind):
         assert optimizer.state[other]["exp_avg"].stride() == other.stride()
 
 
+def test_two_parameters_over_one_storage_are_refused_together():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.randn(1, 3, 8, 8)).sum().backward()
+    optimizer.step()
+    optimizer.state[model[0].weight]["momentum_buffer"] = STUCK["a slice of a flat buffer"](model[0].weight)
+    with pytest.warns(UserWarning, match="2 of 3 sites stay as they are"):
+        report = nhwc.convert_(model, optimizer=optimizer)
+    assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+    assert [model[index].weight.stride() for index in range(3)] == [(27, 9, 3, 1), (27, 9, 3, 1), (27, 1, 9, 3)]
+    assert optimizer.state[model[1].weight]["momentum_buffer"].stride() == (27, 9, 3, 1)
+    assert report.plan.bytes_to_move == model[2].weight.nbytes
+
+
 def test_state_that_cannot_follow_a_weight_in_format_is_left_with_its_reason():
     model, optimizer = trained(OPTIMIZERS["Adam"])
     nhwc.convert_(model, optimizer=optimizer)
