@@ -99,7 +99,8 @@ def add_sites(model: nn.Module, sites: list[Site], example_inputs: Any) -> list[
             if id(use.weight) not in known:
                 known.add(id(use.weight))
                 path, name, owner, tensor = owners[id(use.weight)]
-                found.append(Site(path, name, type(owner).__name__, tensor.dim(), use.groups, owner, tensor, None))
+                layer = getattr(owner, "original_name", type(owner).__name__)
+                found.append(Site(path, name, layer, tensor.dim(), use.groups, owner, tensor, None))
         elif use.path not in explained and not isinstance(use.module, torch.jit.ScriptModule):
             explained.add(use.path)
             layer, rank = type(use.module).__name__, use.weight.dim()
@@ -111,12 +112,14 @@ def _owners(model: nn.Module) -> dict[int, _Owner]:
     """By id, the tensors that a model stores, and where."""
     owners: dict[int, _Owner] = {}
     for path, module, _ in walk(model):
-        stored = {**vars(module), **module._parameters, **module._buffers}
-        if isinstance(module, torch.jit.ScriptModule):
-            stored = dict([*module.named_parameters(), *module.named_buffers()])
-        for name, tensor in stored.items():
-            if isinstance(tensor, Tensor):
-                owners.setdefault(id(tensor), _Owner(path, name, module, tensor))
+        # The insides of a TorchScript module are not walked.
+        is_scripted = isinstance(module, torch.jit.ScriptModule)
+        for inner, owner in module.named_modules(prefix=path) if is_scripted else [(path, module)]:
+            plain = {} if is_scripted else vars(owner)
+            own = [*owner.named_parameters(recurse=False), *owner.named_buffers(recurse=False)]
+            for name, tensor in (*plain.items(), *own):
+                if isinstance(tensor, Tensor):
+                    owners.setdefault(id(tensor), _Owner(inner, name, owner, tensor))
     return owners
 
 
@@ -190,5 +193,7 @@ def _put_back_all(buffers: dict[str, Tensor | None], before: dict[str, Tensor | 
 
 def _put_back(buffer: Tensor, values: Tensor) -> None:
     has_values = not buffer.is_meta and not hasattr(buffer, "fake_mode")
+    if buffer.shape != values.shape:  # observers of quantization do that
+        buffer.resize_(values.shape)
     if has_values and not torch.equal(buffer, values):
         buffer.detach().copy_(values)

@@ -249,6 +249,41 @@ def test_a_part_of_a_weight_is_computed_from_it():
     assert [(row.name, row.reason) for row in plan.rows] == [("weight", Reason.COMPUTED_IN_FORWARD)]
 
 
+class Chosen(nn.Module):
+    """One of its weights is chosen by the input."""
+
+    def __init__(self):
+        super().__init__()
+        self.few, self.many = (nn.Parameter(torch.randn(3, 3, 3, 3)) for _ in range(2))
+
+    def forward(self, x):
+        weight = self.many if x.shape[0] > 1 else self.few
+        return functional.conv2d(x, weight, padding=1)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_what_a_graph_does_not_tell_is_seen_by_running_it():
+    model = nn.Sequential(torch.jit.script(nn.Sequential(Chosen())))
+    assert [row.reason for row in nhwc.plan(model).rows] == [Reason.ON_THE_FLY]
+    plan = nhwc.plan(model, example_inputs=X)
+    assert [(row.full_name, row.layer) for row in plan.rows[1:]] == [("0.0.many", "Chosen")]
+    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
+        plan.apply(nn.Sequential(torch.jit.script(nn.Sequential(Chosen()))))
+
+
+def test_observers_of_quantization_have_their_size_again():
+    from torch.ao import quantization
+
+    with quiet():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
+        model.qconfig = quantization.get_default_qat_qconfig("x86")
+        model = quantization.prepare_qat(quantization.fuse_modules_qat(model, ["0", "1", "2"]))
+    before, layout = state_of(model), layouts(model)
+    plan = nhwc.plan(model, example_inputs=X)
+    assert [(row.full_name, row.reason) for row in plan.rows] == [("0.weight", Reason.COMPUTED_IN_FORWARD)]
+    assert_as_it_was(model, before, layout)
+
+
 class Stored(nn.Module):
     """Keeps its weight as a plain attribute, on two paths."""
 
