@@ -2,6 +2,7 @@
 
 import random
 import sys
+import threading
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from functools import partial
@@ -133,11 +134,15 @@ def _run(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list
     paths = {id(module): path for path, module, _ in walk(model)}
     running: list[tuple[str, nn.Module]] = [("", model)]
 
+    thread = threading.get_ident()  # others may be running models of their own, and the hooks are everybody's
+
     def enter(module: nn.Module, _: object) -> None:
-        running.append((paths.get(id(module), running[-1][0]), module))
+        if threading.get_ident() == thread:
+            running.append((paths.get(id(module), running[-1][0]), module))
 
     def leave(module: nn.Module, _: object, __: object) -> None:
-        running.pop()
+        if threading.get_ident() == thread:
+            running.pop()
 
     watch = _Watch(owned, running)
     with ExitStack() as stack:

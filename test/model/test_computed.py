@@ -325,6 +325,14 @@ def test_a_parametrization_registered_later_is_laid_out_by_a_second_call():
     assert not steps_of(model)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_last_step_can_be_traced():
+    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), old_weight_norm(nn.Conv2d(4, 4, 1)))
+    x = torch.randn(2, 3, 6, 6)
+    nhwc.convert_(model)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
+
+
 class AdaptedConvolution(nn.Module):
     """A LoRA wrapper as in peft: around the layer, with two convolutions of its own, each under an adapter's name."""
 

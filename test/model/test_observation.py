@@ -2,6 +2,7 @@
 
 import copy
 import random
+import threading
 from collections import UserDict
 
 import numpy
@@ -235,6 +236,39 @@ def test_a_computed_weight_that_is_laid_out_where_it_is_computed_is_nothing_to_s
     assert [(row.full_name, row.reason) for row in nhwc.plan(model, example_inputs=X).rows] == [("1.weight", None)]
     nhwc.convert_(model, example_inputs=X, strict=True)
     assert_weights_arrive_in(None, model, X)
+
+
+class Meeting(nn.Module):
+    """Says that it runs, and waits for another."""
+
+    def __init__(self, mine, others):
+        super().__init__()
+        self.mine, self.others = mine, others
+
+    def forward(self, x):
+        self.mine.set()
+        assert self.others.wait(60)
+        return x
+
+
+def test_a_model_that_another_thread_runs_meanwhile_is_not_mixed_up_with_it():
+    started, planning, done = (threading.Event() for _ in range(3))
+    errors = []
+
+    def run():
+        try:
+            nn.Sequential(Meeting(started, planning))(X)
+        except Exception as error:
+            errors.append(error)
+        done.set()
+
+    other = threading.Thread(target=run)
+    other.start()
+    assert started.wait(60)
+    plan = nhwc.plan(nn.Sequential(Meeting(planning, done), nn.Sequential(Kernel())), example_inputs=X)
+    other.join()
+    assert [row.full_name for row in plan.rows] == ["1.0.kernel"]
+    assert not errors
 
 
 class Sliced(nn.Conv2d):
