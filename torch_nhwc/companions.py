@@ -108,13 +108,14 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
     for optimizer in followers.optimizers:
         states = optimizer.state
         for index, _, weight in weights:
-            if state := states.get(weight):
-                shape = weight.shape
-                for key, value in state.items():
-                    if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
-                        found.append(Companion(index, key, value, None))
-                    else:
-                        found += [Companion(index, *each) for each in _matching({key: value}, shape)]
+            state, shape = states.get(weight), weight.shape
+            if state is None:
+                continue
+            for key, value in (state if isinstance(state, dict) else {"state": state}).items():
+                if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
+                    found.append(Companion(index, key, value, None))
+                else:
+                    found += [Companion(index, *each) for each in _matching({key: value}, shape)]
     for copy in followers.copies:
         tensors = [_tensor_of(copy, name) for _, name, _ in weights]
         is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)

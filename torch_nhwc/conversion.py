@@ -61,7 +61,7 @@ def convert_(
         memory_format: as in `plan`.
         optimizer: one, or several, whose state follows.
         ema: averaged copies that follow: `swa_utils.AveragedModel`, a deep copy of the model, or a mapping of full
-            names to tensors; one or several.
+            names to the tensors themselves (not a module's `state_dict()`, whose tensors are others); one or several.
         filter_fn: as in `plan`.
         plan: a plan to apply instead of making one; it has its own memory format, filter and example inputs.
         example_inputs: as in `plan`.

@@ -200,6 +200,16 @@ def test_state_in_nested_containers_follows():
     assert inner.stride() == optimizer.state[layer.weight]["history"][1]["deep"].stride() == (27, 1, 9, 3)
 
 
+@pytest.mark.parametrize(("wrap", "label"), [(lambda t: t, "state"), (lambda t: [3, t], "state.1")])
+def test_state_that_is_no_dict_follows(wrap, label):
+    layer, momentum = nn.Conv2d(3, 4, 3), torch.randn(4, 3, 3, 3)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+    optimizer.state[layer.weight] = wrap(momentum)
+    report = nhwc.convert_(layer, optimizer=optimizer)
+    assert [each.label for each in report.companions] == [label]
+    assert momentum.stride() == (27, 1, 9, 3)
+
+
 def test_several_optimizers_follow():
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(64, 4))
     optimizers = [
