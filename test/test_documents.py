@@ -10,6 +10,8 @@ import cmake_build
 import pytest
 import torch
 
+import torch_nhwc as nhwc
+
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -98,8 +100,7 @@ def test_links_lead_somewhere():
 
 
 def test_the_guide_lists_every_reason():
-    import torch_nhwc as nhwc
-
     rows = [f"| `{reason.name}` | {reason.value} |" for reason in nhwc.Reason]
-    section = "\n".join(["<!-- reasons -->", "| code | the site ... |", "| --- | --- |", *rows, "<!-- end of reasons -->"])
+    table = ["| code | the site ... |", "| --- | --- |", *rows]
+    section = "\n".join(["<!-- reasons -->", *table, "<!-- end of reasons -->"])
     assert section in (ROOT / "docs/guide.md").read_text(), section

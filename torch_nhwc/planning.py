@@ -4,7 +4,7 @@ import enum
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -238,63 +238,56 @@ def sites_of(model: nn.Module, example_inputs: Any = None) -> list[Site]:
 
 
 def decide(
-    sites: Iterable[Site],
+    sites: Sequence[Site],
     memory_format: str | None,
     storage: Storage = "auto",
     filter_fn: FilterFunction | None = None,
 ) -> list[PlanRow]:
-    """A row for every site: first by what kind of site it is, then by what the operators say of its tensor."""
-    decided: list[tuple[Site, Strides | None, Action, Reason | None]] = []
-    asked: list[int] = []  # what the operators decide
-    tensors: list[Tensor] = []
-    seen: set[int] = set()
+    """A row for every site, by what kind of site it is and by what the operators say of its tensor."""
     last = memory_format != "contiguous_format"
     other_rank = memory_format and {"channels_last": 5, "channels_last_3d": 4}.get(memory_format)
+    tensors = [site.tensor for site in sites if site.tensor is not None]
+    outcomes = iter(outcomes_of(tensors, memory_format, storage))
+    # What bars one site of a tied weight bars all of them.
+    barred = {id(site.tensor): site.reason for site in sites if site.reason is not None and site.tensor is not None}
     steps: dict[int, Reason | None] = {}
+    seen: set[int] = set()
+    rows: list[PlanRow] = []
     for site in sites:
-        path, name, _, rank, _, module, tensor, reason = site
-        target: Strides | None = None
-        action = Action.REFUSE if reason is not None and reason not in _REMARKS else Action.KEEP
+        path, name, layer, rank, groups, module, tensor, reason = site
+        outcome = None if tensor is None else next(outcomes)
+        reason = barred.get(id(tensor), reason)
+        is_wanted = False
         if rank == other_rank:
             action, reason = Action.KEEP, Reason.OTHER_RANK
         elif filter_fn is not None and not filter_fn(module, path):
             action, reason = Action.KEEP, Reason.FILTERED
-        elif tensor is None:
-            if reason is Reason.LAZY and last:
-                action = Action.CONVERT
+        elif reason is Reason.LAZY:
+            action = Action.CONVERT if last else Action.KEEP
+        elif tensor is None or (reason is not None and reason is not Reason.COMPUTED_IN_FORWARD):
+            action, is_wanted = Action.REFUSE, tensor is not None
+            if outcome is Outcome.KEPT:
+                action, reason = Action.KEEP, Reason.IN_FORMAT
         else:
-            target = canonical_strides(tensor.shape, last)
-            if action is not Action.REFUSE:
-                if id(tensor) in seen:
-                    reason = Reason.TIED
-                elif wrapping.is_offloaded(module, tensor):
-                    action, reason = Action.REFUSE, Reason.OFFLOADED
-                else:
-                    if name != "weight" and reason is None:
-                        reason = step_reason(site, last, steps)
-                    if reason is None and 0 in tensor.stride():
-                        reason = Reason.OVERLAPPING
-                    if reason is Reason.COMPUTED:
-                        action = Action.REFUSE
-                    else:
-                        asked.append(len(decided))
-                        tensors.append(tensor)
-                seen.add(id(tensor))
-        decided.append((site, target, action, reason))
-    outcomes = dict(zip(asked, outcomes_of(tensors, memory_format, storage)))
-    rows: list[PlanRow] = []
-    for index, (site, target, action, reason) in enumerate(decided):
-        path, name, layer, rank, groups, _, tensor, _ = site
+            is_wanted = True
+            if id(tensor) in seen:
+                action, reason = Action.KEEP, Reason.TIED
+            elif outcome is Outcome.KEPT and name == "weight":
+                action, reason = Action.KEEP, reason or Reason.IN_FORMAT
+            else:
+                action, reason = _judge(site, tensor, outcome, last, steps)
+            seen.add(id(tensor))
         if tensor is None:
             rows.append(PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason))
             continue
-        if index in outcomes:
-            action, reason = _by_outcome(outcomes[index], tensor, reason)
         moved = tensor.nbytes if action is Action.CONVERT else 0
-        shape, strides = tuple(tensor.shape), tensor.stride()
+        shape, strides = tensor.shape, tensor.stride()
+        target = canonical_strides(shape, last) if is_wanted else None
         dtype, device = _text(tensor.dtype), _text(tensor.device)
         rows.append(
-            PlanRow(path, name, layer, rank, shape, groups, dtype, device, strides, target, moved, action, reason)
+            PlanRow(
+                path, name, layer, rank, tuple(shape), groups, dtype, device, strides, target, moved, action, reason
+            )
         )
     return rows
 
@@ -345,8 +338,6 @@ def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
     )
 
 
-# Reasons that a site may come with and still change.
-_REMARKS = {Reason.LAZY, Reason.COMPUTED_IN_FORWARD}
 _texts: dict[object, str] = {}
 
 
@@ -357,20 +348,31 @@ def _text(value: torch.dtype | torch.device) -> str:
     return text
 
 
-def _by_outcome(outcome: Outcome | None, tensor: Tensor, remark: Reason | None) -> tuple[Action, Reason | None]:
+def _judge(
+    site: Site, tensor: Tensor, outcome: Outcome | None, last: bool, steps: dict[int, Reason | None]
+) -> tuple[Action, Reason | None]:
     """What an outcome of `plan_weights` means for a site."""
-    if outcome is Outcome.KEPT:
-        return Action.KEEP, remark or Reason.IN_FORMAT
     if outcome is None:
         return Action.REFUSE, Reason.UNSUPPORTED
-    if outcome is Outcome.RESTRIDED:
-        return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
-    if outcome > 0:
-        return Action.CONVERT, remark
     if outcome is Outcome.TRACED:
         is_fake = _FAKE in (type(tensor).__name__, type(tensor.data).__name__)
         return (Action.KEEP, Reason.FAKE) if is_fake else (Action.REFUSE, Reason.SUBCLASS)
-    return Action.REFUSE, _REFUSALS[outcome]
+    if outcome < 0:
+        return Action.REFUSE, _REFUSALS[outcome]
+    if wrapping.is_offloaded(site.module, tensor):
+        return Action.REFUSE, Reason.OFFLOADED
+    remark = site.reason
+    if remark is None and site.name != "weight":
+        remark = step_reason(site, last, steps)
+        if remark is Reason.COMPUTED:
+            return Action.REFUSE, remark
+    if outcome is Outcome.KEPT:
+        return Action.KEEP, remark or Reason.IN_FORMAT
+    if remark is None and 0 in tensor.stride():
+        remark = Reason.OVERLAPPING
+    if outcome is Outcome.RESTRIDED:
+        return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
+    return Action.CONVERT, remark
 
 
 def outcomes_of(tensors: list[Tensor], memory_format: str | None, storage: Storage = "auto") -> list[Outcome | None]:
@@ -403,7 +405,7 @@ def step_reason(site: Site, last: bool, known: dict[int, Reason | None]) -> Reas
     module = site.module
     if id(module) not in known:
         tensors = computed.originals(module)
-        if tensors is None:  # a parameter under another name
+        if tensors is None or site.name not in tensors:  # a parameter under another name
             return None
         replacements = {
             name: tensor.new_empty_strided(tensor.shape, canonical_strides(tensor.shape, last)).copy_(tensor.detach())
