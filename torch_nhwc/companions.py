@@ -114,7 +114,7 @@ def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Follo
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
                 if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
                     found.append(Companion(index, key, value, None))
-                else:
+                elif type(value) is not Tensor or value.dim() > 0:
                     found += [Companion(index, *each) for each in _matching({key: value}, shape)]
     for copy in followers.copies:
         tensors = [_tensor_of(copy, name) for _, name, _ in weights]

@@ -151,7 +151,8 @@ def _level_of_caller() -> int:
     return level
 
 
-_CHANGES = {Action.CONVERT: True, Action.RESTRIDE: True, Action.KEEP: False, Action.REFUSE: False}
+# Tuples: the members of an enumeration compare fast and hash slowly.
+_CHANGES = (Action.CONVERT, Action.RESTRIDE)
 _STAYS = (None, Outcome.KEPT)
 
 
@@ -195,8 +196,10 @@ class Job:
         ]
         companions = find_companions(weights, self.followers)
         following = [companion.tensor for companion in companions if companion.reason is None]
-        outcomes = iter(outcomes_of(following, self.memory_format, self.storage))
-        foreseen = [next(outcomes) if companion.reason is None else None for companion in companions]
+        foreseen = outcomes_of(following, self.memory_format, self.storage)
+        if len(foreseen) < len(companions):
+            outcomes = iter(foreseen)
+            foreseen = [next(outcomes) if companion.reason is None else None for companion in companions]
         stuck = {
             id(companion.tensor): companion.row
             for companion, outcome in zip(companions, foreseen)
@@ -257,7 +260,7 @@ class Job:
         """Does it, unless `dry_run`, and reports; `start` is when the whole call began."""
         start = time.perf_counter() if start is None else start
         rows, sites = self.rows, self.sites
-        changing = [index for index, row in enumerate(rows) if _CHANGES[row.action] and sites[index].tensor is not None]
+        changing = [i for i, row in enumerate(rows) if row.action in _CHANGES and sites[i].tensor is not None]
         moving = [place for place, outcome in enumerate(self.foreseen) if outcome not in _STAYS]
         following = [self.companions[place] for place in moving]
         tensors: list[Tensor] = [sites[index].tensor for index in changing]  # type: ignore[misc]
