@@ -52,12 +52,9 @@ def _evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
                 setattr(stand_in, name, replacements.get(name, tensor.detach().clone()))
             _hook(module)(stand_in, ())
             return stand_in.weight  # type: ignore[no-any-return]
-        # Copies of our own: deepcopy takes hold of the storages that it copies, and they are held for good.
-        memo: dict[int, object] = {}
-        for tensor in (*parametrization.parameters(), *parametrization.buffers()):
-            memo[id(tensor)] = _like(tensor, tensor.detach().clone())
-        for name, replacement in replacements.items():
-            memo[id(tensors[name])] = _like(tensors[name], replacement)
+        memo: dict[int, object] = {
+            id(tensors[name]): _like(tensors[name], replacement) for name, replacement in replacements.items()
+        }
         simulated = copy.deepcopy(parametrization, memo)
         _remove_steps(simulated)
         return simulated()  # type: ignore[no-any-return]

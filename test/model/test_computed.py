@@ -391,6 +391,28 @@ def test_a_weight_that_cannot_be_computed_beforehand_is_refused_and_the_rest_con
     assert model[0].weight.stride() == (27, 1, 9, 3)
 
 
+class Blended(nn.Module):
+    """Has a layer of its own, as an adapter may."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 8, 3, dtype=torch.float64)
+
+    def forward(self, weight):
+        return weight + self.layer.weight
+
+
+def test_a_layer_inside_a_parametrization_is_permuted_in_place_as_any_other():
+    model = nn.Sequential(parametrized(nn.Conv2d(3, 8, 3).double(), Blended()))
+    report = nhwc.convert_(model, strict=True)
+    assert [row.full_name for row in report.plan.rows] == [
+        "0.parametrizations.weight.original",
+        "0.parametrizations.weight.0.layer.weight",
+    ]
+    assert list(report.outcomes) == [Outcome.REUSED, Outcome.REUSED]
+    assert_weights_arrive_in(None, model, torch.randn(2, 3, 6, 6, dtype=torch.float64))
+
+
 def test_originals_that_are_tied_arrive_in_format_in_both_layers():
     model = nn.Sequential(*(parametrizations.weight_norm(nn.Conv2d(3, 3, 3)) for _ in range(2))).double()
     first, second = (layer.parametrizations.weight for layer in model)
