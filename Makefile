@@ -27,6 +27,7 @@ bench: $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_forward.py
+	$(bin)/python benchmarks/bench_walk.py
 	$(bin)/python benchmarks/report.py
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.

@@ -213,6 +213,16 @@ def models(measured: dict) -> str:
     return table(head, rows)
 
 
+def walk(measured: dict) -> str:
+    rows = []
+    for r in measured["results"]:
+        shape = "x".join(map(str, r["shape"]))
+        calls = ("plan", "first", "second", "revert")
+        rows.append([f"{r['layers']} of {shape}"] + [f"{r['times'][call]['median']:.1f}" for call in calls])
+    head = ["layers", "`plan`, us a site", "first `convert_`", "second `convert_`", "`revert`"]
+    return table(head, rows)
+
+
 def gain(measured: dict) -> str:
     """The README's one line."""
     made = {
@@ -256,6 +266,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "compiled": compiled(weights),
             "threads": threads(weights),
             "models": models(of_models),
+            "walk": walk(load("walk")),
         },
     }
 
