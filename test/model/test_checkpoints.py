@@ -376,6 +376,24 @@ def test_align_leaves_sparse_gradients_and_state_of_other_shapes():
     assert nhwc.align_(model, factored) == []
 
 
+def test_align_takes_several_optimizers():
+    model, plan = converted()
+    first = torch.optim.AdamW(model.block.parameters(), fused=True)
+    second = torch.optim.SGD(model.volume.parameters(), momentum=0.9, fused=True)
+    model(torch.randn(2, 1, 6, 6)).sum().backward()
+    for optimizer in (first, second):
+        optimizer.step()
+        optimizer.load_state_dict(nhwc.contiguous_state_dict(optimizer.state_dict()))
+    assert nhwc.check(model, plan, optimizer=[first, second]) != []
+    aligned = nhwc.align_(model, [first, second])
+    assert [(row.site, row.label) for row in aligned] == [
+        ("block.weight", "exp_avg"),
+        ("block.weight", "exp_avg_sq"),
+        ("volume.weight", "momentum_buffer"),
+    ]
+    assert nhwc.check(model, plan, optimizer=[first, second]) == []
+
+
 def test_align_refuses_an_optimizer_of_another_model():
     model, _ = converted()
     with pytest.raises(ValueError, match="the SGD holds none of the model's parameters"):
@@ -507,6 +525,15 @@ def test_check_asks_for_what_the_plan_says_and_for_nothing_else(memory_format):
     }
     wanted -= {"volume"} if memory_format == torch.channels_last else set()
     assert named == (set() if memory_format == torch.contiguous_format else {f"{name}.weight" for name in wanted})
+
+
+def test_a_plan_of_a_fake_model_checks_and_restores_the_real_one():
+    with torch._subclasses.fake_tensor.FakeTensorMode():
+        plan = nhwc.plan(Net())
+    model = network()
+    assert [deviation.site for deviation in nhwc.check(model, plan)] == [f"{name}.weight" for name in SITES]
+    nhwc.restore_(model, plan)
+    assert nhwc.check(model, plan) == []
 
 
 def test_check_looks_inside_of_what_was_wrapped_since():
