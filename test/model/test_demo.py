@@ -48,10 +48,23 @@ def test_a_wrong_conversion_would_show(monkeypatch):
     assert not demo.run(demo.Example("spoilt", model, torch.randn(1, 3, 8, 8)), repeats=1).unchanged
 
 
+class Scaled(nn.Conv2d):
+    """Computes its weight in a way of its own."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kernel = self._parameters.pop("weight")
+
+    def __getattr__(self, name):
+        if name == "weight" and "kernel" in self._parameters:
+            return self.kernel * 2
+        return super().__getattr__(name)
+
+
 def factory():
     """What `--factory` calls below."""
     torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))
+    return nn.Sequential(nn.Conv2d(3, 4, 3), Scaled(4, 4, 3))
 
 
 def factory_without_module():
