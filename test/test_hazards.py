@@ -428,6 +428,26 @@ def test_h33_autocast_keeps_its_copy_of_a_weight_in_the_old_layout(monkeypatch):
         assert seen == [strides]
 
 
+@pytest.mark.parametrize(("layer", "memory_format"), [(nn.Conv2d, CL), (nn.Conv3d, CL3D)])
+def test_h35_the_gradient_of_instance_norm_is_wrong_for_a_batch_of_one(layer, memory_format):
+    rank = 2 if layer is nn.Conv2d else 3
+    x = torch.randn(1, 4, *[6] * rank, dtype=torch.double, requires_grad=True)
+    gradient = torch.randn_like(x)
+    (right,) = torch.autograd.grad(functional.instance_norm(x), x, gradient)
+    (wrong,) = torch.autograd.grad(functional.instance_norm(x), x, gradient.contiguous(memory_format=memory_format))
+    assert not torch.allclose(wrong, right)
+
+    norm = nn.InstanceNorm2d if rank == 2 else nn.InstanceNorm3d
+    report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), norm(4), layer(4, 4, 3)))
+    assert report.remarks == (Reason.INSTANCE_NORM.value,)
+    assert Reason.INSTANCE_NORM.value.split(":")[0] in " ".join(str(report).split())
+    assert nhwc.convert_(nn.Sequential(layer(3, 4, 3), nn.GroupNorm(4, 4))).remarks == ()
+    # What the sentence recommends.
+    group_norm = nn.GroupNorm(4, 4, affine=False).double()
+    (same,) = torch.autograd.grad(group_norm(x), x, gradient.contiguous(memory_format=memory_format))
+    torch.testing.assert_close(same, right)
+
+
 def test_h34_a_weight_in_a_flat_buffer_gets_a_storage_that_its_optimizer_does_not_know():
     def flat_model():
         layer = nn.Conv2d(3, 4, 3, bias=False)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torch_nhwc import computed
-from torch_nhwc.checkpoints import lies_as
+from torch_nhwc.checkpoints import expect_plan, lies_as
 from torch_nhwc.companions import find_companions, followers_of
 from torch_nhwc.distributed import gather
 from torch_nhwc.planning import Action, Plan, PlanRow, Strides, canonical_strides, match
@@ -51,6 +51,7 @@ def check(
         Empty where all is in order, so that `assert not check(model, plan)` holds.
 
     Raises:
+        TypeError: `plan` is not a plan; a ValueError with a process group.
         ValueError: the model differs from the plan; or this rank is not in the process group.
     """
     if process_group is None:
@@ -80,6 +81,7 @@ class _Rank(NamedTuple):
 
 def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
     """This rank alone."""
+    expect_plan(plan)
     model = _unwrapped(model, plan)
     found = _Rank(None, {}, {}, [])
     wanted: dict[int, Strides] = {}

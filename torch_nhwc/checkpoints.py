@@ -72,13 +72,17 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
         slices of a larger storage; everything else stays in the memory that it is in. Exact aliases stay aliases.
 
     Raises:
-        ValueError: an entry has another shape than the plan's site.
+        TypeError: `state_dict` is not a mapping, or `plan` not a plan.
+        ValueError: an entry has another shape than the plan's site, or there is no entry for any site.
     """
-    rows = [
-        row
-        for row in plan.rows
-        if row.is_wanted and row.action is not Action.REFUSE and isinstance(state_dict.get(row.full_name), Tensor)
-    ]
+    expect_plan(plan)
+    if not isinstance(state_dict, Mapping):
+        hint = ": pass model.state_dict()" if isinstance(state_dict, nn.Module) else ""
+        raise TypeError(f"expected a state dict, names and tensors, got {type(state_dict).__name__}{hint}")
+    wanted = [row for row in plan.rows if row.is_wanted and row.action is not Action.REFUSE]
+    if wanted and not any(row.full_name in state_dict for row in wanted):
+        raise ValueError(_nothing_found(wanted[0].full_name, state_dict))
+    rows = [row for row in wanted if isinstance(state_dict.get(row.full_name), Tensor)]
     # The state dict holds the storages that these share, so that none is permuted in place.
     weights = {row.full_name: state_dict[row.full_name].detach() for row in rows}
     for row in rows:
@@ -92,6 +96,27 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
     converted = _copy(state_dict)
     converted.update(weights)
     return converted  # type: ignore[no-any-return]
+
+
+def _nothing_found(expected: str, state_dict: Mapping[str, Any]) -> str:
+    """The sentence on a state dict without any weight of the plan, with the prefix that would explain it."""
+    message = f"the state dict holds none of the plan's weights: expected {expected!r}"
+    for key in state_dict:
+        if str(key).endswith(f".{expected}"):
+            return f"{message}, got {key!r}: take the prefix {key.removesuffix(expected)!r} off its names"
+        if expected.endswith(f".{key}"):
+            return f"{message}, got {key!r}: put the prefix {expected.removesuffix(key)!r} before its names"
+    return message
+
+
+def expect_plan(plan: Plan) -> None:
+    """
+    Raises:
+        TypeError: it is something else, such as a report.
+    """
+    if not isinstance(plan, Plan):
+        hint = ": pass report.plan" if isinstance(plan, Report) else ""
+        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
 
 
 def restore_(
@@ -111,10 +136,12 @@ def restore_(
         storage: as in `convert_`; `"detach"`, because `vector_to_parameters` leaves slices of one vector.
 
     Raises:
+        TypeError: `plan` is not a plan.
         ValueError: the model differs from the plan.
     """
     from torch_nhwc.conversion import convert_
 
+    expect_plan(plan)
     rows = [
         row._replace(dtype=str(site.tensor.dtype)) if site.tensor is not None else row
         for row, site in zip(plan.rows, match(plan, model, any_dtype=True))

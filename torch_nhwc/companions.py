@@ -37,6 +37,22 @@ class Followers(NamedTuple):
     copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
     """Averaged copies: models like the model, or tensors by the full names of its sites."""
 
+    def check_optimizers(self, model: nn.Module) -> None:
+        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow."""
+        if not self.optimizers:
+            return
+        ours = {id(parameter) for parameter in model.parameters()}
+        for each in self.optimizers:
+            held = [parameter for group in each.param_groups for parameter in group["params"]]
+            if held and ours and not any(id(parameter) in ours for parameter in held):
+                raise ValueError(
+                    f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
+                )
+
+    def layers_at(self, path: str) -> list[nn.Module]:
+        """The layers of the averaged copies at a path."""
+        return [copy.get_submodule(path) for copy in self.copies if isinstance(copy, nn.Module)]
+
     def weakly(self) -> "Callable[[], Followers]":
         """A function that gives those again that still exist."""
         optimizers = [weakref.ref(optimizer) for optimizer in self.optimizers]
@@ -70,7 +86,10 @@ def followers_of(optimizer: Any, ema: Any) -> Followers:
     copies = _as_tuple(ema)
     for each in copies:
         if not isinstance(each, (nn.Module, Mapping)):
-            raise TypeError(f"expected ema to be a module, or names and tensors, got {type(each).__name__}")
+            raise TypeError(
+                f"expected ema to be a module, or names and tensors, got {type(each).__name__}: for a list of averaged "
+                "parameters, give dict(zip(names, parameters))"
+            )
     return Followers(
         optimizers,
         tuple(each.module if isinstance(each, torch.optim.swa_utils.AveragedModel) else each for each in copies),

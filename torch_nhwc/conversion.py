@@ -32,7 +32,7 @@ from torch_nhwc.planning import (
 )
 from torch_nhwc.reasons import Reason
 from torch_nhwc.report import Before, Report, new_bytes
-from torch_nhwc.sites import CHANNELS_LAST, Site
+from torch_nhwc.sites import CHANNELS_LAST, Site, walk
 
 
 def convert_(
@@ -93,10 +93,21 @@ def convert_(
     else:
         name, sites = plan.memory_format, match(plan, model)
         anew = decide(sites, name, storage)
-        rows = [row if planned.is_wanted else planned for planned, row in zip(plan.rows, anew)]
+        rows = [_as_planned(planned, row) for planned, row in zip(plan.rows, anew)]
     job = Job(model, sites, rows, name, storage, followers_of(optimizer, ema))
     _tell_refused(job.rows, strict)
     return job.run(input_format, dry_run, start)
+
+
+# Refused for the sake of companions that are not known when a plan is applied again.
+_FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
+
+
+def _as_planned(planned: PlanRow, row: PlanRow) -> PlanRow:
+    """What is decided anew for a site, unless the plan leaves it as it is."""
+    if planned.is_wanted and planned.reason not in _FOR_COMPANIONS:
+        return row
+    return row._replace(target_strides=None, bytes_to_move=0, action=planned.action, reason=planned.reason)
 
 
 @contextmanager
@@ -175,6 +186,7 @@ class Job:
             for optimizer in followers.optimizers
             if wrapping.views_parameters(optimizer)
         ]
+        followers.check_optimizers(model)
         self._refuse_flattened()
         self.companions, self.foreseen = self._follow_or_refuse()
 
@@ -251,9 +263,13 @@ class Job:
                 current = computed.step_format(module)
                 if wanted != current:
                     forth, back = (partial(computed.set_step, memory_format=name) for name in (wanted, current))
-                    edits.append(Edit(weakref.ref(module), forth, back))
-        if input_format is not None and not find_hook(self.model, ChannelsLastInput):
+                    layers = [module, *self.followers.layers_at(site.path)]
+                    edits += [Edit(weakref.ref(layer), forth, back) for layer in layers]
+        hook = find_hook(self.model, ChannelsLastInput)
+        if input_format is not None and not hook:
             edits.append(_hook_edit(self.model, ChannelsLastInput()))
+        elif hook and self.memory_format == "contiguous_format":
+            edits.append(_hook_edit(self.model, hook).reverse)
         return edits
 
     def run(self, input_format: str | None = None, dry_run: bool = False, start: float | None = None) -> Report:
@@ -266,6 +282,8 @@ class Job:
         tensors: list[Tensor] = [sites[index].tensor for index in changing]  # type: ignore[misc]
         tensors += [companion.tensor for companion in following]
         edits = self._edits(input_format)
+        if changing and self.memory_format != "contiguous_format" and _has_instance_norm(self.model):
+            self.remarks.append(Reason.INSTANCE_NORM.value)
         touched = sorted({*changing, *(each.row for each in following), *self._lazy()})
         before = Before(
             weakref.ref(self.model),
@@ -299,6 +317,10 @@ class Job:
             _companion_outcomes=dict(zip(moving, outcomes[len(changing) :])),
             _before=None if dry_run else before,
         )
+
+
+def _has_instance_norm(model: nn.Module) -> bool:
+    return any(isinstance(module, (nn.InstanceNorm2d, nn.InstanceNorm3d)) for _, module, _ in walk(model))
 
 
 def _place(tensor: Tensor) -> int:

@@ -5,7 +5,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils import _pytree as pytree
 
 from torch_nhwc.ops import convert_weight_
 
@@ -21,18 +20,29 @@ class ConvertWhenMaterialised:
 
 
 class ChannelsLastInput:
-    """Brings 4D and 5D inputs into channels-last at the entry of a model."""
+    """Brings 4D and 5D inputs into channels-last at the entry of a model, in dicts, lists and tuples as well.
+
+    Floating ones only, and none that is expanded. Containers without such a tensor stay the ones that they are.
+    """
 
     def __call__(self, module: nn.Module, arguments: Any, keywords: Any) -> Any:
-        return pytree.tree_map_only(Tensor, _to_channels_last, (arguments, keywords))
+        return _to_channels_last(arguments), _to_channels_last(keywords)
 
 
-def _to_channels_last(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 4:
-        return tensor.contiguous(memory_format=torch.channels_last)
-    if tensor.dim() == 5:
-        return tensor.contiguous(memory_format=torch.channels_last_3d)
-    return tensor
+_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def _to_channels_last(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        is_image = value.dim() in _FORMATS and value.is_floating_point() and value.layout == torch.strided
+        return value.contiguous(memory_format=_FORMATS[value.dim()]) if is_image and 0 not in value.stride() else value
+    if type(value) is dict:
+        items = {key: _to_channels_last(each) for key, each in value.items()}
+        return items if any(items[key] is not value[key] for key in value) else value
+    if type(value) in (list, tuple):
+        each = [_to_channels_last(each) for each in value]
+        return type(value)(each) if any(a is not b for a, b in zip(each, value)) else value
+    return value
 
 
 def add_hook(module: nn.Module, hook: Any) -> None:

@@ -87,8 +87,9 @@ def convert_weight(
     Raises:
         RuntimeError: the weight is not 4D or 5D, or the format is not one of its rank.
         NotImplementedError: the weight is sparse, quantized, nested or of another layout that is not strided.
-        TypeError: the cast is not between floating types.
+        TypeError: the cast is not between floating types; `weight` is not a tensor, or `memory_format` is a name.
     """
+    _expect("convert_weight", memory_format, weight)
     return cast(Tensor, torch.ops.nhwc.convert_weight(weight, memory_format, dtype=dtype))
 
 
@@ -98,9 +99,9 @@ def convert_weights(
     """`convert_weight` for a list: results in order; ranks, dtypes and devices may be mixed.
 
     Raises:
-        TypeError: `weights` is one tensor, or as in `convert_weight`.
+        TypeError: `weights` is one tensor or a module, or as in `convert_weight`.
     """
-    weights = _as_list("convert_weights", weights)
+    weights = _as_list("convert_weights", weights, memory_format)
     return cast(list[Tensor], torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype))
 
 
@@ -120,8 +121,9 @@ def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
 
     Raises:
         RuntimeError: `out` is of another shape, device or strides, it overlaps the weight, or a gradient is needed.
-        TypeError: the cast is not between floating types.
+        TypeError: the cast is not between floating types; `out` or `weight` is not a tensor.
     """
+    _expect("copy_weight_", None, out, weight)
     torch.ops.nhwc.copy_weight_(out, weight)
     return out
 
@@ -138,11 +140,25 @@ def cpu_capability() -> str:
     return cast(str, torch.ops.nhwc.cpu_capability())
 
 
-def _as_list(function: str, weights: Sequence[Tensor]) -> list[Tensor]:
-    # A tensor is a sequence too: of its filters, which nobody means.
+def _as_list(
+    function: str, weights: Sequence[Tensor], memory_format: torch.memory_format | None = None
+) -> list[Tensor]:
+    # A tensor is a sequence too: of its filters, which nobody means. So are some modules: of their children.
     if isinstance(weights, Tensor):
         raise TypeError(f"{function}: expected a list of weights, got one tensor of shape {tuple(weights.shape)}")
+    if isinstance(weights, torch.nn.Module):
+        raise TypeError(f"{function}: expected a list of weights, got a module: use convert_")
+    _expect(function, memory_format)
     return list(weights)
+
+
+def _expect(function: str, memory_format: object, *weights: object) -> None:
+    """Says in Python's words what the operators would say in those of their bindings."""
+    if isinstance(memory_format, str):
+        raise TypeError(f"{function}: expected memory_format to be a torch.memory_format, got {memory_format!r}")
+    for weight in weights:
+        if not isinstance(weight, Tensor) and not hasattr(weight, "__torch_function__"):  # tracers' proxies have that
+            raise TypeError(f"{function}: expected a weight to be a tensor, got {type(weight).__name__}")
 
 
 def _outside_of_graphs(function: _F) -> _F:
@@ -164,6 +180,7 @@ def convert_weight_(
     weight: Tensor, memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
 ) -> Outcome:
     """Brings a weight into a memory format by `.data` replacement: `convert_weights_` for one weight."""
+    _expect("convert_weight_", memory_format, weight)
     return Outcome(torch.ops.nhwc.convert_weight_(weight, memory_format, storage=storage))
 
 
@@ -197,10 +214,11 @@ def convert_weights_(
             gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
             format.
         NotImplementedError: as in `convert_weight`.
-        TypeError: `weights` is one tensor.
+        TypeError: `weights` is one tensor or a module, or as in `convert_weight`.
         ValueError: `storage` is none of the four.
     """
-    outcomes = torch.ops.nhwc.convert_weights_(_as_list("convert_weights_", weights), memory_format, storage=storage)
+    listed = _as_list("convert_weights_", weights, memory_format)
+    outcomes = torch.ops.nhwc.convert_weights_(listed, memory_format, storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
 
@@ -235,5 +253,6 @@ def plan_weights(
 
     Changes nothing, and leaves no reference to any storage behind.
     """
-    outcomes = torch.ops.nhwc.plan_weights(_as_list("plan_weights", weights), memory_format, storage=storage)
+    listed = _as_list("plan_weights", weights, memory_format)
+    outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]

@@ -248,20 +248,20 @@ def decide(
     other_rank = memory_format and {"channels_last": 5, "channels_last_3d": 4}.get(memory_format)
     tensors = [site.tensor for site in sites if site.tensor is not None]
     outcomes = iter(outcomes_of(tensors, memory_format, storage))
-    # What bars one site of a tied weight bars all of them.
-    barred = {id(site.tensor): site.reason for site in sites if site.reason is not None and site.tensor is not None}
+    barred = _barred(sites, filter_fn)
     steps: dict[int, Reason | None] = {}
-    seen: set[int] = set()
+    seen: dict[int, int] = {}
     rows: list[PlanRow] = []
     for site in sites:
-        path, name, layer, rank, groups, module, tensor, reason = site
+        path, name, layer, rank, groups, _, tensor, reason = site
         outcome = None if tensor is None else next(outcomes)
-        reason = barred.get(id(tensor), reason)
+        if barred:
+            reason = barred.get(_identity(tensor) if tensor is not None else id(site), reason)
         is_wanted = False
         if rank == other_rank:
             action, reason = Action.KEEP, Reason.OTHER_RANK
-        elif filter_fn is not None and not filter_fn(module, path):
-            action, reason = Action.KEEP, Reason.FILTERED
+        elif reason is Reason.FILTERED:
+            action = Action.KEEP
         elif reason is Reason.LAZY:
             action = Action.CONVERT if last else Action.KEEP
         elif tensor is None or (reason is not None and reason is not Reason.COMPUTED_IN_FORWARD):
@@ -271,12 +271,14 @@ def decide(
         else:
             is_wanted = True
             if id(tensor) in seen:
-                action, reason = Action.KEEP, Reason.TIED
+                first = rows[seen[id(tensor)]]
+                is_refused = first.action is Action.REFUSE
+                action, reason = (first.action, first.reason) if is_refused else (Action.KEEP, Reason.TIED)
             elif outcome is Outcome.KEPT and name == "weight":
                 action, reason = Action.KEEP, reason or Reason.IN_FORMAT
             else:
                 action, reason = _judge(site, tensor, outcome, last, steps)
-            seen.add(id(tensor))
+            seen.setdefault(id(tensor), len(rows))
         if tensor is None:
             rows.append(PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason))
             continue
@@ -290,6 +292,24 @@ def decide(
             )
         )
     return rows
+
+
+def _barred(sites: Sequence[Site], filter_fn: FilterFunction | None) -> dict[int, Reason]:
+    """What keeps a site as it is keeps all sites of the same tensor, and of others over the same memory."""
+    barred: dict[int, Reason] = {}
+    for site in sites:
+        reason = site.reason
+        if filter_fn is not None and not filter_fn(site.module, site.path):
+            reason = Reason.FILTERED
+        if reason is not None and reason is not Reason.COMPUTED_IN_FORWARD:
+            barred[_identity(site.tensor) if site.tensor is not None else id(site)] = reason
+    return barred
+
+
+def _identity(tensor: Tensor) -> int:
+    """Equal for tensors that begin at one place in memory; of the object itself where there is no memory to see."""
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    return (tensor.data_ptr() if has_memory else 0) or id(tensor)
 
 
 def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> list[Site]:

@@ -36,6 +36,7 @@ class Reason(enum.Enum):
     ON_THE_FLY = (
         "a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there"
     )
+    NO_WEIGHT = "its weight is not a tensor"
     PACKED = "its weight is packed (quantized, or for oneDNN): convert before packing"
     FROZEN = "its weight is a constant of a frozen TorchScript module: convert before freezing"
     DDP = f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"
@@ -80,4 +81,10 @@ class Reason(enum.Enum):
         "this state is of another shape than its weight (factored, or a flat history), and has no layout to share"
     )
     OTHER_KIND = "this state is a tensor subclass or packed (8-bit), and is left to its optimizer"
+
+    # Remarks on the whole.
     VIEWS_PARAMETERS = "this optimizer's code calls .view(...) on tensors: a channels-last weight may make it raise"
+    INSTANCE_NORM = (
+        "PyTorch's gradient of instance norm on a CPU is wrong where a channels-last one arrives and the batch is 1: "
+        "train with larger batches, or use GroupNorm with one group for each channel"
+    )

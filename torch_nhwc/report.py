@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from torch_nhwc import wrapping
 from torch_nhwc.commit import Edit, commit
 from torch_nhwc.companions import Followers, find_companions, followers_of
 from torch_nhwc.ops import Outcome, lay_out_weights_
@@ -106,7 +107,8 @@ class Report:
             ema: averaged copies that the conversion was not told of.
 
         Raises:
-            RuntimeError: the model is gone, or a tensor cannot change, with the operators' sentence.
+            RuntimeError: the model is gone, or was wrapped or compiled since, or a tensor cannot change, with the
+                operators' sentence.
             ValueError: the model's sites are others now, named as in `Plan.apply`.
         """
         if self._before is None:
@@ -114,9 +116,14 @@ class Report:
         model = self._before.model()
         if model is None:
             raise RuntimeError("Report.revert: the model is gone")
+        followers = self._followers(optimizer, ema)
+        followers.check_optimizers(model)
         sites = match(self.plan, model, any_dtype=True)
         weights: list[tuple[int, str, Tensor]] = []
         for index in self._before.strides:
+            reason = sites[index].reason
+            if reason in wrapping.REASONS:
+                raise RuntimeError(f"Report.revert: {sites[index].full_name!r}: {reason.value}")
             tensor = sites[index].tensor
             if tensor is not None:
                 weights.append((index, sites[index].full_name, tensor))
@@ -125,7 +132,7 @@ class Report:
         }
         tensors = [tensor for _, _, tensor in weights]
         strides = [wanted[index] for index, _, _ in weights]
-        for companion in find_companions(weights, self._followers(optimizer, ema)):
+        for companion in find_companions(weights, followers):
             if companion.reason is None:
                 tensors.append(companion.tensor)
                 strides.append(self._before.strides_of(companion.tensor) or wanted[companion.row])

@@ -73,11 +73,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
 
 
 def find_sites(model: nn.Module) -> list[Site]:
-    """The sites of a model, in the model's order, each layer once.
-
-    Raises:
-        TypeError: a layer's weight is not a tensor.
-    """
+    """The sites of a model, in the model's order, each layer once."""
     sites: list[Site] = []
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     # Asked once for each class, since a model has few, and by its bases: quantized layers have an abstract base, for
@@ -95,13 +91,13 @@ def find_sites(model: nn.Module) -> list[Site]:
         if family == "plain":
             weight = module._parameters.get("weight")
             if type(weight) is nn.Parameter and weight.dim() == rank:
-                found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, weight, None))  # type: ignore[arg-type]
+                found.append(Site(path, "weight", module_type.__name__, rank, _groups(module), module, weight, None))
             elif wrapped is Reason.FSDP1:  # a view of the flat buffer: autograd may not even say whether it is a leaf
-                found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, None, wrapped))  # type: ignore[arg-type]
+                found.append(Site(path, "weight", module_type.__name__, rank, _groups(module), module, None, wrapped))
             else:
                 found += _special_sites(path, module, rank)
         elif family == "quantized":
-            found.append(Site(path, "weight", module_type.__name__, rank, module.groups, module, None, Reason.PACKED))  # type: ignore[arg-type]
+            found.append(Site(path, "weight", module_type.__name__, rank, _groups(module), module, None, Reason.PACKED))
         else:
             for relative, name, layer, dim, owner, tensor, reason in scripted.find(module):
                 full = f"{path}.{relative}" if path and relative else path or relative
@@ -110,6 +106,10 @@ def find_sites(model: nn.Module) -> list[Site]:
             found = [site if site.reason is Reason.PACKED else site._replace(reason=wrapped) for site in found]
         sites += found
     return sites
+
+
+def _groups(module: nn.Module) -> int:
+    return getattr(module, "groups", 0)
 
 
 def _kind_of(module_type: type, quantized_module: object) -> tuple[str, int]:
@@ -128,7 +128,7 @@ def _special_sites(path: str, module: nn.Module, rank: int) -> list[Site]:
     """Of a layer whose weight is not just a parameter."""
 
     def site(name: str, tensor: Tensor | None, reason: Reason | None) -> Site:
-        return Site(path, name, type(module).__name__, rank, module.groups, module, tensor, reason)  # type: ignore[arg-type]
+        return Site(path, name, type(module).__name__, rank, _groups(module), module, tensor, reason)
 
     # A computed weight is not even read: reading runs the parametrization, which may update its own state.
     originals = computed.originals(module)
@@ -138,8 +138,7 @@ def _special_sites(path: str, module: nn.Module, rank: int) -> list[Site]:
     parameter = module._parameters.get("weight")
     weight: object = getattr(module, "weight", None)
     if not isinstance(weight, Tensor):
-        name = f"{path!r} ({type(module).__name__})"
-        raise TypeError(f"torch_nhwc: expected the weight of {name} to be a tensor, got {type(weight).__name__}")
+        return [site("weight", None, Reason.NO_WEIGHT)]
     if is_lazy(weight):
         return [site("weight", None, Reason.LAZY)]
     # A property may compute its value without autograd's knowledge; a stored tensor is the same one every time.

@@ -21,6 +21,9 @@ _WRAPPERS = {
 }
 
 
+REASONS = frozenset(_WRAPPERS.values())
+
+
 def reason_of(module: nn.Module, known: dict[type, Reason | None]) -> Reason | None:
     """Why nothing below a module may be converted, or `None`.
 

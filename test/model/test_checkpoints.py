@@ -573,6 +573,16 @@ def test_a_model_that_differs_from_the_plan_is_an_error_that_names_the_site(call
         assert [p.data_ptr() for p in model.parameters()] == before
 
 
+@pytest.mark.parametrize("call", [nhwc.check, nhwc.restore_], ids=lambda function: function.__name__)
+def test_what_is_no_plan_is_an_error_that_says_what_to_pass(call):
+    model = network()
+    report = nhwc.convert_(model)
+    with pytest.raises(TypeError, match="^expected a Plan, got Report: pass report.plan$"):
+        call(model, report)
+    with pytest.raises(TypeError, match="^expected a Plan, got str$"):
+        call(model, report.plan.to_json())
+
+
 def test_lazy_layers_are_checked_once_they_have_a_shape():
     model = nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 4, 3))
     plan = nhwc.convert_(model).plan

@@ -437,3 +437,18 @@ def test_h33_the_autocast_cache_is_cleared():
     assert stock == [(27, 9, 3, 1)] * 2  # what plain PyTorch does
     nhwc.convert_(layer, "contiguous_format")
     assert strides_at_the_convolution(nhwc.convert_) == [(27, 9, 3, 1), (27, 1, 9, 3)]
+
+
+def test_averaged_copies_of_computed_weights_are_laid_out_too():
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
+    averaged = AveragedModel(model)
+    report = nhwc.convert_(model, ema=averaged)
+    assert averaged.module[0].weight.stride() == model[0].weight.stride() == (27, 1, 9, 3)
+    report.revert()
+    assert averaged.module[0].weight.stride() == model[0].weight.stride() == (27, 9, 3, 1)
+
+
+def test_lists_of_averaged_parameters_are_told_how_to_come():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    with pytest.raises(TypeError, match=r"got Tensor: for a list of averaged parameters, give dict\(zip"):
+        nhwc.convert_(model, ema=[parameter.detach() for parameter in model.parameters()])

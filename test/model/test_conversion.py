@@ -458,7 +458,7 @@ class TestReport:
         part.add_module("lazy", nn.LazyConvTranspose3d(4, 3))
         plan = nhwc.plan(model)
         with pytest.warns(UserWarning, match="stay as they are"):
-            report = nhwc.convert_(model, optimizer=torch.optim.SGD([torch.zeros(1)], lr=0.1))
+            report = nhwc.convert_(model, optimizer=torch.optim.SGD([part.norm.bias], lr=0.1))
         for text in (str(plan), str(report)):
             assert max(map(len, text.splitlines())) <= columns
 
@@ -620,3 +620,37 @@ class TestContextManager:
         with pytest.raises(RuntimeError, match="channels"), nhwc.channels_last(model):
             model["first"](torch.randn(1, 2, 8, 8))
         assert strides(model) == before
+
+
+class TestAfterwards:
+    def test_what_was_refused_for_an_optimizer_stays_refused_when_the_plan_is_applied_again(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        with pytest.warns(UserWarning, match="takes a view"):
+            report = nhwc.convert_(model, optimizer=torch.optim.LBFGS(model.parameters()))
+        with pytest.warns(UserWarning, match="takes a view"):
+            again = nhwc.restore_(model, report.plan)
+        assert again.plan.rows[0].reason is Reason.FLATTENING_OPTIMIZER
+        assert model[0].weight.stride() == (27, 9, 3, 1)
+
+    def test_a_filtered_row_shows_the_strides_of_the_model_that_it_is_applied_to(self):
+        plan = nhwc.plan(nn.Sequential(nn.Conv2d(3, 4, 3)), filter_fn=lambda module, path: False)
+        other = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+        (row,) = plan.apply(other).plan.rows
+        assert (row.strides, row.reason, row.target_strides) == ((27, 1, 9, 3), Reason.FILTERED, None)
+
+    def test_a_model_that_was_compiled_since_is_not_reverted(self):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        report = nhwc.convert_(model)
+        model.compile(backend="eager")
+        with pytest.raises(RuntimeError, match=r"Report.revert: '0.weight': it is compiled"):
+            report.revert()
+        assert model[0].weight.stride() == (27, 1, 9, 3)
+
+    @pytest.mark.parametrize("call", ["convert_", "revert"])
+    def test_the_optimizer_of_another_model_is_refused(self, call):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        other = torch.optim.Adam(nn.Conv2d(3, 4, 3).parameters())
+        report = nhwc.convert_(model)
+        with pytest.raises(ValueError, match="the Adam holds none of the model's parameters"):
+            nhwc.convert_(model, optimizer=other) if call == "convert_" else report.revert(optimizer=other)
+        assert model[0].weight.stride() == (27, 1, 9, 3)

@@ -392,7 +392,7 @@ def that_raises():
 
 BROKEN = {
     "raises": (that_raises, OSError, "the weight is on a disk that is gone"),
-    "no_weight": (without_weight, TypeError, r"expected the weight of '1.0' \(Conv2d\) to be a tensor, got NoneType"),
+    "no_weight": (without_weight, RuntimeError, r"because of '1.0' \(Conv2d\): its weight is not a tensor"),
     "gradient": (
         with_non_leaf_gradient,
         RuntimeError,

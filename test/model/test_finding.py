@@ -458,3 +458,41 @@ def test_a_tree_is_walked_once_however_deep_it_is():
     for _ in range(3000):
         model = nn.Sequential(model)
     assert [row.full_name for row in nhwc.plan(model).rows] == ["0." * 3000 + "weight"]
+
+
+@pytest.mark.parametrize("tie", ["one parameter", "one storage"])
+def test_a_filter_keeps_all_that_is_tied_to_what_it_leaves_out(tie):
+    first, second, third = (nn.Conv2d(3, 4, 3) for _ in range(3))
+    second.weight = first.weight if tie == "one parameter" else nn.Parameter(first.weight.data)
+    report = nhwc.convert_(nn.Sequential(first, second, third), filter_fn=lambda module, path: path != "1")
+    assert [row.reason for row in report.plan.rows] == [Reason.FILTERED, Reason.FILTERED, None]
+    assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert first.weight.stride() == second.weight.stride() == (27, 9, 3, 1)
+
+
+def test_a_tied_site_is_refused_with_the_one_that_it_is_tied_to():
+    first, second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    first.weight = second.weight = nn.Parameter(torch.randn(8, 3, 3, 3)[4:])
+    plan = nhwc.plan(nn.Sequential(first, second))
+    assert [row.reason for row in plan.rows] == [Reason.PART_OF_LARGER_STORAGE] * 2
+    assert [row.action for row in plan.rows] == [Action.REFUSE] * 2
+
+
+class WithoutGroups(nn.Conv2d):
+    """Does not call the constructor of its base."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+
+def test_odd_layers_do_not_stop_the_others():
+    empty, gone = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    empty.weight = None
+    del gone.weight
+    model = nn.Sequential(empty, gone, WithoutGroups(), nn.Conv2d(3, 4, 3))
+    with pytest.warns(UserWarning, match="its weight is not a tensor"):
+        report = nhwc.convert_(model)
+    assert [row.reason for row in report.plan.rows] == [Reason.NO_WEIGHT, Reason.NO_WEIGHT, None, None]
+    assert [row.groups for row in report.plan.rows] == [1, 1, 0, 1]
+    assert model[2].weight.stride() == model[3].weight.stride() == (27, 1, 9, 3)

@@ -69,3 +69,39 @@ def test_gradients_pass_through_to_the_input():
     assert in_channels_last(output)
     output.sum().backward()
     assert image.grad.shape == image.shape
+
+
+def test_containers_stay_the_ones_that_they_are_unless_they_hold_an_image():
+    class Collects(nn.Module):
+        def forward(self, x, collected, options):
+            collected.append(x)
+            options["seen"] = True
+            return x
+
+    model = Collects()
+    nhwc.convert_(model, input_format="channels_last")
+    collected, options = [], {"scale": torch.ones(1)}
+    x = model(torch.randn(2, 3, 4, 4), collected, options)
+    assert collected[0] is x
+    assert options["seen"]
+
+
+@pytest.mark.parametrize("kind", ["integers", "expanded", "sparse"])
+def test_what_is_no_image_passes_through(kind):
+    tensor = {
+        "integers": torch.randint(0, 2, (2, 3, 4, 4)),
+        "expanded": torch.zeros(1, 1, 1, 1).expand(2, 3, 4, 4),
+        "sparse": torch.randn(2, 3, 4, 4).to_sparse(),
+    }[kind]
+    model = nn.Identity()
+    nhwc.convert_(model, input_format="channels_last")
+    assert model(tensor) is tensor
+
+
+def test_converting_back_takes_the_hook_away():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    nhwc.convert_(model, input_format="channels_last")
+    report = nhwc.convert_(model, torch.contiguous_format)
+    assert not model._forward_pre_hooks
+    report.revert()
+    assert len(model._forward_pre_hooks) == 1

@@ -200,6 +200,38 @@ def test_another_shape_is_an_error_that_names_the_entry():
         nhwc.convert_state_dict(state, nhwc.plan(on_meta()))
 
 
+def test_what_is_no_state_dict_or_no_plan_is_an_error_that_says_what_to_pass():
+    model = network()
+    report = nhwc.convert_(model)
+    with pytest.raises(TypeError, match="^expected a Plan, got Report: pass report.plan$"):
+        nhwc.convert_state_dict(model.state_dict(), report)
+    with pytest.raises(
+        TypeError, match=r"^expected a state dict, names and tensors, got Net: pass model.state_dict\(\)$"
+    ):
+        nhwc.convert_state_dict(model, report.plan)
+    with pytest.raises(TypeError, match="^expected a state dict, names and tensors, got str$"):
+        nhwc.convert_state_dict("model.pt", report.plan)
+
+
+def test_a_state_dict_without_any_site_is_an_error_that_names_what_was_expected():
+    plan, state = nhwc.plan(on_meta()), network().state_dict()
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    start = "^the state dict holds none of the plan's weights: expected 'stem.weight'"
+    with pytest.raises(ValueError, match=f"{start}$"):
+        nhwc.convert_state_dict({"model": state, "epoch": 3}, plan)
+    with pytest.raises(
+        ValueError, match=f"{start}, got 'module.stem.weight': take the prefix 'module.' off its names$"
+    ):
+        nhwc.convert_state_dict(wrapped, plan)
+    with torch.device("meta"):
+        plan_of_wrapper = nhwc.plan(nn.ModuleDict({"module": Net()}))
+    message = "expected 'module.stem.weight', got 'stem.weight': put the prefix 'module.' before its names$"
+    with pytest.raises(ValueError, match=message):
+        nhwc.convert_state_dict(state, plan_of_wrapper)
+    nothing_planned = nhwc.plan(on_meta(), filter_fn=lambda *_: False)
+    assert nhwc.convert_state_dict({"epoch": 3}, nothing_planned) == {"epoch": 3}
+
+
 def test_lazy_layers_load_in_format():
     def lazy():
         return nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 4, 3))

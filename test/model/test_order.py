@@ -193,8 +193,9 @@ def test_h07_optimizers_whose_code_takes_views_are_remarked_on():
     report = nhwc.convert_(model, optimizer=optimizer)
     assert report.remarks == (f"NormalisesByChannel: {nhwc.Reason.VIEWS_PARAMETERS.value}",)
     assert report.remarks[0].split(":")[0] in str(report)
-    plain = torch.optim.SGD(network().parameters(), lr=0.1)
-    assert nhwc.convert_(network(), optimizer=plain).remarks == ()
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    assert nhwc.convert_(model, optimizer=plain).remarks == ()
 
 
 @pytest.mark.usefixtures("process_group")
