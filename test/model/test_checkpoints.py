@@ -577,9 +577,9 @@ def test_a_model_that_differs_from_the_plan_is_an_error_that_names_the_site(call
 def test_what_is_no_plan_is_an_error_that_says_what_to_pass(call):
     model = network()
     report = nhwc.convert_(model)
-    with pytest.raises(TypeError, match="^expected a Plan, got Report: pass report.plan$"):
+    with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
         call(model, report)
-    with pytest.raises(TypeError, match="^expected a Plan, got str$"):
+    with pytest.raises(TypeError, match=r"^expected a Plan, got str$"):
         call(model, report.plan.to_json())
 
 

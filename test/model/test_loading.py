@@ -203,13 +203,12 @@ def test_another_shape_is_an_error_that_names_the_entry():
 def test_what_is_no_state_dict_or_no_plan_is_an_error_that_says_what_to_pass():
     model = network()
     report = nhwc.convert_(model)
-    with pytest.raises(TypeError, match="^expected a Plan, got Report: pass report.plan$"):
+    with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
         nhwc.convert_state_dict(model.state_dict(), report)
-    with pytest.raises(
-        TypeError, match=r"^expected a state dict, names and tensors, got Net: pass model.state_dict\(\)$"
-    ):
+    message = r"^expected a state dict, names and tensors, got Net: pass model.state_dict\(\)$"
+    with pytest.raises(TypeError, match=message):
         nhwc.convert_state_dict(model, report.plan)
-    with pytest.raises(TypeError, match="^expected a state dict, names and tensors, got str$"):
+    with pytest.raises(TypeError, match=r"^expected a state dict, names and tensors, got str$"):
         nhwc.convert_state_dict("model.pt", report.plan)
 
 
@@ -219,9 +218,8 @@ def test_a_state_dict_without_any_site_is_an_error_that_names_what_was_expected(
     start = "^the state dict holds none of the plan's weights: expected 'stem.weight'"
     with pytest.raises(ValueError, match=f"{start}$"):
         nhwc.convert_state_dict({"model": state, "epoch": 3}, plan)
-    with pytest.raises(
-        ValueError, match=f"{start}, got 'module.stem.weight': take the prefix 'module.' off its names$"
-    ):
+    message = f"{start}, got 'module.stem.weight': take the prefix 'module.' off its names$"
+    with pytest.raises(ValueError, match=message):
         nhwc.convert_state_dict(wrapped, plan)
     with torch.device("meta"):
         plan_of_wrapper = nhwc.plan(nn.ModuleDict({"module": Net()}))

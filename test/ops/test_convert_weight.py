@@ -233,6 +233,24 @@ def test_casts_beyond_floating_types_raise(dtype, to):
     assert_same(nhwc.convert_weight(weight, dtype=dtype), reference.convert_weight(weight))
 
 
+@pytest.mark.parametrize(
+    "function", [nhwc.convert_weight, nhwc.convert_weights, nhwc.convert_weight_, nhwc.convert_weights_]
+)
+def test_a_name_in_the_place_of_a_memory_format_raises(function):
+    weight = torch.randn(4, 3, 3, 3)
+    message = f"^{function.__name__}: expected memory_format to be a torch.memory_format, got 'channels_last'$"
+    with pytest.raises(TypeError, match=message):
+        function(weight if "weights" not in function.__name__ else [weight], "channels_last")
+    assert weight.is_contiguous()
+
+
+@pytest.mark.parametrize("function", [nhwc.convert_weight, nhwc.convert_weight_])
+def test_what_is_no_tensor_raises(function):
+    for weight, name in ((torch.nn.Conv2d(3, 4, 3), "Conv2d"), (None, "NoneType"), ([torch.randn(4, 3, 3, 3)], "list")):
+        with pytest.raises(TypeError, match=f"^{function.__name__}: expected a weight to be a tensor, got {name}$"):
+            function(weight)
+
+
 def calls_of(function):
     with torch.profiler.profile() as profile:
         function()

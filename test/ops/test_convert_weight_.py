@@ -180,6 +180,13 @@ def test_one_tensor_in_the_place_of_a_list_raises(function):
             function(weight)
 
 
+@pytest.mark.parametrize("function", [nhwc.convert_weights, nhwc.convert_weights_, nhwc.plan_weights])
+@pytest.mark.parametrize("module", [nn.Conv2d(3, 4, 3), nn.Sequential(nn.Conv2d(3, 4, 3))])
+def test_a_module_in_the_place_of_a_list_raises(function, module):
+    with pytest.raises(TypeError, match="expected a list of weights, got a module: use convert_"):
+        function(module)
+
+
 def test_outcomes_are_those_of_the_header():
     header = (Path(nhwc.include_paths()[0]) / "torch_nhwc/ops.h").read_text()
     pairs = re.findall(r"^  (\w+) = (-?\d+),", header, flags=re.MULTILINE)

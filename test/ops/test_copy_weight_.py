@@ -99,6 +99,8 @@ def test_bad_arguments_raise_and_change_nothing():
             nhwc.copy_weight_(memory[start : start + 108].view(4, 3, 3, 3), memory[:108].view(4, 3, 3, 3))
     with pytest.raises(TypeError, match="expected a cast between floating types"):
         nhwc.copy_weight_(torch.zeros(4, 3, 3, 3, dtype=torch.int32), weight)
+    with pytest.raises(TypeError, match=r"^copy_weight_: expected a weight to be a tensor, got ndarray$"):
+        nhwc.copy_weight_(torch.zeros(4, 3, 3, 3), weight.numpy())
     for arguments in (
         (torch.zeros(4, 3, 3, 3), weight.clone().requires_grad_()),
         (weight.clone().requires_grad_(), weight),
