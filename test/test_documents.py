@@ -1,5 +1,6 @@
 """Every code block of the README and the docs runs, and every figure is the benchmark's."""
 
+import inspect
 import os
 import re
 import subprocess
@@ -97,6 +98,33 @@ def test_links_lead_somewhere():
     for document in DOCUMENTS:
         for target in re.findall(r"\]\(([^)#]+)", BLOCK.sub("", document.read_text())):
             assert target.startswith("http") or (document.parent / target).exists(), (document.name, target)
+
+
+def test_the_reference_lists_every_public_name_with_its_signature():
+    text = (ROOT / "docs/api.md").read_text()
+    listed = re.findall(r"^\| `(\w+)", text, re.MULTILINE)
+    assert sorted(listed) == sorted(nhwc.__all__)
+    for name in filter(lambda name: inspect.isfunction(getattr(nhwc, name)), nhwc.__all__):
+        signature = inspect.signature(getattr(nhwc, name))
+        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
+        expected = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        assert f"| `{name}{expected}` |" in text
+
+
+def test_the_reference_names_what_plans_reports_and_their_rows_have():
+    text = (ROOT / "docs/api.md").read_text()
+    for each in (nhwc.Plan, nhwc.PlanRow, nhwc.Report, nhwc.CompanionRow, nhwc.Deviation):
+        (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
+        fields = getattr(each, "_fields", ()) or tuple(each.__dataclass_fields__)
+        public = {name for name in (*fields, *vars(each)) if not name.startswith("_")} - {"count", "index"}
+        if hasattr(each, "_replace"):
+            public -= {"refused"}  # for the planner
+        words = set(re.findall(r"`(?:Plan\.)?(\w+)", row)) - {each.__name__, "CompanionRow", "Outcome", "None"}
+        assert words == public, each
+    for each in (nhwc.Action, nhwc.Outcome):
+        (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
+        listed = set(re.findall(r"`([A-Z_]+)`", row))
+        assert listed == {member.name for member in each if not getattr(member, "is_refusal", False)}
 
 
 def test_the_guide_lists_every_reason():
