@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +47,7 @@ def convert_(
     storage: Storage = "auto",
     strict: bool = False,
     dry_run: bool = False,
-    input_format: Literal["channels_last"] | None = None,
+    input_format: Literal["channels_last"] | torch.memory_format | None = None,
 ) -> Report:
     """Brings the convolution weights of a model into a memory format, in place, with all that belongs to them.
 
@@ -82,8 +82,12 @@ def convert_(
         UserWarning: once, where sites were refused.
     """
     start = time.perf_counter()
-    if input_format not in (None, "channels_last"):
+    if input_format is not None and format_name(input_format) != "channels_last":
         raise ValueError(f"expected input_format to be None or 'channels_last', got {input_format!r}")
+    if storage not in get_args(Storage):
+        raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
     if plan is None:
         name = format_name(memory_format)
         sites = sites_of(model, example_inputs)
@@ -96,7 +100,7 @@ def convert_(
         rows = [_as_planned(planned, row) for planned, row in zip(plan.rows, anew)]
     job = Job(model, sites, rows, name, storage, followers_of(optimizer, ema))
     _tell_refused(job.rows, strict)
-    return job.run(input_format, dry_run, start)
+    return job.run(input_format is not None, dry_run, start)
 
 
 # Refused for the sake of companions that are not known when a plan is applied again.
@@ -146,9 +150,15 @@ def _tell_refused(rows: list[PlanRow], strict: bool) -> None:
     refused = [row for row in rows if row.action is Action.REFUSE]
     if not refused:
         return
-    sentences = [f"{row.full_name!r} ({row.layer}): {row.reason.value if row.reason else ''}" for row in refused[:3]]
-    more = f"; and {len(refused) - 3} more" if len(refused) > 3 else ""
-    message = f"torch_nhwc: {len(refused)} of {len(rows)} sites stay as they are: {'; '.join(sentences)}{more}"
+    by_reason: dict[Reason, list[str]] = {}
+    for row in refused:
+        if row.reason is not None:
+            by_reason.setdefault(row.reason, []).append(f"{row.full_name!r} ({row.layer})")
+    sentences = [
+        f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}: {reason.value}"
+        for reason, names in by_reason.items()
+    ]
+    message = f"torch_nhwc: {len(refused)} of {len(rows)} sites stay as they are: {'; '.join(sentences)}"
     if strict:
         raise RuntimeError(f"{message} (nothing was changed, since strict=True)")
     warnings.warn(message, UserWarning, stacklevel=_level_of_caller())
@@ -238,7 +248,7 @@ class Job:
             index for index, row in enumerate(self.rows) if row.reason is Reason.LAZY and row.action is Action.CONVERT
         ]
 
-    def _edits(self, input_format: str | None) -> list[Edit]:
+    def _edits(self, with_inputs: bool) -> list[Edit]:
         """What changes besides tensors: lazy layers convert later, computed weights are laid out, and inputs."""
         lazy = [self.sites[index].module for index in self._lazy()]
         edits = [
@@ -266,13 +276,13 @@ class Job:
                     layers = [module, *self.followers.layers_at(site.path)]
                     edits += [Edit(weakref.ref(layer), forth, back) for layer in layers]
         hook = find_hook(self.model, ChannelsLastInput)
-        if input_format is not None and not hook:
+        if with_inputs and not hook:
             edits.append(_hook_edit(self.model, ChannelsLastInput()))
         elif hook and self.memory_format == "contiguous_format":
             edits.append(_hook_edit(self.model, hook).reverse)
         return edits
 
-    def run(self, input_format: str | None = None, dry_run: bool = False, start: float | None = None) -> Report:
+    def run(self, with_inputs: bool = False, dry_run: bool = False, start: float | None = None) -> Report:
         """Does it, unless `dry_run`, and reports; `start` is when the whole call began."""
         start = time.perf_counter() if start is None else start
         rows, sites = self.rows, self.sites
@@ -281,7 +291,7 @@ class Job:
         following = [self.companions[place] for place in moving]
         tensors: list[Tensor] = [sites[index].tensor for index in changing]  # type: ignore[misc]
         tensors += [companion.tensor for companion in following]
-        edits = self._edits(input_format)
+        edits = self._edits(with_inputs)
         if changing and self.memory_format != "contiguous_format" and _has_instance_norm(self.model):
             self.remarks.append(Reason.INSTANCE_NORM.value)
         touched = sorted({*changing, *(each.row for each in following), *self._lazy()})

@@ -4,7 +4,7 @@ import enum
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -164,15 +164,27 @@ def _row_from_json(row: dict[str, Any]) -> PlanRow:
     return PlanRow(**row)
 
 
-def render(rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan") -> str:
-    """Rows as a table that fits the terminal, with totals above and the reasons' sentences below."""
+def render(
+    rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan", storage: Sequence[str] | None = None
+) -> str:
+    """Rows as a table that fits the terminal, with totals above and the reasons' sentences below.
+
+    Args:
+        rows: of a plan or a report.
+        memory_format: the plan's.
+        what: the first word.
+        storage: where each weight went, in a report.
+    """
+    if not rows:
+        return paragraphs([f"{what}: no convolution was found. {_SEEN_BY_EXAMPLE}"])
     counts = Counter(row.action for row in rows)
     totals = ", ".join(f"{counts[action]} {action.value}" for action in Action if counts[action]) or "nothing to do"
     moved = amount(sum(row.bytes_to_move for row in rows))
     verb = "moved" if what == "Report" else "to move"
     dtypes = {row.dtype.removeprefix("torch.") for row in rows if row.dtype}
     of_one = f" of {min(dtypes)}" if len(dtypes) == 1 else ""
-    head = f"{what}: {len(rows)} sites{of_one} to {memory_format or 'channels-last'}: {totals}; {moved} {verb}"
+    sites = f"{len(rows)} site{'s' if len(rows) > 1 else ''}"
+    head = f"{what}: {sites}{of_one} to {memory_format or 'channels-last'}: {totals}; {moved} {verb}"
     cells = [
         [
             row.full_name.removesuffix(".weight"),
@@ -180,17 +192,22 @@ def render(rows: Sequence[PlanRow], memory_format: str | None, what: str = "Plan
             "x".join(map(str, row.shape or ())),
             "" if of_one else (row.dtype or "").removeprefix("torch."),
             row.action.value,
+            done,
             row.reason.name if row.reason else "",
         ]
-        for row in rows
+        for row, done in zip(rows, storage or [""] * len(rows))
     ]
     # What deserves a look comes first where not everything fits.
     by_interest = sorted(range(len(rows)), key=lambda index: (_DULL.get(rows[index].reason, 0), index))
-    body = table(["site", "layer", "shape", "dtype", "action", "reason"], cells, by_interest)
+    body = table(["site", "layer", "shape", "dtype", "action", "storage", "reason"], cells, by_interest)
     reasons = dict.fromkeys(row.reason for row in rows if row.reason and row.reason is not Reason.IN_FORMAT)
     return paragraphs([head]) + body + paragraphs([f"{reason.name}: {reason.value}" for reason in reasons if reason])
 
 
+_SEEN_BY_EXAMPLE = (
+    "Layers that call torch.nn.functional.conv2d and its kin themselves, as those from torch.export do, show with "
+    "example_inputs."
+)
 _DULL: dict[Reason | None, int] = {None: 1, Reason.IN_FORMAT: 2, Reason.FILTERED: 2, Reason.OTHER_RANK: 2}
 
 
@@ -223,16 +240,30 @@ def plan(
 
 def format_name(memory_format: torch.memory_format | str | None) -> str | None:
     """The name of a memory format; `None` stays."""
-    name = None if memory_format is None else str(memory_format).removeprefix("torch.")
-    if name is not None and name not in _FORMATS:
-        raise ValueError(f"expected memory_format to be None or one of {', '.join(_FORMATS)}, got {memory_format!r}")
+    if memory_format is None:
+        return None
+    name = str(memory_format).removeprefix("torch.") if isinstance(memory_format, (str, torch.memory_format)) else ""
+    if name not in _FORMATS:
+        got = repr(memory_format) if name else f"{type(memory_format).__name__} (give optimizers and others by name)"
+        raise ValueError(f"expected memory_format to be None or one of {', '.join(_FORMATS)}, got {got}")
     return name
+
+
+_INSTEAD = {
+    "ExportedProgram": ": convert its module(), with example_inputs",
+    "Mapping": ": convert_state_dict takes state dicts",
+}
+
+
+def _class_names(value: object) -> set[str]:
+    return {base.__name__ for base in type(value).__mro__} | ({"Mapping"} if isinstance(value, Mapping) else set())
 
 
 def sites_of(model: nn.Module, example_inputs: Any = None) -> list[Site]:
     """The sites of a model, with those that only example inputs show."""
     if not isinstance(model, nn.Module):
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}")
+        instead = next((text for name, text in _INSTEAD.items() if name in _class_names(model)), "")
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}{instead}")
     sites = find_sites(model)
     return sites if example_inputs is None else observation.add_sites(model, sites, example_inputs)
 

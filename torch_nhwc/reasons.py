@@ -11,12 +11,12 @@ class Reason(enum.Enum):
     # Kept: there is nothing to do, or it was not asked for.
     IN_FORMAT = "its strides are the wanted ones already"
     TIED = "it is the same tensor as an earlier site's, and changes with it"
-    OTHER_RANK = "the memory format is of the other rank"
+    OTHER_RANK = "the memory format is of the other rank: without one, both ranks convert"
     FILTERED = "filter_fn left it out"
     FAKE = "it is a fake tensor: the plan is for the real one"
 
     # Changed, with a remark.
-    META = "it is on the meta device: only its strides change"
+    META = "it is on the meta device: only its strides change, where a real weight's bytes move"
     LAZY = "it has no shape before the first forward, and is converted then"
     COPIED_EACH_FORWARD = (
         "the weight is computed from it in another memory format, and copied into the wanted one before each forward"

@@ -185,7 +185,8 @@ class Report:
         if not self.dry_run:
             lines.append(f"{amount(self.new_bytes)} of new storage, {self.seconds * 1e3:.1f} ms")
         what = "Dry run" if self.dry_run else "Report"
-        return render(self.plan.rows, self.plan.memory_format, what) + paragraphs(lines)
+        done = ["" if outcome is None else _SHORT.get(outcome, "") for outcome in self.outcomes]
+        return render(self.plan.rows, self.plan.memory_format, what, done) + paragraphs(lines)
 
 
 _WORDS = {
@@ -196,6 +197,15 @@ _WORDS = {
     Outcome.FRESH_HELD: "in new storage (something else holds the old one)",
     Outcome.FRESH_FOREIGN: "in new storage (the old memory is foreign)",
     Outcome.FRESH_SHARED: "in new storage (no longer shared with other processes)",
+}
+
+
+_SHORT = {
+    Outcome.REUSED: "in place",
+    Outcome.FRESH: "new",
+    Outcome.FRESH_HELD: "new: held",
+    Outcome.FRESH_FOREIGN: "new: foreign",
+    Outcome.FRESH_SHARED: "new: shared",
 }
 
 

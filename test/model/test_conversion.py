@@ -242,7 +242,12 @@ class TestArguments:
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"input_format": CL}, "expected input_format to be None or 'channels_last', got torch.channels_last"),
+            (
+                {"input_format": torch.contiguous_format},
+                "expected input_format to be None or 'channels_last', got torch",
+            ),
+            ({"storage": "inplace"}, "expected storage to be one of auto, fresh, reuse, detach, got 'inplace'"),
+            ({"memory_format": torch.optim.SGD([torch.zeros(1)])}, r"got SGD \(give optimizers and others by name\)"),
             ({"storage": "new"}, "storage"),
         ],
     )
@@ -362,11 +367,15 @@ class TestRefusals:
                     pass
         assert [str(each.filename) for each in caught] == [__file__]
         text = str(caught[0].message)
-        assert text.startswith("torch_nhwc: 2 of 3 sites stay as they are: '1.weight' (Conv2d): it is part of a larger")
+        assert text.startswith(
+            "torch_nhwc: 2 of 3 sites stay as they are: '1.weight' (Conv2d), '2.weight' (Conv2d): it"
+        )
 
     def test_name_three_sites_and_count_the_others(self):
         model = nn.Sequential(*(refused_view() for _ in range(5)))
-        with pytest.warns(UserWarning, match=r"5 of 5 sites .*'0.weight'.*'1.weight'.*'2.weight'.*; and 2 more$"):
+        with pytest.warns(
+            UserWarning, match=r"5 of 5 sites .*'0.weight'.*'1.weight'.*'2.weight' \(Conv2d\) and 2 more: it is"
+        ):
             nhwc.convert_(model)
 
     @pytest.mark.parametrize("verb", ["convert_", "apply"])
@@ -437,10 +446,10 @@ class TestReport:
         lines = str(report).splitlines()
         assert lines[:5] == [
             "Report: 3 sites of float32 to channels-last: 1 convert, 1 restride, 1 refuse; 37.6 kB moved",
-            "site     layer   shape      action    reason",
-            "stem     Conv2d  64x3x7x7   convert",
+            "site     layer   shape      action    storage   reason",
+            "stem     Conv2d  64x3x7x7   convert   in place",
             "block.0  Conv2d  64x64x1x1  restride",
-            "view     Conv2d  4x3x3x3    refuse    PART_OF_LARGER_STORAGE",
+            "view     Conv2d  4x3x3x3    refuse              PART_OF_LARGER_STORAGE",
         ]
         assert " ".join(lines[5:]).startswith("PART_OF_LARGER_STORAGE: it is part of a larger storage (a view,")
         assert "weights: 1 restrided, 1 permuted in place" in lines
@@ -472,7 +481,7 @@ class TestReport:
     def test_of_a_model_without_convolutions(self):
         model = nn.Linear(3, 3)
         report = nhwc.convert_(model)
-        assert str(report).splitlines()[0] == "Report: 0 sites to channels-last: nothing to do; 0.0 kB moved"
+        assert str(report).startswith("Report: no convolution was found. Layers that call torch.nn.functional.conv2d")
         report.revert()
 
 
