@@ -1,6 +1,7 @@
 """CMake projects of users, with the packages of the running interpreter."""
 
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,24 +24,45 @@ def cmake():
 def configure(source, build, prefixes=PREFIXES):
     """The command that configures a project."""
     command = [cmake(), "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"]
-    if torch.version.cuda:
-        root = cuda_build.toolkit()
-        command += [f"-DCMAKE_CUDA_COMPILER={root / 'bin/nvcc'}", f"-DCUDA_TOOLKIT_ROOT_DIR={root}"]
-        command += [f"-DCUDA_nvrtc_LIBRARY={cuda_build.library('nvrtc')}"]  # which a small toolkit lacks
-    return command
+    return command + cuda_options()
+
+
+def cuda_options():
+    """What else configures a project where torch is a CUDA build."""
+    if not torch.version.cuda:
+        return []
+    root = cuda_build.toolkit()
+    nvrtc = f"-DCUDA_nvrtc_LIBRARY={cuda_build.library('nvrtc')}"  # which a small toolkit lacks
+    return [f"-DCMAKE_CUDA_COMPILER={root / 'bin/nvcc'}", f"-DCUDA_TOOLKIT_ROOT_DIR={root}", nvrtc]
 
 
 def make_program(source, build, name):
     """Configures and builds a project; the path of its program, which needs no Python."""
     subprocess.run(configure(source, build), check=True)
     subprocess.run([cmake(), "--build", build], check=True)
-    needed = subprocess.run(["ldd", build / name], check=True, capture_output=True, text=True).stdout
+    assert_needs_no_python(build / name)
+    return build / name
+
+
+def assert_needs_no_python(program):
+    needed = subprocess.run(["ldd", program], check=True, capture_output=True, text=True).stdout
     assert "libtorch_nhwc" in needed
     assert "libpython" not in needed
-    return build / name
 
 
 def run_program(*command, **options):
     # The search path that CMake leaves in the program will do; only what torch needs for CUDA may lie elsewhere.
-    environment = cuda_build.environment() if torch.version.cuda else None
-    return subprocess.run(command, check=True, env=environment, **options)
+    return subprocess.run(command, check=True, env=environment(), **options)
+
+
+def environment():
+    return cuda_build.environment() if torch.version.cuda else None
+
+
+def run_typed(lines, folder):
+    """Runs what a document has to type, in a folder, in the environment of the running interpreter."""
+    options = shlex.join(cuda_options())
+    typed = [f"{line} {options}" if line.startswith("cmake -S ") else line for line in lines]
+    path = f"{Path(sys.executable).parent}:{Path(cmake()).parent}:{os.environ.get('PATH', '')}"
+    script = "\n".join(["set -e", *typed])
+    subprocess.run(["sh", "-c", script], check=True, cwd=folder, env=(environment() or os.environ) | {"PATH": path})

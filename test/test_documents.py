@@ -35,8 +35,8 @@ def blocks(*languages):
 def test_every_block_has_a_language_that_a_test_runs():
     languages = {match[1] for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())}
     assert languages == {"python", "cmake", "cpp", "console"}
-    # A program in C++ stands behind its project.
-    assert len(blocks("cmake")) == len(blocks("cpp")) == len(blocks("cmake", "cpp"))
+    # A program in C++ stands behind its project, and what builds it behind both.
+    assert len(blocks("cmake")) == len(blocks("cpp")) == len(blocks("cmake", "cpp", "console"))
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -47,16 +47,24 @@ def test_python_blocks_run(code, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-@pytest.mark.parametrize(("project", "code"), blocks("cmake", "cpp"))
-def test_cmake_projects_build_and_run(project, code, tmp_path):
+@pytest.mark.parametrize(("project", "code", "commands"), blocks("cmake", "cpp", "console"))
+def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
     (tmp_path / "CMakeLists.txt").write_text(project)
     (tmp_path / "main.cpp").write_text(code)
     torch.jit.script(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))).save(tmp_path / "model.pt")
     (name,) = re.findall(r"add_executable\((\w+)", project)
-    program = cmake_build.make_program(tmp_path, tmp_path / "build", name)
-    cmake_build.run_program(program, "model.pt", "converted.pt", cwd=tmp_path)
-    if "arguments[2]" in code:
+    cmake_build.run_typed(typed(commands), tmp_path)
+    cmake_build.assert_needs_no_python(tmp_path / "build" / name)
+    if "usage" in code:
+        with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
+            cmake_build.run_program(tmp_path / "build" / name)
         assert torch.jit.load(tmp_path / "converted.pt").state_dict()["0.weight"].stride() == (27, 1, 9, 3)
+
+
+def typed(commands):
+    lines = commands.splitlines()
+    assert all(line.startswith("$ ") for line in lines)
+    return [line[2:] for line in lines]
 
 
 def run_make_demo():
@@ -75,11 +83,13 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("block", blocks("console"))
-def test_console_blocks_run(block):
-    for line in block.splitlines():
-        assert line.startswith("$ ")
-        COMMANDS[line[2:]]()
+BUILDS = [block.values[2] for block in blocks("cmake", "cpp", "console")]  # which run with their programs
+
+
+@pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])
+def test_console_blocks_run(commands):
+    for command in typed(commands):
+        COMMANDS[command]()
 
 
 def test_every_figure_is_the_benchmarks():
