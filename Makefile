@@ -13,8 +13,9 @@ sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
 
+# Two at a time: most tests keep one core busy, and many compile.
 test: $(VENV)/built
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest --numprocesses 2
 
 lint: $(VENV)/built
 	$(bin)/ruff check .

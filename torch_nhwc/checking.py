@@ -6,11 +6,12 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from torch_nhwc import computed
-from torch_nhwc.checkpoints import expect_plan, lies_as
+from torch_nhwc.checkpoints import lies_as
 from torch_nhwc.companions import find_companions, followers_of
 from torch_nhwc.distributed import gather
 from torch_nhwc.planning import Action, Plan, PlanRow, Strides, canonical_strides, match
 from torch_nhwc.reasons import Reason
+from torch_nhwc.report import expect_plan
 from torch_nhwc.sites import Site
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch_nhwc.companions import find_companions, followers_of
 from torch_nhwc.ops import Storage, convert_weights_, lay_out_weights_
 from torch_nhwc.planning import Action, Plan, Strides, match
-from torch_nhwc.report import CompanionRow, Report
+from torch_nhwc.report import CompanionRow, Report, expect_plan
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
@@ -107,16 +107,6 @@ def _nothing_found(expected: str, state_dict: Mapping[str, Any]) -> str:
         if expected.endswith(f".{key}"):
             return f"{message}, got {key!r}: put the prefix {expected.removesuffix(key)!r} before its names"
     return message
-
-
-def expect_plan(plan: Plan) -> None:
-    """
-    Raises:
-        TypeError: it is something else, such as a report.
-    """
-    if not isinstance(plan, Plan):
-        hint = ": pass report.plan" if isinstance(plan, Report) else ""
-        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
 
 
 def restore_(

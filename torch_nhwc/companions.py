@@ -37,14 +37,17 @@ class Followers(NamedTuple):
     copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
     """Averaged copies: models like the model, or tensors by the full names of its sites."""
 
-    def check_optimizers(self, model: nn.Module) -> None:
-        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow."""
-        if not self.optimizers:
-            return
-        ours = {id(parameter) for parameter in model.parameters()}
+    def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None]) -> None:
+        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow.
+
+        Args:
+            model: whose parameters they should be.
+            weights: some of them, that most optimizers hold and that are at hand.
+        """
+        known = {id(weight) for weight in weights}
         for each in self.optimizers:
-            held = [parameter for group in each.param_groups for parameter in group["params"]]
-            if held and ours and not any(id(parameter) in ours for parameter in held):
+            held = {id(parameter) for group in each.param_groups for parameter in group["params"]}
+            if held and held.isdisjoint(known) and held.isdisjoint(map(id, model.parameters())):
                 raise ValueError(
                     f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
                 )

@@ -31,7 +31,7 @@ from torch_nhwc.planning import (
     step_reason,
 )
 from torch_nhwc.reasons import Reason
-from torch_nhwc.report import Before, Report, new_bytes
+from torch_nhwc.report import Before, Report, expect_plan, new_bytes
 from torch_nhwc.sites import CHANNELS_LAST, Site, walk
 
 
@@ -95,6 +95,7 @@ def convert_(
     elif memory_format is not None or filter_fn is not None or example_inputs is not None:
         raise ValueError("a plan has its own memory format, filter and example inputs: give the one or the others")
     else:
+        expect_plan(plan)
         name, sites = plan.memory_format, match(plan, model)
         anew = decide(sites, name, storage)
         rows = [_as_planned(planned, row) for planned, row in zip(plan.rows, anew)]
@@ -196,7 +197,7 @@ class Job:
             for optimizer in followers.optimizers
             if wrapping.views_parameters(optimizer)
         ]
-        followers.check_optimizers(model)
+        followers.check_optimizers(model, (site.tensor for site in sites))
         self._refuse_flattened()
         self.companions, self.foreseen = self._follow_or_refuse()
 

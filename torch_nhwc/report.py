@@ -117,8 +117,8 @@ class Report:
         if model is None:
             raise RuntimeError("Report.revert: the model is gone")
         followers = self._followers(optimizer, ema)
-        followers.check_optimizers(model)
         sites = match(self.plan, model, any_dtype=True)
+        followers.check_optimizers(model, (site.tensor for site in sites))
         weights: list[tuple[int, str, Tensor]] = []
         for index in self._before.strides:
             reason = sites[index].reason
@@ -198,6 +198,13 @@ _WORDS = {
     Outcome.FRESH_FOREIGN: "in new storage (the old memory is foreign)",
     Outcome.FRESH_SHARED: "in new storage (no longer shared with other processes)",
 }
+
+
+def expect_plan(plan: Plan) -> None:
+    """Raises a TypeError for anything but a plan, such as a report."""
+    if not isinstance(plan, Plan):
+        hint = ": pass report.plan" if isinstance(plan, Report) else ""
+        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
 
 
 _SHORT = {
