@@ -428,6 +428,8 @@ def _judge(
 
 def outcomes_of(tensors: list[Tensor], memory_format: str | None, storage: Storage = "auto") -> list[Outcome | None]:
     """What the operators would do to each tensor; `None` for one that they do not take."""
+    if not tensors:
+        return []
     wanted = torch.contiguous_format if memory_format == "contiguous_format" else None
     try:
         return list(plan_weights(tensors, wanted, storage=storage))
