@@ -53,7 +53,8 @@ def check(
 
     Raises:
         TypeError: `plan` is not a plan; a ValueError with a process group.
-        ValueError: the model differs from the plan; or this rank is not in the process group.
+        ValueError: the model differs from the plan; the optimizer is another model's; or this rank is not in the
+            process group.
     """
     if process_group is None:
         return _look(model, plan, optimizer, ema).deviations
@@ -103,7 +104,9 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
         if row.reason is Reason.COPIED_EACH_FORWARD and computed.step_format(site.module) is None:
             remark = "has lost the step that copies it into the memory format before each forward"
             found.deviations.append(Deviation(name, "weight", tensor.stride(), strides, None, remark))
-    for companion in find_companions(weights, followers_of(optimizer, ema)):
+    followers = followers_of(optimizer, ema)
+    followers.check_optimizers(model, (tensor for _, _, tensor in weights))
+    for companion in find_companions(weights, followers):
         tensor, strides = companion.tensor, wanted[companion.row]
         # PyTorch itself leaves gradients and state with other strides in dimensions of size 1: nothing lies elsewhere.
         if companion.reason is None and not lies_as(tensor, strides):
@@ -113,7 +116,8 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
 
 
 # Where wrappers keep the model.
-_INSIDE = {"DistributedDataParallel": "module", "OptimizedModule": "_orig_mod", "AveragedModel": "module"}
+_INSIDE = dict.fromkeys(("DistributedDataParallel", "DataParallel", "AveragedModel"), "module")
+_INSIDE["OptimizedModule"] = "_orig_mod"
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:

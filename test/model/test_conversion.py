@@ -437,7 +437,8 @@ class TestReport:
         assert {each["label"] for each in read["companions"]} == {"grad", "momentum_buffer"}
         assert (read["new_bytes"], read["dry_run"], read["remarks"]) == (0, False, [])
 
-    def test_reads_well(self):
+    def test_reads_well(self, monkeypatch):
+        monkeypatch.setenv("COLUMNS", "120")
         model = nn.ModuleDict(
             {"stem": nn.Conv2d(3, 64, 7), "block": nn.Sequential(nn.Conv2d(64, 64, 1)), "view": refused_view()}
         )
@@ -655,11 +656,16 @@ class TestAfterwards:
             report.revert()
         assert model[0].weight.stride() == (27, 1, 9, 3)
 
-    @pytest.mark.parametrize("call", ["convert_", "revert"])
+    @pytest.mark.parametrize("call", ["convert_", "revert", "check"])
     def test_the_optimizer_of_another_model_is_refused(self, call):
         model = nn.Sequential(nn.Conv2d(3, 4, 3))
         other = torch.optim.Adam(nn.Conv2d(3, 4, 3).parameters())
         report = nhwc.convert_(model)
+        calls = {
+            "convert_": lambda: nhwc.convert_(model, optimizer=other),
+            "revert": lambda: report.revert(optimizer=other),
+            "check": lambda: nhwc.check(model, report.plan, optimizer=other),
+        }
         with pytest.raises(ValueError, match="the Adam holds none of the model's parameters"):
-            nhwc.convert_(model, optimizer=other) if call == "convert_" else report.revert(optimizer=other)
+            calls[call]()
         assert model[0].weight.stride() == (27, 1, 9, 3)
