@@ -82,14 +82,12 @@ class Guarded {
   Index begin_, bytes_;
 };
 
-/// The register widths that an element goes through, or only the widest. Plain loops do not care for the width.
+/// The register widths that an element goes through. Plain loops do not care for the width.
 template <int size, typename Check>
 void for_each_width(const Check& check) {
   check(std::integral_constant<int, NHWC_REGISTER_BYTES>{});
-#ifndef NHWC_WIDEST_ONLY
   if constexpr (NHWC_REGISTER_BYTES > 32 && nhwc::detail::is_shuffled(size)) check(std::integral_constant<int, 32>{});
   if constexpr (NHWC_REGISTER_BYTES > 16 && nhwc::detail::is_shuffled(size)) check(std::integral_constant<int, 16>{});
-#endif
 }
 
 template <int size>

@@ -65,10 +65,8 @@ CPU_LEVELS = {
     "avx512_bf16": [*AVX512, "avx512vbmi", "avx512bf16"],
 }
 PROGRAMS = ["zip_network", "filter_transpose", "casts"]
-# Of the undefined behaviors, invalid pointers are the address sanitizer's too, and their checks compile for minutes, as
-# do all register widths of a level; the narrower ones are the widest of other levels.
+# Of the undefined behaviors, invalid pointers are the address sanitizer's too, and their checks compile for minutes.
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize=null,object-size", "-fno-sanitize-recover", "-g1"]
-SANITIZERS += ["-DNHWC_WIDEST_ONLY"]
 
 
 def cpu_flags() -> set[str]:

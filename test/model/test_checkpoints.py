@@ -50,15 +50,6 @@ LAST = {
 }
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    """The layers are so small that threads only wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def network(seed=0):
     torch.manual_seed(seed)
     return Net()

@@ -59,10 +59,16 @@ def test_h31_a_weight_that_ddp_has_wrapped_is_refused():
         for call in (
             lambda: nhwc.convert_weight_(layer.weight),
             lambda: nhwc.convert_weight_(layer.weight, storage="fresh"),
-            lambda: nhwc.convert_conv2d_weight_memory_format(wrapped, torch.channels_last),
         ):
-            with pytest.raises(RuntimeError, match=r"(post hooks|DistributedDataParallel).*convert first.*then wrap"):
+            with pytest.raises(RuntimeError, match=r"post hooks on its gradient accumulator.*convert first.*then wrap"):
                 call()
+        # The wrapper is recognised by itself, and what is inside of it by its hooks.
+        for module, message in (
+            (wrapped, r"DistributedDataParallel has wrapped it.*convert first.*then wrap"),
+            (layer, r"its gradient accumulator has post hooks.*convert first.*then wrap"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                nhwc.convert_conv2d_weight_memory_format(module, torch.channels_last)
 
     ours = train(wrapped, layer, 4, refused)
     torch.testing.assert_close(ours, expected)
