@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_nhwc.companions import find_companions, followers_of
 from torch_nhwc.ops import Storage, convert_weights_, lay_out_weights_
-from torch_nhwc.planning import Action, Plan, Strides, match
+from torch_nhwc.planning import Action, Plan, Strides, match, operator_format
 from torch_nhwc.report import CompanionRow, Report, expect_plan
 
 
@@ -91,8 +91,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
             raise ValueError(
                 f"the state dict differs from the plan: {row.full_name!r} is {shape}, the plan has {row.shape}"
             )
-    memory_format = torch.contiguous_format if plan.memory_format == "contiguous_format" else None
-    convert_weights_(list(weights.values()), memory_format, storage="detach")
+    convert_weights_(list(weights.values()), operator_format(plan.memory_format), storage="detach")
     converted = _copy(state_dict)
     converted.update(weights)
     return converted  # type: ignore[no-any-return]

@@ -26,6 +26,7 @@ from torch_nhwc.planning import (
     decide,
     format_name,
     match,
+    operator_format,
     outcomes_of,
     sites_of,
     step_reason,
@@ -311,7 +312,7 @@ class Job:
         if dry_run:
             outcomes = []
         elif tensors or edits:
-            wanted = torch.contiguous_format if self.memory_format == "contiguous_format" else None
+            wanted = operator_format(self.memory_format)
             outcomes = commit(tensors, partial(convert_weights_, tensors, wanted, storage=self.storage), edits)
         else:
             outcomes = []

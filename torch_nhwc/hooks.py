@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.ops import convert_weight_
+from torch_nhwc.sites import CHANNELS_LAST
 
 
 class ConvertWhenMaterialised:
@@ -29,13 +30,12 @@ class ChannelsLastInput:
         return _to_channels_last(arguments), _to_channels_last(keywords)
 
 
-_FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
-
-
 def _to_channels_last(value: Any) -> Any:
     if isinstance(value, Tensor):
-        is_image = value.dim() in _FORMATS and value.is_floating_point() and value.layout == torch.strided
-        return value.contiguous(memory_format=_FORMATS[value.dim()]) if is_image and 0 not in value.stride() else value
+        is_image = value.dim() in CHANNELS_LAST and value.is_floating_point() and value.layout == torch.strided
+        if not is_image or 0 in value.stride():
+            return value
+        return value.contiguous(memory_format=CHANNELS_LAST[value.dim()])
     if type(value) is dict:
         items = {key: _to_channels_last(each) for key, each in value.items()}
         return items if any(items[key] is not value[key] for key in value) else value

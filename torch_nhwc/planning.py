@@ -249,6 +249,11 @@ def format_name(memory_format: torch.memory_format | str | None) -> str | None:
     return name
 
 
+def operator_format(name: str | None) -> torch.memory_format | None:
+    """What the operators take for a format's name: channels-last is that of each weight's rank, by `None`."""
+    return torch.contiguous_format if name == "contiguous_format" else None
+
+
 _INSTEAD = {
     "ExportedProgram": ": convert its module(), with example_inputs",
     "Mapping": ": convert_state_dict takes state dicts",
@@ -430,9 +435,8 @@ def outcomes_of(tensors: list[Tensor], memory_format: str | None, storage: Stora
     """What the operators would do to each tensor; `None` for one that they do not take."""
     if not tensors:
         return []
-    wanted = torch.contiguous_format if memory_format == "contiguous_format" else None
     try:
-        return list(plan_weights(tensors, wanted, storage=storage))
+        return list(plan_weights(tensors, operator_format(memory_format), storage=storage))
     except (RuntimeError, NotImplementedError):
         if len(tensors) == 1:
             return [None]
