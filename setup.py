@@ -113,7 +113,7 @@ def extension():
     kind = cpp_extension.CppExtension
     if WITH_CUDA:
         kind = cpp_extension.CUDAExtension
-        sources += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc/cuda").glob("*.cu"))]
+        sources += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc/cuda").glob("*.c*"))]
         host = ",".join(["-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"])
         flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", host, "--Werror", "all-warnings", *system]
         macros.append(("TORCH_NHWC_WITH_CUDA", None))

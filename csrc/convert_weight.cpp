@@ -8,7 +8,7 @@
 
 #include "cpu/convert_weight.h"
 #include "cpu/pages.h"
-#include "cuda/convert_weight.h"
+#include "device_conversions.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {
@@ -34,22 +34,33 @@ at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at:
 }
 
 void write_weights(const std::vector<Write>& writes) {
-  cpu::Conversions conversions;
+  cpu::Conversions on_cpu;
+  DeviceConversions on_devices;
   for (const auto& [weight, out] : writes) {
     if (weight.is_cpu()) {
-      conversions.add_write(weight, out);
+      on_cpu.add_write(weight, out);
     } else {
-      write_elsewhere(weight, out);
+      on_devices.add_write(weight, out);
     }
   }
-  conversions.run();
+  on_devices.allocate();
+  on_devices.run();
+  on_cpu.run();
 }
 
-void write_elsewhere(const at::Tensor& weight, const at::Tensor& out) {
-#ifdef TORCH_NHWC_WITH_CUDA
-  if (weight.is_cuda()) return cuda::write_weight(weight, out);
-#endif
-  if (!weight.is_meta()) out.copy_(weight);
+void copy_any_strides(const at::Tensor& weight, const at::Tensor& out) {
+  // PyTorch's copy has no kernel for some dtypes, such as those of less than a byte; as integers their elements move
+  // too.
+  constexpr std::pair<int64_t, at::ScalarType> integers[] = {
+      {1, at::kByte}, {2, at::kShort}, {4, at::kInt}, {8, at::kLong}, {16, at::kComplexDouble}};
+  if (weight.is_meta()) return;
+  if (weight.scalar_type() != out.scalar_type()) {
+    out.copy_(weight);
+    return;
+  }
+  for (const auto& [size, integer] : integers) {
+    if (size == weight.element_size()) out.view(integer).copy_(weight.view(integer));
+  }
 }
 
 namespace {
@@ -67,7 +78,8 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
 // weight is an ordinary tensor in memory without a tangent. (A profiler then sees the one call.)
 bool can_be_one_call(at::TensorList weights) {
   constexpr auto ordinary =
-      c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView}) |
+      c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::CUDA,
+                           c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView}) |
       c10::autocast_dispatch_keyset;
   const auto watching =
       c10::impl::tls_local_dispatch_key_set().included_ - c10::default_included_set - c10::autocast_dispatch_keyset;

@@ -30,8 +30,8 @@ struct Write {
 };
 void write_weights(const std::vector<Write>& writes);
 
-/// The same for one weight that is not on the CPU.
-void write_elsewhere(const at::Tensor& weight, const at::Tensor& out);
+/// The same for one weight, by PyTorch's own copy: for strides and devices that no kernel of ours serves.
+void copy_any_strides(const at::Tensor& weight, const at::Tensor& out);
 
 /// Makes `out` differentiable as the conversion of `weight`, where that is asked for.
 void record_conversion(const at::Tensor& weight, const at::Tensor& out);

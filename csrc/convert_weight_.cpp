@@ -16,6 +16,7 @@
 
 #include "convert_weight.h"
 #include "cpu/convert_weight.h"
+#include "device_conversions.h"
 #include "memory_format.h"
 #include "storage_reuse.h"
 
@@ -102,6 +103,10 @@ std::vector<Change> changes_of(const char* op, at::TensorList weights, const std
   std::unordered_set<const at::TensorImpl*> seen;
   const auto add = [&](const at::Tensor& tensor, const Strides& strides, Outcome outcome) {
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second || outcome == Outcome::kept) return;
+    TORCH_CHECK(
+        outcome == Outcome::restrided || !is_captured(tensor), op,
+        ": expected no CUDA graph to be captured: its replays would permute the bytes again; convert before the "
+        "capture");
     changes.push_back({tensor, strides, outcome});
   };
   for (size_t index = 0; index < weights.size(); ++index) {
@@ -138,10 +143,17 @@ at::Tensor restrided(const at::Tensor& tensor, const Strides& strides) {
   return at::Tensor(std::move(copy));
 }
 
-// Changes that are made together: their bytes in one parallel region, then their metadata.
+// Changes that are made together: their bytes on the CPU in one parallel region, then their metadata.
 struct Batch {
   std::vector<const Change*> changes;
   cpu::Conversions conversions;
+};
+
+// All that is left to do, in this order. Devices may fail, so their part comes before anything that is seen: first what
+// is written to new memory, then the permutations.
+struct Commit {
+  DeviceConversions device_writes, device_permutations;
+  std::vector<Batch> batches;
 };
 
 // Each batch gives the old memory of its weights back before the next one first touches its new memory: the system
@@ -150,17 +162,19 @@ constexpr int64_t fresh_bytes_of_a_batch = 8 << 20;
 
 // Makes every replacement, and everything that the commit needs. Tensors that are exact aliases of each other stay so:
 // they share one.
-std::vector<Batch> prepare(std::vector<Change>& changes) {
+Commit prepare(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
-  std::vector<Batch> batches(1);
+  Commit commit;
+  std::vector<Batch>& batches = commit.batches;
+  batches.emplace_back();
   int64_t fresh_bytes = 0;
   const auto write = [&](const at::Tensor& tensor, const at::Tensor& out) {
-    fresh_bytes += static_cast<int64_t>(out.nbytes());
     const at::NoGradGuard no_grad;
     if (tensor.is_cpu()) {
+      fresh_bytes += static_cast<int64_t>(out.nbytes());
       batches.back().conversions.add_write(tensor.detach(), out);
     } else {
-      write_elsewhere(tensor.detach(), out);
+      commit.device_writes.add_write(tensor.detach(), out);
     }
   };
   for (Change& change : changes) {
@@ -189,22 +203,36 @@ std::vector<Batch> prepare(std::vector<Change>& changes) {
     if (change.is_staged()) {
       change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
       write(tensor, change.staged);
-    } else if (change.is_permuted()) {
+    } else if (change.is_permuted() && tensor.is_cpu()) {
       batches.back().conversions.add_permutation(tensor);
+    } else if (change.is_permuted()) {
+      commit.device_permutations.add_permutation(tensor);
     }
   }
+  commit.device_writes.allocate();
+  commit.device_permutations.allocate();
   for (Batch& batch : batches) batch.conversions.allocate();
-  return batches;
+  return commit;
+}
+
+// The staged values into the storage that they came from.
+void write_back(const Change& change) {
+  if (change.tensor.is_cpu()) {
+    std::memcpy(change.tensor.mutable_data_ptr(), change.staged.const_data_ptr(), change.tensor.nbytes());
+  } else {
+    const ReplacementGuard guard(change.tensor);
+    at::Tensor(change.replacement).copy_(change.staged);
+  }
 }
 
 // Writes and permutes the bytes, and swaps the replacements in.
-void commit(const std::vector<Batch>& batches) {
-  for (const Batch& batch : batches) {
+void run(const Commit& commit) {
+  commit.device_writes.run();
+  commit.device_permutations.run();
+  for (const Batch& batch : commit.batches) {
     batch.conversions.run();
     for (const Change* change : batch.changes) {
-      if (change->staged.defined()) {
-        std::memcpy(change->tensor.mutable_data_ptr(), change->staged.const_data_ptr(), change->tensor.nbytes());
-      }
+      if (change->staged.defined()) write_back(*change);
       at::Tensor(change->tensor).set_data(change->replacement);
     }
   }
@@ -213,7 +241,7 @@ void commit(const std::vector<Batch>& batches) {
 std::vector<int64_t> apply(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes = changes_of(op, weights, plans);
   if (changes.empty()) return outcomes_of(plans);
-  commit(prepare(changes));
+  run(prepare(changes));
   // Autocast keeps low-precision copies of weights; those of the old layout would serve until its region ends.
   at::autocast::clear_cache();
   return outcomes_of(plans);

@@ -94,6 +94,13 @@ FilterOrder filter_order(const at::Tensor& weight) {
                         : (channels_last ? FilterOrder::channels_last : FilterOrder::neither);
 }
 
+Matrices matrices_of(const at::Tensor& weight, FilterOrder from, FilterOrder to) {
+  if (from == to || from == FilterOrder::either || to == FilterOrder::either) return {weight.numel(), 1, 1};
+  const int64_t channels = weight.size(1), taps = weight.numel() / (weight.size(0) * channels);
+  if (from == FilterOrder::channels_last) return {weight.size(0), taps, channels};
+  return {weight.size(0), channels, taps};
+}
+
 std::string describe(const at::Tensor& tensor) {
   std::ostringstream text;
   text << "shape " << tensor.sym_sizes() << ", strides " << tensor.sym_strides() << ", dtype " << tensor.scalar_type()

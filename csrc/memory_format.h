@@ -54,6 +54,19 @@ enum class FilterOrder {
 };
 FilterOrder filter_order(const at::Tensor& weight);
 
+/// channels_last for channels_first and the reverse.
+inline FilterOrder other_order(FilterOrder order) {
+  return order == FilterOrder::channels_last ? FilterOrder::channels_first : FilterOrder::channels_last;
+}
+
+/// A weight as the kernels see it: `filters` row-major matrices.
+struct Matrices {
+  int64_t filters, rows, columns;
+};
+
+/// The matrices that go from one order to the other; where nothing moves, elements one by one.
+Matrices matrices_of(const at::Tensor& weight, FilterOrder from, FilterOrder to);
+
 /// Shape, strides, dtype and device, for error messages.
 std::string describe(const at::Tensor& tensor);
 

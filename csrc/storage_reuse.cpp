@@ -8,6 +8,7 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
+#include "device_conversions.h"
 #include "memory_format.h"
 
 namespace nhwc {
@@ -79,7 +80,7 @@ Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides) {
   if (is_foreign(memory)) return Outcome::fresh_foreign;
   if (weight.storage().use_count() != 1) return Outcome::fresh_held;
   const bool is_permutable =
-      weight.is_cpu() && weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides);
+      weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight);
   return is_permutable ? Outcome::reused : Outcome::fresh;
 }
 

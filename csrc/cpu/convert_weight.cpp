@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "../convert_weight.h"
 #include "../memory_format.h"
 #include "dispatch.h"
 #include "pages.h"
@@ -15,18 +16,6 @@
 
 namespace nhwc::cpu {
 namespace {
-
-// A weight as the kernels see it: `count` matrices.
-struct Shape {
-  int64_t count, rows, columns;
-};
-
-Shape shape_of(const at::Tensor& weight, FilterOrder order) {
-  const int64_t channels = weight.size(1);
-  const int64_t taps = weight.numel() / (weight.size(0) * channels);
-  return order == FilterOrder::channels_last ? Shape{weight.size(0), taps, channels}
-                                             : Shape{weight.size(0), channels, taps};
-}
 
 int log2_of(int64_t element_size) {
   const int log2 = std::countr_zero(static_cast<uint64_t>(element_size));
@@ -73,19 +62,6 @@ FilterKernels::Transpose find_kernel(const at::Tensor& weight, const at::Tensor&
   return found;
 }
 
-// PyTorch's copy has no kernel for some dtypes, such as those of less than a byte; as integers their elements move too.
-void copy_any_strides(const at::Tensor& weight, const at::Tensor& out) {
-  constexpr std::pair<int64_t, at::ScalarType> integers[] = {
-      {1, at::kByte}, {2, at::kShort}, {4, at::kInt}, {8, at::kLong}, {16, at::kComplexDouble}};
-  if (weight.scalar_type() != out.scalar_type()) {
-    out.copy_(weight);
-    return;
-  }
-  for (const auto& [size, integer] : integers) {
-    if (size == weight.element_size()) out.view(integer).copy_(weight.view(integer));
-  }
-}
-
 }  // namespace
 
 void Conversions::add(const Filters& filters) {
@@ -97,17 +73,16 @@ void Conversions::add_write(const at::Tensor& weight, const at::Tensor& out) {
   if (weight.numel() == 0) return;
   const FilterOrder from = filter_order(weight), to = filter_order(out);
   if (from == FilterOrder::neither || to == FilterOrder::neither) return copy_any_strides(weight, out);
-  const bool moves = from != to && from != FilterOrder::either && to != FilterOrder::either;
-  // What keeps its order is one linear copy, which may be split anywhere.
-  const Shape shape = moves ? shape_of(weight, from) : Shape{weight.numel(), 1, 1};
-  const int64_t size = shape.rows * shape.columns;
+  const auto [count, rows, columns] = matrices_of(weight, from, to);
+  const int64_t size = rows * columns;
   add({find_kernel(weight, out), nullptr, static_cast<const char*>(weight.const_data_ptr()),
-       static_cast<char*>(out.mutable_data_ptr()), shape.count, shape.rows, shape.columns, size * weight.element_size(),
-       size * out.element_size(), moves && is_worth_streaming(weight, out)});
+       static_cast<char*>(out.mutable_data_ptr()), count, rows, columns, size * weight.element_size(),
+       size * out.element_size(), size > 1 && is_worth_streaming(weight, out)});
 }
 
 void Conversions::add_permutation(const at::Tensor& weight) {
-  const auto [count, rows, columns] = shape_of(weight, filter_order(weight));
+  const FilterOrder from = filter_order(weight);
+  const auto [count, rows, columns] = matrices_of(weight, from, other_order(from));
   const int64_t filter_bytes = rows * columns * weight.element_size();
   auto* data = static_cast<char*>(weight.mutable_data_ptr());
   add({nullptr, filter_kernels().transpose_in_place[log2_of(weight.element_size())], data, data, count, rows, columns,

@@ -1,0 +1,14 @@
+// What filter_transpose.cuh does on the host, for C++ that nvcc does not compile; see there.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "torch_nhwc/launch_plan.h"
+
+namespace nhwc::cuda::kernels {
+
+cudaError_t get_limits(Limits& limits);
+cudaError_t prepare(const Launch& launch, const Limits& limits);
+cudaError_t launch(const Launch& launch, void* scratch, cudaStream_t stream);
+
+}  // namespace nhwc::cuda::kernels
