@@ -1,10 +1,10 @@
 """The conversion of whole models, every single one in a fresh process, as it happens to users.
 
-    python benchmarks/bench_models.py [--rounds N] [--models NAME ...] [--out FILE]
+    python benchmarks/bench_models.py [--device cpu|cuda] [--rounds N] [--models NAME ...] [--out FILE]
 
 A process makes one model, with weights that are its own or that were loaded, does one job to it on one thread, and
 reports the time and by how much the resident set grew beyond the model at its highest. The jobs take turns; the figures
-are medians over the rounds.
+are medians over the rounds. On a GPU all is done in one process: cuda_models.py.
 """
 
 import argparse
@@ -68,11 +68,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def made(make: Callable[[], nn.Module], _: Path) -> nn.Module:
+def made(make: Callable[[], nn.Module], _: Path, device: str = "cpu") -> nn.Module:
     """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
     with torch.device("meta"):
         model = make()
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     with torch.no_grad():
         for index, tensor in enumerate([*model.parameters(), *model.buffers()]):
             tensor.fill_(index)
@@ -105,6 +105,11 @@ SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
 
 def weights_of(model: nn.Module) -> list[Tensor]:
     return [site.tensor for site in find_sites(model) if site.tensor is not None]
+
+
+def moved_of(weights: list[Tensor]) -> list[Tensor]:
+    """Those of which the bytes move."""
+    return [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]
 
 
 def stock(model: nn.Module) -> object:
@@ -155,7 +160,7 @@ def run_here(model_name: str, source: str, job_name: str, folder: Path, answer: 
         for weight in weights:
             weight.sum()  # resident, whatever it came from
         job: Callable[[], object] = memcpy(model) if job_name == "memcpy" else lambda: JOBS[job_name](model)
-    moved = [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]
+    moved = moved_of(weights)
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
     before = resident("VmRSS")
     start = time.perf_counter()
@@ -218,10 +223,17 @@ def measure(model: str, source: str, rounds: int) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--rounds", type=int, help="5 on the CPU, 15 on a GPU")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/models-cpu.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or {"cpu": 5, "cuda": 15}[arguments.device]
+    arguments.out = arguments.out or machine.ROOT / f"benchmarks/results/models-{arguments.device}.json"
+    if arguments.device == "cuda":
+        import cuda_models
+
+        return cuda_models.run(arguments.models, arguments.rounds, arguments.out)
     results = []
     for model, source in cases(arguments.models):
         results.append(measure(model, source, arguments.rounds))

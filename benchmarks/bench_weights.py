@@ -1,10 +1,11 @@
 """One weight at a time, beside memcpy and beside what PyTorch does.
 
-    python benchmarks/bench_weights.py [--samples N] [--without-compile] [--out FILE]
+    python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--without-compile] [--out FILE]
 
 Every point takes its jobs in turn, `--samples` times; each sample is as many calls as take about a millisecond. The
 figures are the minimum and the median of the samples in microseconds for one call. All buffers are hot and resident,
 except in the jobs that allocate: there page faults are part of what a user sees, and `plain_clone` shows their share.
+cuda_weights.py has what is done on a GPU, to other weights and with other jobs.
 """
 
 import argparse
@@ -144,11 +145,17 @@ def points(with_compile: bool) -> list[tuple[tuple[int, ...], torch.dtype, bool,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--without-compile", action="store_true")
-    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/weights-cpu.json")
+    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    arguments.out = arguments.out or machine.ROOT / f"benchmarks/results/weights-{arguments.device}.json"
     torch.manual_seed(0)
+    if arguments.device == "cuda":
+        import cuda_weights
+
+        return cuda_weights.run(arguments.samples, not arguments.without_compile, arguments.out)
     results = []
     for *point, threads, with_compile in points(not arguments.without_compile):
         torch.set_num_threads(threads)

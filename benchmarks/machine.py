@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -38,13 +39,45 @@ def huge_pages() -> str:
 
 
 def commit() -> str:
-    """The commit, and whether anything but results differs from it."""
+    """The commit, and whether anything but results differs from it.
+
+    A copy of the working tree without its history is told by the environment variable `TORCH_NHWC_COMMIT`.
+    """
+    told = os.environ.get("TORCH_NHWC_COMMIT")
+    if told:
+        return told
+
+    if shutil.which("git") is None:
+        return "unknown"
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT).stdout.strip()
 
     changed = git("status", "--porcelain", "--", ".", ":!benchmarks/results", ":!docs", ":!README.md")
-    return git("rev-parse", "--short", "HEAD") + ("-dirty" if changed else "")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
+
+
+def gpu() -> dict[str, object]:
+    """The current GPU, its driver, and the CUDA that torch was built with."""
+    properties = torch.cuda.get_device_properties("cuda")
+    return {
+        "name": properties.name,
+        "driver": driver(),
+        "CUDA": torch.version.cuda,
+        "capability": f"{properties.major}.{properties.minor}",
+        "processors": properties.multi_processor_count,
+        "L2 bytes": properties.L2_cache_size,
+        "memory bytes": properties.total_memory,
+    }
+
+
+def driver() -> str:
+    """The version of the GPU's driver, as its own tool says it."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
 
 
 def describe() -> dict[str, object]:
@@ -60,7 +93,7 @@ def describe() -> dict[str, object]:
     }
 
 
-def write(out: Path, script: str, results: list, **how: int) -> None:
+def write(out: Path, script: str, results: list, **how: object) -> None:
     """Writes the results of a script of this folder as JSON, with how they were taken and where."""
     measured = {"command": f"python benchmarks/{script}", **how, "machine": describe(), "results": results}
     out.write_text(json.dumps(measured, indent=1) + "\n")

@@ -10,7 +10,9 @@ import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import cuda_report
 from bench_weights import SMALL, TAPS
+from tables import Point, name, ratio, span, table, taps
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -18,41 +20,9 @@ PERFORMANCE = ROOT / "docs/performance.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/fraction-of-memcpy.svg"
 
-Point = dict
-
 
 def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}-cpu.json").read_text())
-
-
-def ratio(point: Point, over: str, under: str, statistic: str = "median") -> float:
-    """How many times longer the one job took than the other."""
-    return point["times"][over][statistic] / point["times"][under][statistic]
-
-
-def name(point: Point) -> str:
-    shape = "x".join(map(str, point["shape"]))
-    cast = f" to {point['to']}" if point["to"] else ""
-    return f"{shape} {point['dtype']}{cast}{' back' if point['back'] else ''}"
-
-
-def taps(point: Point) -> int:
-    product = 1
-    for size in point["shape"][2:]:
-        product *= size
-    return product
-
-
-def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(head)
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def span(values: Iterable[float]) -> str:
-    """The least and the greatest value, or the only one."""
-    texts = sorted({f"{value:.2f}" for value in values}, key=float)
-    return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
 
 def machine(measured: dict) -> str:
@@ -267,6 +237,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "threads": threads(weights),
             "models": models(of_models),
             "walk": walk(load("walk")),
+            "cuda": cuda_report.section(RESULTS),
         },
     }
 

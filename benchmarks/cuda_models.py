@@ -1,0 +1,150 @@
+"""Whole models on a GPU, all in one process.
+
+`bench_models.py --device cuda`. Of each model:
+
+- `device`: device time of what converts its weights, and of copies of as many bytes, in CUDA graphs of calls that go
+  through sets of weights beyond the second-level cache, microseconds for one call;
+- `wall`: the microseconds that a caller waits, synchronisation included, from contiguous weights with memory of their
+  own and with the allocator warm; and the memory in use beyond the model at its highest;
+- `launches`: what the device is told to do.
+
+A model whose library is missing is made of layers with the same weights (shapes.py).
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import machine
+import shapes
+import torch
+from bench_models import JOBS, MODELS, made, moved_of, weights_of
+from stopwatch import STOPWATCHES, Call, Stopwatch, interleaved, sets_beyond_cache, summary
+from torch import Tensor, nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.sites import CHANNELS_LAST
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def model_of(name: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
+    """A model, and where it comes from."""
+    try:
+        return made(lambda: MODELS[name]().to(dtype), Path(), device), "its library"
+    except ImportError:
+        return made(lambda: shapes.convolutions(shapes.load()[name]).to(dtype), Path(), device), shapes.FILE.name
+
+
+def nbytes_of(weights: list[Tensor]) -> int:
+    return sum(weight.nbytes for weight in weights)
+
+
+class WeightSet(NamedTuple):
+    """A copy of the weights that are converted, and as many bytes to copy."""
+
+    weights: list[Tensor]
+    copied: Tensor
+    copy: Tensor
+
+
+def weight_set(weights: list[Tensor]) -> WeightSet:
+    copied, copy = (torch.zeros(nbytes_of(weights), dtype=torch.uint8, device=weights[0].device) for _ in range(2))
+    return WeightSet([weight.detach().clone() for weight in weights], copied, copy)
+
+
+def contiguous_each(weights: list[Tensor]) -> list[Tensor]:
+    return [weight.contiguous(memory_format=CHANNELS_LAST[weight.dim()]) for weight in weights]
+
+
+DEVICE_JOBS: dict[str, Callable[[WeightSet], object]] = {
+    "ours": lambda on: nhwc.convert_weights(on.weights),
+    "ours one by one": lambda on: [nhwc.convert_weight(weight) for weight in on.weights],
+    "copy": lambda on: on.copy.copy_(on.copied),
+    "eager": lambda on: contiguous_each(on.weights),
+}
+
+
+def device_times(stopwatch: Stopwatch, weights: list[Tensor], samples: int) -> dict[str, object]:
+    """`DEVICE_JOBS`, to these weights."""
+    sets = [weight_set(weights) for _ in range(sets_beyond_cache(stopwatch, 2 * nbytes_of(weights)))]
+    jobs = {name: [partial(job, on) for on in sets] for name, job in DEVICE_JOBS.items()}
+    times, errors = interleaved(stopwatch, jobs, samples)
+    return {"bytes": nbytes_of(weights), "sets": len(sets), "times": times, "errors": errors}
+
+
+def wall_jobs(model: nn.Module, weights: list[Tensor]) -> dict[str, Call]:
+    """The jobs of the CPU's benchmark, walk included, and the operators alone."""
+    return {name: partial(job, model) for name, job in JOBS.items()} | {
+        "ours, listed": lambda: nhwc.convert_weights_(weights),
+        "ours, listed, fresh": lambda: nhwc.convert_weights_(weights, storage="fresh"),
+        "ours one by one": lambda: [nhwc.convert_weight_(weight) for weight in weights],
+    }
+
+
+def make_contiguous(weights: list[Tensor]) -> None:
+    """As in a new model."""
+    for weight in weights:
+        weight.data = weight.data.clone(memory_format=torch.contiguous_format)
+
+
+def wall_times(stopwatch: Stopwatch, model: nn.Module, weights: list[Tensor], rounds: int) -> dict[str, object]:
+    jobs = wall_jobs(model, weights)
+    if len({weight.dim() for weight in weights}) > 1:
+        del jobs["module.to"]  # which has one format for 2D and 3D layers
+    taken: dict[str, list[float]] = {name: [] for name in jobs}
+    extra: dict[str, int] = dict.fromkeys(jobs, 0)
+    for round_ in range(rounds + 1):  # the first one warms up
+        for name, job in jobs.items():
+            make_contiguous(weights)
+            values: list[float] = []
+            extra_bytes = stopwatch.extra_bytes(lambda job=job, values=values: values.append(stopwatch.wall(job)))
+            assert all(weight.stride(1) == 1 for weight in moved_of(weights)), name
+            if round_:
+                taken[name] += values
+                extra[name] = max(extra[name], extra_bytes)
+    return {name: {**summary(taken[name]), "extra_bytes": extra[name]} for name in jobs}
+
+
+def launches(stopwatch: Stopwatch, model: nn.Module, weights: list[Tensor]) -> dict[str, object]:
+    counted = {}
+    for name, job in {**wall_jobs(model, weights), "convert_weights": lambda: nhwc.convert_weights(weights)}.items():
+        if name in ("stock", "ours", "ours fresh", "convert_weights"):
+            make_contiguous(weights)
+            counted[name] = stopwatch.launches(job)
+    return counted
+
+
+@torch.no_grad()
+def measure(stopwatch: Stopwatch, name: str, dtype: torch.dtype, rounds: int) -> dict[str, object]:
+    """One model."""
+    model, source = model_of(name, dtype, stopwatch.device)
+    weights = weights_of(model)
+    moved = moved_of(weights)
+    return {
+        "model": name,
+        "source": source,
+        "dtype": str(dtype).removeprefix("torch."),
+        "weights": len(weights),
+        "device": {
+            which: device_times(stopwatch, chosen, rounds)
+            for which, chosen in {"all": weights, "moved": moved}.items()
+            if chosen
+        },
+        "wall": wall_times(stopwatch, model, weights, rounds),
+        "launches": launches(stopwatch, model, weights),
+    }
+
+
+def run(models: list[str], rounds: int, out: Path) -> None:
+    """Measures the models on the current GPU."""
+    stopwatch = STOPWATCHES["cuda"]()
+    results = []
+    for name in models:
+        for dtype in DTYPES:
+            results.append(measure(stopwatch, name, dtype, rounds))
+            print({key: results[-1][key] for key in ("model", "dtype", "source", "launches")}, file=sys.stderr)
+    machine.write(out, "bench_models.py --device cuda", results, rounds=rounds, gpu=machine.gpu())
+    print(f"{len(results)} models: {out}")

@@ -1,0 +1,189 @@
+"""The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures behind them."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tables import Point, name, ratio, span, table, taps
+
+NOT_MEASURED = "not measured"
+LARGE = 16 << 20
+TAPS_OF_THE_BARS = (9, 25, 27, 49)
+OVER_COPY = {"float32": 0.9, "bfloat16": 0.9, "uint8": 0.75}
+OVER_SHARED_COPY = 0.97
+OVER_MODEL_COPY = {"ResNet-50": 1.3, "Stable Diffusion": 1.15}
+Values = Iterable[float | None]  # None where a job failed
+
+
+def load(folder: Path, which: str) -> dict:
+    """What a script measured; no results where it did not run."""
+    file = folder / f"{which}-cuda.json"
+    return json.loads(file.read_text()) if file.exists() else {"results": []}
+
+
+def over(point: Point, longer: str, shorter: str) -> float | None:
+    """The ratio of two jobs; None where one of them failed."""
+    return ratio(point, longer, shorter) if {longer, shorter} <= point["times"].keys() else None
+
+
+def over_shared_copy(point: Point) -> float | None:
+    """The time of the best copy through shared memory over ours."""
+    ratios = [over(point, job, "ours") for job in point["times"] if job.startswith("shared_copy")]
+    return min(filter(None, ratios), default=None)
+
+
+def verdict(met: Sequence[bool]) -> str:
+    return "yes" if all(met) else "in part" if any(met) else "no"
+
+
+def spanned(values: Values) -> str:
+    measured = [value for value in values if value is not None]
+    return span(measured) if measured else NOT_MEASURED
+
+
+def at_least(text: str, limit: float, values: Values) -> list[str]:
+    """One bar, in a row."""
+    values = list(values)
+    met = [value is not None and value >= limit for value in values]
+    return [text, f"at least {limit:g}", spanned(values), verdict(met) if any(values) else NOT_MEASURED]
+
+
+def at_most(text: str, limit: float, values: Values) -> list[str]:
+    """One bar, in a row."""
+    values = list(values)
+    is_measured = any(value is not None for value in values)
+    met = [value is not None and value <= limit for value in values]
+    return [text, f"at most {limit:g}", spanned(values), verdict(met) if is_measured else NOT_MEASURED]
+
+
+def copy_bar(dtype: str, limit: float, points: Sequence[Point]) -> list[str]:
+    """The bar that can be met in two ways, each weight in its own."""
+    copies, shared_copies = [over(p, "plain_copy", "ours") for p in points], [over_shared_copy(p) for p in points]
+    met = [(copy or 0) >= limit or (shared or 0) >= OVER_SHARED_COPY for copy, shared in zip(copies, shared_copies)]
+    return [
+        f"weights of 16 MB and more, K = 9, 25, 27, 49, {dtype}: bandwidth over `copy_` in the same layout, or over "
+        "the best copy through shared memory",
+        f"at least {limit:g}, or {OVER_SHARED_COPY:g}",
+        f"{spanned(copies)}, or {spanned(shared_copies)}",
+        verdict(met) if any(copies) else NOT_MEASURED,
+    ]
+
+
+def weight_bars(points: Sequence[Point]) -> list[list[str]]:
+    large = [p for p in points if p["bytes"] >= LARGE and taps(p) in TAPS_OF_THE_BARS]
+    moved = [p for p in large if not p["to"]]
+    casts = [over(p, "plain_copy", "ours") for p in large if p["to"] == "bfloat16"]
+    return [
+        *(copy_bar(dtype, limit, [p for p in moved if p["dtype"] == dtype]) for dtype, limit in OVER_COPY.items()),
+        at_least("... float32 to bfloat16: bandwidth over `copy_` of the same bytes", 0.85, casts),
+        at_least("... eager `copy_` over ours", 5, [over(p, "eager_copy", "ours") for p in moved]),
+        at_least("... eager `contiguous` over ours", 5, [over(p, "eager_contiguous", "ours_fresh") for p in moved]),
+    ]
+
+
+def model_bars(models: Sequence[Point]) -> list[list[str]]:
+    rows = []
+    for part, limit in OVER_MODEL_COPY.items():
+        chosen = [m for m in models if part in m["model"]]
+        for which, text in (("moved", "the weights that move, over a copy"), ("all", "all weights, over a copy")):
+            values = [over(m["device"][which], "ours", "copy") for m in chosen]
+            rows.append(at_most(f"{part} in a captured graph, device time: {text}", limit, values))
+    resnet = [m["wall"] for m in models if "ResNet-50" in m["model"]]
+    for job, text in (("ours", "our converters"), ("ours, listed", "`convert_weights_` of the weights")):
+        values = [wall["stock"]["median"] / wall[job]["median"] for wall in resnet]
+        rows.append(at_least(f"ResNet-50, wall time with synchronisation: stock converters over {text}", 8, values))
+    for job, text in (("convert_weights", "`convert_weights`"), ("ours", "in place"), ("ours fresh", "fresh")):
+        rows.append(at_most(f"launches for a model, every model: {text}", 6, [launches(m, job) for m in models]))
+    extra = [m["wall"]["ours, listed"]["extra_bytes"] for m in models]
+    return [*rows, at_most("in place, every model: extra device memory, bytes", 0, extra)]
+
+
+def launches(model: Point, job: str) -> int | None:
+    """Of kernels and of copies."""
+    counted = model["launches"][job]
+    return counted and counted["kernels"] + counted["copies"]
+
+
+def counter_bar(results: Sequence[dict]) -> list[str]:
+    """How far the model is off the hardware."""
+    values = [
+        r["read"] and abs(r["modelled"][name] / max(1, r["read"][name]) - 1) for r in results for name in r["modelled"]
+    ]
+    return at_most("sectors and passes, modelled over counted by hardware: off by", 0.05, values)
+
+
+def cell(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
+
+
+def speed(point: Point, job: str) -> float | None:
+    """In TB/s, of bytes read and written."""
+    return 2 * point["copied_bytes"] / 1e6 / point["times"][job]["median"] if job in point["times"] else None
+
+
+def weights(points: Sequence[Point]) -> str:
+    rows = []
+    for p in points:
+        values = [speed(p, "plain_copy"), speed(p, "ours"), over(p, "plain_copy", "ours"), over_shared_copy(p)]
+        values += [over(p, "eager_copy", "ours"), over(p, "eager_contiguous", "ours_fresh")]
+        values += [over(p, "eager_two_steps", "ours"), over(p, "compiled_clone", "ours_fresh")]
+        rows.append([name(p), f"{p['bytes'] / 1e6:.1f}", *map(cell, values)])
+    head = ["weight", "MB", "`copy_`, TB/s", "ours, TB/s", "`copy_` / ours", "best copy through shared memory / ours"]
+    head += ["eager `copy_` / ours", "eager `contiguous` / `convert_weight`", "eager cast, then `copy_` / ours"]
+    return table(head + ["`torch.compile` of the clone / `convert_weight`"], rows)
+
+
+def models(measured: Sequence[Point]) -> str:
+    rows = []
+    for m in measured:
+        device, wall = m["device"], m["wall"]
+        ratios = [
+            over(device[which], *jobs) if which in device else None
+            for which in ("moved", "all")
+            for jobs in (("ours", "copy"), ("eager", "ours"))
+        ]
+        jobs = ("stock", "module.to", "ours one by one", "ours fresh", "ours", "ours, listed")
+        rows.append(
+            [m["model"], m["dtype"], f"{device['all']['bytes'] / 1e6:.0f}"]
+            + [cell(value) for value in ratios]
+            + [f"{wall[job]['median'] / 1e3:.2f}" if job in wall else "raises" for job in jobs]
+            + [f"{wall[job]['extra_bytes'] / 1e6:.1f}" for job in ("stock", "ours")]
+            + [f"{launches(m, 'stock')} / {launches(m, 'ours')}"]
+        )
+    head = ["model", "dtype", "MB", "graph, what moves: ours / a copy", "eager / ours", "graph, all: ours / a copy"]
+    head += ["eager / ours", "wall, ms: `torch.nn.utils`", "`module.to`", "ours one by one", 'ours, `storage="fresh"`']
+    return table([*head, "ours", "`convert_weights_`", "its extra MB", "our extra MB", "launches"], rows)
+
+
+def origin(measured: dict) -> str:
+    gpu, machine = measured["gpu"], measured["machine"]
+    return (
+        f"`{measured['command']}`: {gpu['name']}, driver {gpu['driver']}, CUDA {gpu['CUDA']}, torch "
+        f"{machine['environment']['torch']}, commit {machine['commit']}."
+    )
+
+
+def failures(files: dict[str, dict]) -> set[str]:
+    """What went wrong, in the words of who said it."""
+    measured = files["weights"]["results"] + [each for m in files["models"]["results"] for each in m["device"].values()]
+    errors = {f"{job}: {error}" for each in measured for job, error in each["errors"].items()}
+    unreadable = files["counters"].get("unreadable")
+    return errors | ({unreadable} if unreadable else set())
+
+
+def section(folder: Path) -> str:
+    """What stands in docs/performance.md."""
+    files = {which: load(folder, which) for which in ("weights", "models", "counters")}
+    results = {which: measured["results"] for which, measured in files.items()}
+    if not any(results.values()):
+        return "Nothing has been measured yet."
+    bars = [*weight_bars(results["weights"]), *model_bars(results["models"]), counter_bar(results["counters"])]
+    parts = [origin(measured) for measured in files.values() if measured["results"]]
+    parts += [table(["case, medians", "bar", "measured", "met"], bars)]
+    parts += [f"Failed: {error}" for error in sorted(failures(files))]
+    parts += [make(results[which]) for which, make in (("weights", weights), ("models", models)) if results[which]]
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    print(section(Path(__file__).parent / "results"))

@@ -1,0 +1,142 @@
+"""One weight at a time on a GPU, beside copies in the same layout and beside what PyTorch does.
+
+`bench_weights.py --device cuda`. Device time, in microseconds for one call: minimum and median of samples in which the
+jobs take turns. The calls of a job go through sets of weights that are together four times the second-level cache, read
+and written, in a CUDA graph (stopwatch.py). The copies move as many bytes as the conversion reads and writes, also
+where it casts.
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import machine
+import shared_copy
+import torch
+from bench_weights import compiled_clone
+from stopwatch import STOPWATCHES, Stopwatch, interleaved, sets_beyond_cache
+from torch import Tensor
+
+from torch_nhwc.sites import CHANNELS_LAST
+
+KERNELS = [(2, 2), (2, 2, 2), (3, 3), (4, 4), (5, 5), (3, 3, 3), (7, 7), (5, 5, 5)]
+OF_THE_BARS = [(3, 3), (5, 5), (3, 3, 3), (7, 7)]
+SMALL = [(64, 64, 3, 3), (256, 128, 2, 2), (256, 256, 3, 3), (64, 64, 3, 3, 3), (64, 3, 7, 7), (512, 512, 3, 3)]
+DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
+CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+LARGE = 16 << 20
+
+
+class Point(NamedTuple):
+    """What is measured: a conversion, and whether the compiler's is measured beside it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    back: bool = False
+    to: torch.dtype | None = None
+    with_compile: bool = False
+
+
+class Buffers(NamedTuple):
+    """One set of memory."""
+
+    weight: Tensor
+    out: Tensor
+    copied: Tensor
+    copy: Tensor
+
+
+def shape_of(kernel: tuple[int, ...], nbytes: int, dtype: torch.dtype) -> tuple[int, ...]:
+    """A weight of 256 channels and at least so many bytes."""
+    channels = 256
+    return (math.ceil(nbytes / (channels * math.prod(kernel) * dtype.itemsize)), channels, *kernel)
+
+
+def points(with_compile: bool) -> Iterator[Point]:
+    for back in (False, True):
+        for dtype in DTYPES:
+            for kernel in KERNELS:
+                is_compiled = with_compile and not back and kernel in OF_THE_BARS and dtype in DTYPES[:2]
+                yield Point(shape_of(kernel, LARGE, dtype), dtype, back, with_compile=is_compiled)
+        for kernel in OF_THE_BARS:
+            for dtype in DTYPES[:3]:
+                yield Point(shape_of(kernel, 4 * LARGE, dtype), dtype, back)
+            for wide, narrow in CASTS:
+                shape = shape_of(kernel, LARGE, narrow)
+                yield Point(shape, wide, back, narrow)
+                yield Point(shape, narrow, back, wide)
+    for shape in SMALL:
+        for dtype in DTYPES[:2]:
+            yield Point(shape, dtype)
+
+
+def formats_of(point: Point) -> tuple[torch.memory_format, torch.memory_format]:
+    """From, and to."""
+    channels_last = CHANNELS_LAST[len(point.shape)]
+    return (channels_last, torch.contiguous_format) if point.back else (torch.contiguous_format, channels_last)
+
+
+def buffers_of(point: Point, device: str) -> Buffers:
+    source_format, memory_format = formats_of(point)
+    values = torch.randint(0, 100, point.shape, dtype=torch.uint8, device=device)
+    weight = torch.empty(point.shape, dtype=point.dtype, device=device, memory_format=source_format).copy_(values)
+    out = torch.empty(point.shape, dtype=point.to or point.dtype, device=device, memory_format=memory_format)
+    copied, copy = (torch.zeros((weight.nbytes + out.nbytes) // 2, dtype=torch.uint8, device=device) for _ in range(2))
+    return Buffers(weight, out, copied, copy)
+
+
+def jobs_of(point: Point) -> dict[str, Callable[[Buffers], object]]:
+    memory_format, to = formats_of(point)[1], point.to
+    copy_weight_, convert_weight = torch.ops.nhwc.copy_weight_, torch.ops.nhwc.convert_weight
+    jobs: dict[str, Callable[[Buffers], object]] = {
+        "ours": lambda on: copy_weight_(on.out, on.weight),
+        "ours_fresh": lambda on: convert_weight(on.weight, memory_format, dtype=to),
+        "plain_copy": lambda on: on.copy.copy_(on.copied),
+        "eager_copy": lambda on: on.out.copy_(on.weight),
+    }
+    if to is None:
+        jobs["eager_contiguous"] = lambda on: on.weight.contiguous(memory_format=memory_format)
+    else:
+        jobs["eager_two_steps"] = lambda on: on.out.copy_(on.weight.to(to))
+    if point.with_compile:
+        clone = compiled_clone(memory_format)
+        jobs["compiled_clone"] = lambda on: clone(on.weight)
+    return jobs
+
+
+def measure(
+    stopwatch: Stopwatch, point: Point, copies: dict[str, Callable[[Tensor, Tensor], object]], samples: int
+) -> dict[str, object]:
+    """One point, with copies through shared memory where it is large."""
+    first = buffers_of(point, stopwatch.device)
+    torch.ops.nhwc.copy_weight_(first.out, first.weight)
+    assert torch.equal(first.out, first.weight.to(first.out.dtype))
+    number = sets_beyond_cache(stopwatch, first.weight.nbytes + first.out.nbytes)
+    sets = [first, *(buffers_of(point, stopwatch.device) for _ in range(number - 1))]
+    jobs = jobs_of(point)
+    if first.weight.nbytes >= LARGE:
+        jobs |= {name: lambda on, copy=copy: copy(on.copy, on.copied) for name, copy in copies.items()}
+    times, errors = interleaved(
+        stopwatch, {name: [partial(job, on) for on in sets] for name, job in jobs.items()}, samples
+    )
+    return {
+        "shape": list(point.shape),
+        "dtype": str(point.dtype).removeprefix("torch."),
+        "to": None if point.to is None else str(point.to).removeprefix("torch."),
+        "back": point.back,
+        "bytes": first.weight.nbytes,
+        "copied_bytes": first.copied.nbytes,
+        "sets": number,
+        "times": times,
+        "errors": errors,
+    }
+
+
+def run(samples: int, with_compile: bool, out: Path) -> None:
+    """Measures all points on the current GPU."""
+    stopwatch, copies = STOPWATCHES["cuda"](), shared_copy.variants()
+    results = [measure(stopwatch, point, copies, samples) for point in points(with_compile)]
+    machine.write(out, "bench_weights.py --device cuda", results, samples=samples, gpu=machine.gpu())
+    print(f"{len(results)} points: {out}")

@@ -1,0 +1,162 @@
+"""Time on the CPU and on a GPU, by one interface.
+
+`interleaved` times what a device does: on a GPU each job's calls are captured in a CUDA graph, and CUDA events stand
+around the graph's replays, so that neither Python nor the launches are in the figures. `Stopwatch.wall` times what a
+caller waits for, launches and synchronisation included. The calls of a job go through so many sets of memory that no
+cache holds them: `sets_beyond_cache` says how many.
+"""
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+
+class Stopwatch:
+    """Of the CPU."""
+
+    device = "cpu"
+
+    def cache_bytes(self) -> int:
+        """What the sets of memory must exceed."""
+        return 64 << 10
+
+    def record(self, calls: Sequence[Call]) -> Call:
+        """What plays all calls, one after the other."""
+
+        def play() -> None:
+            for call in calls:
+                call()
+
+        return play
+
+    def microseconds(self, play: Call, times: int) -> float:
+        """How long the device works on one of so many plays."""
+        return self.wall(lambda: [play() for _ in range(times)]) / times
+
+    def wall(self, job: Call) -> float:
+        """The microseconds until the job is done, and the device with it."""
+        self.synchronize()
+        start = time.perf_counter()
+        job()
+        self.synchronize()
+        return (time.perf_counter() - start) * 1e6
+
+    def synchronize(self) -> None:
+        """Waits for the device."""
+
+    def extra_bytes(self, job: Call) -> int:
+        """By how much the memory in use on the device grows at most."""
+        job()
+        return 0
+
+    def launches(self, job: Call) -> dict[str, float] | None:
+        """What the device is told to do: how many kernels and copies, and the kernels' microseconds."""
+        job()
+        return None
+
+
+class CudaStopwatch(Stopwatch):
+    """Of the current GPU."""
+
+    device = "cuda"
+
+    def cache_bytes(self) -> int:
+        return torch.cuda.get_device_properties("cuda").L2_cache_size
+
+    def record(self, calls: Sequence[Call]) -> Call:
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        self.synchronize()
+        with torch.cuda.stream(stream):
+            calls[0]()  # nothing is to be loaded or compiled during the capture
+            self.synchronize()
+            torch.cuda.empty_cache()
+            graph.capture_begin()
+            try:
+                results = [call() for call in calls]  # kept, so that each result has memory of its own
+            finally:
+                graph.capture_end()
+        return lambda results=results: graph.replay()
+
+    def microseconds(self, play: Call, times: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(times):
+            play()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / times * 1e3
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def extra_bytes(self, job: Call) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        job()
+        return torch.cuda.max_memory_allocated() - before
+
+    def launches(self, job: Call) -> dict[str, float] | None:
+        marker = torch.zeros(1, device="cuda")
+        self.synchronize()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            marker.add_(1)
+            job()
+            self.synchronize()
+        return count_launches(profile.events())
+
+
+def count_launches(events: Sequence[Any]) -> dict[str, float] | None:
+    """Among a profile's events, less the first kernel: without that one the profiler cannot see the device."""
+    events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
+    kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
+    kernels.sort(key=lambda event: event.time_range.start)
+    if not kernels:
+        return None
+    microseconds = sum(event.time_range.elapsed_us() for event in kernels[1:])
+    return {"kernels": len(kernels) - 1, "copies": len(events) - len(kernels), "kernel_us": microseconds}
+
+
+STOPWATCHES = {"cpu": Stopwatch, "cuda": CudaStopwatch}
+
+
+def sets_beyond_cache(stopwatch: Stopwatch, bytes_of_a_set: int) -> int:
+    """So many sets of memory, read and written, that together they are four times the cache."""
+    return max(2, math.ceil(4 * stopwatch.cache_bytes() / bytes_of_a_set))
+
+
+def summary(values: Sequence[float]) -> dict[str, float]:
+    return {"min": min(values), "median": statistics.median(values)}
+
+
+def interleaved(
+    stopwatch: Stopwatch, jobs: dict[str, list[Call]], samples: int
+) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
+    """The device's microseconds for one call of each job, with the jobs taking turns; and why jobs could not be run.
+
+    A sample plays all calls of a job as often as takes about a millisecond.
+    """
+    plays: dict[str, Call] = {}
+    errors: dict[str, str] = {}
+    for name, calls in jobs.items():
+        try:
+            plays[name] = stopwatch.record(calls)
+        except RuntimeError as error:
+            errors[name] = str(error).strip().split("\n")[0]
+    for play in plays.values():
+        play()
+    times_of_a_sample = {
+        name: min(100, max(1, math.ceil(1000 / max(1, stopwatch.microseconds(play, 1)))))
+        for name, play in plays.items()
+    }
+    taken: dict[str, list[float]] = {name: [] for name in plays}
+    for _ in range(samples):
+        for name, play in plays.items():
+            taken[name].append(stopwatch.microseconds(play, times_of_a_sample[name]) / len(jobs[name]))
+    return {name: summary(values) for name, values in taken.items()}, errors
