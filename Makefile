@@ -3,28 +3,32 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
 MATRIX ?= 2.11.0 2.15.0
+SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) \
+  $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))
 
 bin := $(VENV)/bin
 export TORCH_NHWC_VENV := $(VENV)
+# Programs of packages, such as ninja, wherever the packages are.
+export PATH := $(PATH):$(abspath $(bin)):$(dir $(shell command -v $(PYTHON)))
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test lint bench matrix test-emulated test-cuda clean
+.PHONY: demo test lint bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
 
 # Two at a time: most tests keep one core busy, and many compile.
-test: $(VENV)/built
+test: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest --numprocesses 2
 
-lint: $(VENV)/built
+lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 
 # Take the machine for yourself meanwhile: half an hour, 12 GB of memory.
-bench: $(VENV)/built
+bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_forward.py
@@ -41,15 +45,36 @@ matrix-%:
 test-emulated: $(VENV)/built
 	TORCH_NHWC_REQUIRE_QEMU=1 $(bin)/python -m pytest -m emulated
 
-# Everything that needs a GPU, and nothing else; fails where there is none.
+# Everything that needs a GPU, and nothing else; fails where there is none. Like the next two, it does without packages
+# that cannot be had, as on a machine without a network; tests and models that need them are left out.
 test-cuda: $(VENV)/built
-	TORCH_NHWC_REQUIRE_GPU=1 $(bin)/python -m pytest -m cuda
+	TORCH_NHWC_REQUIRE_GPU=1 $(bin)/python -m pytest --numprocesses 4 -m cuda
+
+# The GPU for yourself meanwhile.
+bench-cuda: $(VENV)/built
+	$(bin)/python benchmarks/bench_weights.py --device cuda
+	$(bin)/python benchmarks/bench_models.py --device cuda
+	$(bin)/python benchmarks/bench_counters.py
+	$(bin)/python benchmarks/report.py
+
+# Every kernel under the tools of compute-sanitizer, which comes with the CUDA toolkit; fails where it is missing.
+sanitize-cuda: $(VENV)/built
+	$(if $(SANITIZER),,$(error compute-sanitizer is missing: install the CUDA toolkit, or name it by SANITIZER=))
+	for tool in memcheck racecheck initcheck synccheck; do \
+	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 $(SANITIZER) --tool $$tool --error-exitcode 1 \
+	    $(bin)/python test/ops/sanitized.py || exit 1; \
+	done
 
 clean:
 	rm -rf $(VENV) .matrix build dist *.egg-info torch_nhwc/libtorch_nhwc*.so torch_nhwc/build_info.json
 
-$(VENV)/installed: pyproject.toml tools/make_environment.py
+$(VENV)/installed: pyproject.toml tools/make_environment.py tools/requirements.py
 	$(PYTHON) tools/make_environment.py $(VENV) --torch $(TORCH)
+	touch $@
+
+# An extra, all of it; for $(VENV)/installed what could be had will do.
+$(VENV)/has-%: $(VENV)/installed
+	$(bin)/python tools/requirements.py $*
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(sources)

@@ -10,6 +10,9 @@ os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_nhwc_indu
 
 import torch
 
+# Convolutions are compared with each other as float32, which TensorFloat-32 is not.
+torch.backends.cudnn.allow_tf32 = False
+
 REQUIRE_GPU = os.environ.get("TORCH_NHWC_REQUIRE_GPU") == "1"
 
 

@@ -133,3 +133,42 @@ def test_a_cpu_torch_beside_a_toolkit_builds_for_the_cpu():
         assert nhwc.build_info()["cuda_architectures"] is None
     elif nhwc.build_info()["cuda"]:
         assert nhwc.build_info()["cuda_architectures"]
+
+
+WITHOUT_ENSUREPIP = """
+import importlib.util, runpy
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: None if name == "ensurepip" else find_spec(name, *package)
+runpy.run_path({script!r}, run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("has_ensurepip", [True, False])
+def test_an_environment_without_a_network_takes_what_is_there_and_names_what_is_missing(has_ensurepip, tmp_path):
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    project = (ROOT / "pyproject.toml").read_text()
+    (tmp_path / "pyproject.toml").write_text(project.replace("test = [", 'test = ["of-our-own-invention>=3",', 1))
+    script = str(tmp_path / "tools/make_environment.py")
+    program = [script] if has_ensurepip else ["-c", WITHOUT_ENSUREPIP.format(script=script)]
+    environment = os.environ | {"PIP_NO_INDEX": "1"}
+
+    def run(*command):
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
+
+    made = run(sys.executable, *program, tmp_path / "venv", "--torch", "2.13.0")
+    assert made.returncode == 0, made.stderr
+    assert made.stderr.endswith("going on without of-our-own-invention>=3: pip does not find them here\n")
+    python, requirements = tmp_path / "venv/bin/python", tmp_path / "tools/requirements.py"
+    assert run(python, "-c", "import torch, pytest; print(torch.__version__)").stdout.strip() == torch.__version__
+    assert (tmp_path / "venv/bin/pip").exists() == has_ensurepip
+    assert run(python, requirements, "lint").returncode == 0
+    failed = run(python, requirements, "test")
+    assert failed.returncode == 1
+    assert failed.stderr.endswith("missing: of-our-own-invention>=3: make it again where pip finds them\n")
+
+
+def test_without_compute_sanitizer_the_target_says_what_to_do():
+    command = ["make", "--dry-run", "--always-make", "sanitize-cuda", "SANITIZER="]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 2
+    assert "compute-sanitizer is missing: install the CUDA toolkit, or name it by SANITIZER=" in run.stderr

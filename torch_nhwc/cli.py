@@ -1,6 +1,7 @@
 """`python -m torch_nhwc`: the command line. Needs the extra `cli`, and for the built-in models the extra `models`."""
 
 import json
+import sys
 from typing import Annotated
 
 import torch
@@ -12,6 +13,7 @@ from torch_nhwc import demo as main_job
 from torch_nhwc import environment
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
+DEFAULT_MODELS = ["resnet50", "unet3d"]
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in main_job.TOLERANCES}
 
 
@@ -23,10 +25,13 @@ def env(json_output: Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 @app.command()
 def demo(
-    model: Annotated[list[str], typer.Option(help=f"Built-in models: {', '.join(main_job.MODELS)}.")] = [  # noqa: B006
-        "resnet50",
-        "unet3d",
-    ],
+    model: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Built-in models: {', '.join(main_job.MODELS)}. "
+            f"{' and '.join(DEFAULT_MODELS)} where none is named, as far as their packages are installed."
+        ),
+    ] = None,
     torchscript: Annotated[
         str | None, typer.Option(help="A saved TorchScript model instead; needs --input-shape.")
     ] = None,
@@ -49,7 +54,7 @@ def demo(
     if torchscript is not None and factory is not None:
         raise typer.BadParameter("--torchscript and --factory name two models", param_hint="--factory")
     _check_device(device)
-    for name in model:
+    for name in model or []:
         if name not in main_job.MODELS:
             raise typer.BadParameter(
                 f"expected one of {', '.join(main_job.MODELS)}, got {name!r}", param_hint="--model"
@@ -60,15 +65,11 @@ def demo(
             return [main_job.load_torchscript(torchscript, shape)]
         if factory is not None:
             return [main_job.load_factory(factory, shape)]
-        return [main_job.MODELS[name]() for name in model]
+        return _built_in(model) if model else _built_in(DEFAULT_MODELS, may_lack_packages=True)
 
     torch.manual_seed(seed)
     try:
         results = [main_job.run(example, device, DTYPES[dtype], repeats) for example in examples()]
-    except ModuleNotFoundError as error:
-        if factory is not None:
-            raise
-        raise SystemExit(f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`") from error
     except ValueError as error:
         raise SystemExit(str(error)) from error
     if json_output:
@@ -79,6 +80,19 @@ def demo(
             console.print(_table(result))
     if not all(result.unchanged for result in results):
         raise SystemExit(1)
+
+
+def _built_in(names: list[str], may_lack_packages: bool = False) -> list[main_job.Example]:
+    made = []
+    for name in names:
+        try:
+            made.append(main_job.MODELS[name]())
+        except ModuleNotFoundError as error:
+            sentence = f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`"
+            if not may_lack_packages or (name == names[-1] and not made):
+                raise SystemExit(sentence) from error
+            print(f"without {name}, because {sentence}", file=sys.stderr)
+    return made
 
 
 def _check_device(device: str) -> None:

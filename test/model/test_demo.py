@@ -157,7 +157,11 @@ def test_env_tells_what_a_bug_report_needs(option):
 
 @pytest.mark.parametrize(
     ("missing", "arguments", "extra"),
-    [("typer", ["demo"], "cli"), ("rich", ["demo"], "cli"), ("transformers", ["demo"], "models")],
+    [
+        ("typer", ["demo"], "cli"),
+        ("rich", ["demo"], "cli"),
+        ("transformers", ["demo", "--model", "resnet50"], "models"),
+    ],
 )
 def test_a_missing_extra_is_named_in_one_sentence(missing, arguments, extra, tmp_path):
     (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('gone', name={missing!r})")
@@ -167,3 +171,15 @@ def test_a_missing_extra_is_named_in_one_sentence(missing, arguments, extra, tmp
     assert "Traceback" not in run.stderr
     run = command_line("env", env=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert run.returncode == 0
+
+
+@pytest.mark.parametrize("missing", [("monai",), ("monai", "transformers")])
+def test_the_demo_goes_without_models_whose_packages_are_missing_unless_all_are(missing, tmp_path):
+    for name in missing:
+        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
+    run = command_line("demo", "--repeats", 1, "--json", env=os.environ | {"PYTHONPATH": str(tmp_path)})
+    assert "monai is missing: type `pip install 'torch-nhwc[models]'`" in run.stderr
+    assert "Traceback" not in run.stderr
+    assert run.returncode == len(missing) - 1
+    if run.returncode == 0:
+        assert [result["model"] for result in json.loads(run.stdout)] == ["ResNet-50 (transformers)"]

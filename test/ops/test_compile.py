@@ -31,8 +31,9 @@ def fresh_compiler():
 
 @pytest.mark.parametrize("requires_grad", [False, True])
 @pytest.mark.parametrize("sample", SAMPLES)
-def test_opcheck_of_the_functional_operators(sample, requires_grad):
-    weight = SAMPLES[sample]().requires_grad_(requires_grad)
+def test_opcheck_of_the_functional_operators(sample, requires_grad, device):
+    with torch.device(device):
+        weight, other = SAMPLES[sample]().requires_grad_(requires_grad), SAMPLES["3d"]()
     for arguments, options in (
         ((), {}),
         ((torch.contiguous_format,), {}),
@@ -40,14 +41,13 @@ def test_opcheck_of_the_functional_operators(sample, requires_grad):
         ((torch.contiguous_format,), {"dtype": torch.float64}),
     ):
         torch.library.opcheck(torch.ops.nhwc.convert_weight.default, (weight, *arguments), options)
-    other = SAMPLES["3d"]()
     torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([weight, other],), {"dtype": torch.float64})
     torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([],))
 
 
 @pytest.mark.parametrize("op", ["convert_weight_", "convert_weights_"])
-def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op):
-    weight = torch.randn(4, 3, 3, 3)
+def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op, device):
+    weight = torch.randn(4, 3, 3, 3, device=device)
     overload = getattr(torch.ops.nhwc, op).default
     # opcheck clones its inputs into larger buffers, which only "fresh" may leave.
     arguments = ([weight] if op == "convert_weights_" else weight,), {"storage": "fresh"}

@@ -2,12 +2,17 @@
 
 import pytest
 import reference
+import sanitized
 import torch
-from hypothesis import given, settings
+from exactness import check
+from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from reference import ALL_DTYPES, DTYPES, FLOATING_DTYPES, SHAPES, SOURCES, arrange, assert_same, random_weight
 
 import torch_nhwc as nhwc
+
+# A device is a word: examples cannot spoil it for each other.
+ANY_DEVICE = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def formats(weight):
@@ -63,7 +68,7 @@ def torch_cast(weight, memory_format, dtype):
     return reference.convert_weight(weight.to(dtype), memory_format)
 
 
-@settings(max_examples=1500, deadline=None)
+@settings(max_examples=1500, **ANY_DEVICE)
 @given(
     shape=st.tuples(st.integers(0, 9), st.integers(0, 70), *[st.integers(0, 6)] * 2)
     | st.tuples(st.integers(0, 5), st.integers(0, 40), *[st.integers(0, 4)] * 3),
@@ -74,7 +79,7 @@ def torch_cast(weight, memory_format, dtype):
     channels_last=st.booleans(),
     threads=st.sampled_from([1, 2]),
 )
-def test_generated_weights(shape, order, steps, offset, dtype, channels_last, threads):
+def test_generated_weights(shape, order, steps, offset, dtype, channels_last, threads, device):
     """Any order of dimensions in memory, any steps between elements, any offset."""
     dims = list(range(len(shape)))
     order.shuffle(dims)
@@ -84,7 +89,7 @@ def test_generated_weights(shape, order, steps, offset, dtype, channels_last, th
         step *= steps[d]
         stride[d] = step
         step *= max(shape[d], 1)
-    weight = random_weight((step + offset + 1,), dtype).as_strided(shape, stride, offset)
+    weight = random_weight((step + offset + 1,), dtype, device).as_strided(shape, stride, offset)
     memory_format = reference.FORMATS[len(shape)] if channels_last else torch.contiguous_format
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -94,19 +99,37 @@ def test_generated_weights(shape, order, steps, offset, dtype, channels_last, th
         torch.set_num_threads(before)
 
 
+@seed(0)
+@settings(max_examples=150, **ANY_DEVICE)
+@given(
+    filters=st.integers(1, 70),
+    channels=st.one_of(st.integers(1, 40), st.sampled_from([63, 65, 127, 130, 257])),
+    kernel=st.lists(st.integers(1, 8), min_size=2, max_size=3),
+    dtype=st.sampled_from(ALL_DTYPES),
+)
+def test_generated_shapes_by_every_way(filters, channels, kernel, dtype, device):
+    check((filters, channels, *kernel), dtype, device=device)
+
+
+def test_the_program_that_sanitizers_watch_finds_every_conversion_right(device):
+    sanitized.main(device)
+
+
 @pytest.mark.parametrize("dtype", ["uint1", "uint7", "int6", "bits8", "float4_e2m1fn_x2"])
 @pytest.mark.parametrize("source", ["contiguous", "sliced", "permuted"])
-def test_dtypes_that_torch_cannot_copy_move_as_integers(dtype, source):
-    values = torch.randint(0, 256, (5, 6, 3, 3), dtype=torch.uint8)
+def test_dtypes_that_torch_cannot_copy_move_as_integers(dtype, source, device):
+    values = torch.randint(0, 256, (5, 6, 3, 3), dtype=torch.uint8, device=device)
     weight = arrange(values, source).view(getattr(torch, dtype))
     out = nhwc.convert_weight(weight)
     assert out.dtype == weight.dtype
     assert_same(out.view(torch.uint8), reference.convert_weight(values))
 
 
-def test_more_elements_than_32_bits_count():
-    weight = torch.empty((2**18 + 3, 8, 32, 32), dtype=torch.uint8)  # 2^31 + 24576
-    weight.view(-1).view(torch.int64).copy_(torch.arange(weight.numel() // 8))
+def test_more_elements_than_32_bits_count(device):
+    if device == "cuda" and torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of free memory on the GPU")
+    weight = torch.empty((2**18 + 3, 8, 32, 32), dtype=torch.uint8, device=device)  # 2^31 + 24576
+    weight.view(-1).view(torch.int64).copy_(torch.arange(weight.numel() // 8, device=device))
     out = nhwc.convert_weight(weight)
     assert out.stride() == (8192, 1, 256, 8)
     for filters in (slice(0, 2), slice(2**17, 2**17 + 2), slice(-2, None)):
@@ -116,8 +139,8 @@ def test_more_elements_than_32_bits_count():
     assert torch.equal(weight.permute(0, 2, 3, 1)[-3:], out.permute(0, 2, 3, 1)[-3:])
 
 
-def test_lazy_conjugate_and_negative_views_are_read_right():
-    weight = torch.randn(4, 3, 3, 3, dtype=torch.complex64)
+def test_lazy_conjugate_and_negative_views_are_read_right(device):
+    weight = torch.randn(4, 3, 3, 3, dtype=torch.complex64, device=device)
     assert_same(nhwc.convert_weight(weight.conj()), reference.convert_weight(weight.conj().resolve_conj()))
     assert_same(nhwc.convert_weight(weight.conj().imag), reference.convert_weight(weight.conj().imag.resolve_neg()))
 
@@ -138,8 +161,9 @@ def test_lists_keep_order_and_mix_everything(device):
     assert nhwc.convert_weights([]) == []
 
 
-def test_a_list_gives_gradients_to_those_that_ask():
-    asks, silent = torch.randn(4, 3, 3, 3, requires_grad=True), torch.randn(4, 3, 3, 3)
+def test_a_list_gives_gradients_to_those_that_ask(device):
+    asks = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
+    silent = torch.randn(4, 3, 3, 3, device=device)
     first, second = nhwc.convert_weights([asks, silent])
     assert first.requires_grad
     assert not second.requires_grad
@@ -201,7 +225,7 @@ BAD_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("where", ["cpu", "meta"])
+@pytest.mark.parametrize("where", ["cpu", "meta", pytest.param("cuda", marks=pytest.mark.cuda)])
 @pytest.mark.parametrize("op", ["convert_weight", "convert_weights", "convert_weight_", "convert_weights_"])
 @pytest.mark.parametrize("case", BAD_ARGUMENTS)
 def test_bad_ranks_and_formats_raise_and_change_nothing(case, op, where):
@@ -225,8 +249,8 @@ def test_bad_ranks_and_formats_raise_and_change_nothing(case, op, where):
         (torch.bool, torch.uint8),
     ],
 )
-def test_casts_beyond_floating_types_raise(dtype, to):
-    weight = random_weight((4, 3, 3, 3), dtype)
+def test_casts_beyond_floating_types_raise(dtype, to, device):
+    weight = random_weight((4, 3, 3, 3), dtype, device)
     for call in (lambda: nhwc.convert_weight(weight, dtype=to), lambda: nhwc.convert_weights([weight], dtype=to)):
         with pytest.raises(TypeError, match=r"expected a cast between floating types, got .* to .*cast with Tensor.to"):
             call()
@@ -257,16 +281,16 @@ def calls_of(function):
     return [event.name for event in profile.events() if event.name.startswith("nhwc::")]
 
 
-def test_a_list_of_ordinary_weights_is_one_call():
-    weights = [torch.randn(4, 3, 3, 3, requires_grad=True), torch.randn(4, 3, 3, 3, 3)]
+def test_a_list_of_ordinary_weights_is_one_call(device):
+    weights = [torch.randn(4, 3, 3, 3, device=device, requires_grad=True), torch.randn(4, 3, 3, 3, 3, device=device)]
     assert calls_of(lambda: nhwc.convert_weights(weights)) == ["nhwc::convert_weights"]
-    with torch.autocast("cpu"):
+    with torch.autocast(device):
         assert calls_of(lambda: nhwc.convert_weights(weights)) == ["nhwc::convert_weights"]
 
 
-def test_weights_made_in_inference_mode_convert_alike_in_lists_and_alone():
+def test_weights_made_in_inference_mode_convert_alike_in_lists_and_alone(device):
     with torch.inference_mode():
-        weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
+        weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3, device=device))
     assert calls_of(lambda: nhwc.convert_weights([weight])).count("nhwc::convert_weight") == 1
     (listed,), alone = nhwc.convert_weights([weight]), nhwc.convert_weight(weight)
     assert listed.requires_grad == alone.requires_grad

@@ -18,8 +18,8 @@ CL = torch.channels_last
 STRIDES = (27, 1, 9, 3)
 
 
-def parameter(shape=(4, 3, 3, 3), **options):
-    return nn.Parameter(torch.randn(shape), **options)
+def parameter(shape=(4, 3, 3, 3), device="cpu", **options):
+    return nn.Parameter(torch.randn(shape, device=device), **options)
 
 
 @pytest.mark.parametrize("storage", ["auto", "fresh"])
@@ -48,12 +48,12 @@ def test_values_stay_and_strides_become_canonical(shape, source, storage, device
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", reference.ALL_DTYPES, ids=str)
-def test_bytes_are_permuted_in_place(dtype, threads):
+def test_bytes_are_permuted_in_place(dtype, threads, device):
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for shape in ((6, 5, 3, 3), (64, 130, 7, 7), (3, 4, 3, 3, 3), (5, 67, 2, 1, 3)):
-            weight = random_weight(shape, dtype).clone()
+            weight = random_weight(shape, dtype, device).clone()
             expected = reference.convert_weight(weight)
             pointer = weight.data_ptr()
             assert nhwc.convert_weight_(weight, storage="reuse") == Outcome.REUSED
@@ -65,8 +65,8 @@ def test_bytes_are_permuted_in_place(dtype, threads):
         torch.set_num_threads(before)
 
 
-def test_identity_hooks_and_version_survive():
-    layer = nn.Conv2d(3, 4, 3)
+def test_identity_hooks_and_version_survive(device):
+    layer = nn.Conv2d(3, 4, 3, device=device)
     weight, version = layer.weight, layer.weight._version
     seen = []
     weight.register_hook(lambda g: seen.append(g.stride()))
@@ -76,29 +76,29 @@ def test_identity_hooks_and_version_survive():
     assert layer.weight is weight is optimizer.param_groups[0]["params"][0]
     assert weight._version == version
     before = weight.detach().clone()
-    layer(torch.randn(2, 3, 8, 8)).sum().backward()
+    layer(torch.randn(2, 3, 8, 8, device=device)).sum().backward()
     optimizer.step()
     assert len(seen) == 2
     assert seen[1] == STRIDES
     torch.testing.assert_close(weight, before - 0.1 * weight.grad)
 
 
-def test_the_gradient_of_a_kept_weight_joins_it_where_it_can():
-    weight = nn.Parameter(nhwc.convert_weight(torch.randn(4, 3, 3, 3)))
-    weight.grad = torch.randn(4, 3, 3, 3)
+def test_the_gradient_of_a_kept_weight_joins_it_where_it_can(device):
+    weight = nn.Parameter(nhwc.convert_weight(torch.randn(4, 3, 3, 3, device=device)))
+    weight.grad = torch.randn(4, 3, 3, 3, device=device)
     pointer = weight.data_ptr()
     assert nhwc.convert_weight_(weight) == Outcome.KEPT
     assert weight.data_ptr() == pointer
     assert weight.grad.stride() == STRIDES
-    weight.grad = torch.randn(8, 3, 3, 3)[:4]
+    weight.grad = torch.randn(8, 3, 3, 3, device=device)[:4]
     assert nhwc.convert_weight_(weight) == Outcome.KEPT
     assert weight.grad.is_contiguous()
 
 
 @pytest.mark.parametrize("storage", ["auto", "fresh"])
-def test_the_gradient_follows(storage):
-    weight = parameter()
-    (weight * torch.randn(4, 3, 3, 3)).sum().backward()
+def test_the_gradient_follows(storage, device):
+    weight = parameter(device=device)
+    (weight * torch.randn(4, 3, 3, 3, device=device)).sum().backward()
     gradient, values = weight.grad, weight.grad.clone()
     nhwc.convert_weight_(weight, storage=storage)
     assert weight.grad is gradient
@@ -106,14 +106,14 @@ def test_the_gradient_follows(storage):
     assert torch.equal(gradient, values)
 
 
-def test_a_gradient_that_cannot_follow_refuses_the_weight():
-    sliced, in_graph, of_another_shape = parameter(), parameter(), nn.Parameter(torch.randn(12, 3, 3))
-    of_another_shape.grad = torch.randn(12, 3, 3)
-    of_another_shape.data = torch.randn(4, 3, 3, 3)
-    sliced.grad = torch.randn(8, 3, 3, 3)[2:6]
-    in_graph.grad = torch.randn(4, 3, 3, 3, requires_grad=True) * 2
+def test_a_gradient_that_cannot_follow_refuses_the_weight(device):
+    sliced, in_graph, of_another_shape = (parameter(shape, device) for shape in (*[(4, 3, 3, 3)] * 2, (12, 3, 3)))
+    of_another_shape.grad = torch.randn(12, 3, 3, device=device)
+    of_another_shape.data = torch.randn(4, 3, 3, 3, device=device)
+    sliced.grad = torch.randn(8, 3, 3, 3, device=device)[2:6]
+    in_graph.grad = torch.randn(4, 3, 3, 3, device=device, requires_grad=True) * 2
     for weight in (sliced, in_graph, of_another_shape):
-        good = parameter()
+        good = parameter(device=device)
         for storage in ("auto", "fresh", "reuse"):
             with pytest.raises(
                 RuntimeError, match=r"weight 1 of 2: the weight has a gradient that cannot follow.*set .grad to None"
@@ -124,11 +124,11 @@ def test_a_gradient_that_cannot_follow_refuses_the_weight():
         assert weight.grad.is_contiguous()
 
 
-def test_a_weight_converted_in_inference_mode_still_trains():
-    weight = parameter()
+def test_a_weight_converted_in_inference_mode_still_trains(device):
+    weight = parameter(device=device)
     with torch.inference_mode():
         nhwc.convert_weight_(weight, storage="fresh")
-        gradient_free = parameter(requires_grad=False)
+        gradient_free = parameter(device=device, requires_grad=False)
         nhwc.convert_weight_(gradient_free)
     assert not weight.is_inference()
     (weight**2).sum().backward()
@@ -137,14 +137,14 @@ def test_a_weight_converted_in_inference_mode_still_trains():
     assert gradient_free.stride() == STRIDES
 
 
-def test_optimizers_step_right_after_a_conversion_between_backward_and_step():
+def test_optimizers_step_right_after_a_conversion_between_backward_and_step(device):
     for optimizer_class, options in (
         (torch.optim.SGD, {"lr": 0.1, "fused": True}),
         (torch.optim.AdamW, {"lr": 0.1, "foreach": True}),
     ):
-        layer, twin = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+        layer, twin = (nn.Conv2d(3, 4, 3, device=device, dtype=torch.double) for _ in range(2))
         twin.load_state_dict(layer.state_dict())
-        x = torch.randn(2, 3, 8, 8)
+        x = torch.randn(2, 3, 8, 8, device=device, dtype=torch.double)
         for module in (layer, twin):
             optimizer = optimizer_class(module.parameters(), **options)
             module(x).square().sum().backward()
@@ -161,9 +161,9 @@ def test_weights_on_meta_get_strides_alone():
     assert weight.stride() == STRIDES
 
 
-def test_a_released_storage_raises():
+def test_a_released_storage_raises(device):
     for size in (0, 100):
-        weight = parameter()
+        weight = parameter(device=device)
         with torch.no_grad():
             weight.untyped_storage().resize_(size)
         for call in (nhwc.convert_weight, nhwc.convert_weight_):
@@ -212,9 +212,9 @@ def refused_weights():
 
 
 @pytest.mark.parametrize("name", [name for name, _, _ in refused_weights()])
-def test_refusals_come_before_anything_is_touched(name):
+def test_refusals_come_before_anything_is_touched(name, device):
     ((weight, message),) = [(weight, message) for each, weight, message in refused_weights() if each == name]
-    good, restrides = parameter(), parameter((4, 3, 1, 1))
+    good, restrides = parameter(device=device), parameter((4, 3, 1, 1), device)
     good.sum().backward()
     before = [(t.stride(), t.data_ptr()) for t in (good, good.grad, restrides)]
     with pytest.raises(RuntimeError, match=f"nhwc::convert_weights_, weight 2 of 3: the weight {message}"):
@@ -238,10 +238,10 @@ def test_under_tracing_modes_and_transforms_it_raises():
     assert weight.is_contiguous()
 
 
-def test_out_of_memory_changes_nothing():
-    good = parameter()
+def test_out_of_memory_changes_nothing(device):
+    good = parameter(device=device)
     view = good.detach()
-    huge = torch.empty(1, dtype=torch.uint8).expand(2**30, 2**6, 2**3, 2**3)  # would be 4 TiB
+    huge = torch.empty(1, dtype=torch.uint8, device=device).expand(2**30, 2**6, 2**3, 2**3)  # would be 4 TiB
     with pytest.raises(RuntimeError, match=r"memory|alloc"):
         nhwc.convert_weights_([good, huge], storage="fresh")
     assert good.is_contiguous()

@@ -1,5 +1,7 @@
 """copy_weight_: values into memory that is there already."""
 
+import functools
+
 import pytest
 import reference
 import torch
@@ -24,9 +26,9 @@ def test_it_equals_copy(shape, source, device):
             reference.assert_same(out, reference.convert_weight(weight, memory_format, dtype))
 
 
-def test_it_tells_autograd_that_the_values_changed():
-    out, weight = torch.randn(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
-    product = out * torch.randn(4, 3, 3, 3, requires_grad=True)
+def test_it_tells_autograd_that_the_values_changed(device):
+    out, weight = (torch.randn(4, 3, 3, 3, device=device) for _ in range(2))
+    product = out * torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     version = out._version
     nhwc.copy_weight_(out, weight)
     assert out._version == version + 1
@@ -34,17 +36,17 @@ def test_it_tells_autograd_that_the_values_changed():
         product.sum().backward()
 
 
-def test_in_inference_mode_as_well():
-    out, weight = torch.randn(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
-    product = out * torch.randn(4, 3, 3, 3, requires_grad=True)
+def test_in_inference_mode_as_well(device):
+    out, weight = (torch.randn(4, 3, 3, 3, device=device) for _ in range(2))
+    product = out * torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     with torch.inference_mode():
         nhwc.copy_weight_(out, weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
 
-def test_tangents_are_refused():
-    out, weight = torch.zeros(4, 3, 3, 3), torch.randn(4, 3, 3, 3)
+def test_tangents_are_refused(device):
+    out, weight = (torch.randn(4, 3, 3, 3, device=device) for _ in range(2))
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(weight, torch.ones_like(weight))
         for arguments in ((out, dual), (dual, out)):
@@ -52,8 +54,8 @@ def test_tangents_are_refused():
                 nhwc.copy_weight_(*arguments)
 
 
-def test_large_weights_go_past_the_caches_with_the_same_bits():
-    weight = torch.randn(1024, 512, 3, 3)
+def test_large_weights_go_past_the_caches_with_the_same_bits(device):
+    weight = torch.randn(1024, 512, 3, 3, device=device)
     out = torch.zeros_like(weight, memory_format=CL)  # resident
     nhwc.copy_weight_(out, weight)
     assert torch.equal(out, weight)
@@ -66,9 +68,10 @@ def test_large_weights_go_past_the_caches_with_the_same_bits():
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
-def test_it_compiles(backend):
+def test_it_compiles(backend, device):
     torch._dynamo.reset()
-    weight, out = torch.randn(8, 4, 3, 3), torch.zeros(8, 4, 3, 3).to(memory_format=CL)
+    weight = torch.randn(8, 4, 3, 3, device=device)
+    out = torch.zeros(8, 4, 3, 3, device=device).to(memory_format=CL)
 
     @torch.compile(backend=backend, fullgraph=True)
     def function(out, weight):
@@ -79,30 +82,31 @@ def test_it_compiles(backend):
     assert torch.equal(out, weight * 2)
 
 
-def test_opcheck():
-    out = torch.zeros(4, 3, 3, 3).to(memory_format=CL)
-    torch.library.opcheck(torch.ops.nhwc.copy_weight_.default, (out, torch.randn(4, 3, 3, 3)))
+def test_opcheck(device):
+    out = torch.zeros(4, 3, 3, 3, device=device).to(memory_format=CL)
+    torch.library.opcheck(torch.ops.nhwc.copy_weight_.default, (out, torch.randn(4, 3, 3, 3, device=device)))
     # The other checks compare outputs, and have no comparison for a string.
     torch.library.opcheck(torch.ops.nhwc.cpu_capability.default, (), test_utils=("test_schema", "test_faketensor"))
 
 
-def test_bad_arguments_raise_and_change_nothing():
-    weight = torch.randn(4, 3, 3, 3)
+def test_bad_arguments_raise_and_change_nothing(device):
+    weight = torch.randn(4, 3, 3, 3, device=device)
+    zeros = functools.partial(torch.zeros, device=device)
     expected = "expected a tensor of the weight's shape and device, contiguous or channels-last, got"
-    for out in (torch.zeros(4, 3, 3, 2), torch.zeros(4, 6, 3, 3)[:, ::2], torch.zeros(4, 3, 3, 3, device="meta")):
+    for out in (zeros(4, 3, 3, 2), zeros(4, 6, 3, 3)[:, ::2], zeros(4, 3, 3, 3, device="meta")):
         with pytest.raises(RuntimeError, match=expected):
             nhwc.copy_weight_(out, weight)
         assert out.is_meta or not out.any()
-    memory = torch.randn(112)
+    memory = torch.randn(112, device=device)
     for start in (0, 4):
         with pytest.raises(RuntimeError, match="expected memory that does not overlap the weight's"):
             nhwc.copy_weight_(memory[start : start + 108].view(4, 3, 3, 3), memory[:108].view(4, 3, 3, 3))
     with pytest.raises(TypeError, match="expected a cast between floating types"):
-        nhwc.copy_weight_(torch.zeros(4, 3, 3, 3, dtype=torch.int32), weight)
+        nhwc.copy_weight_(zeros(4, 3, 3, 3, dtype=torch.int32), weight)
     with pytest.raises(TypeError, match=r"^copy_weight_: expected a weight to be a tensor, got ndarray$"):
-        nhwc.copy_weight_(torch.zeros(4, 3, 3, 3), weight.numpy())
+        nhwc.copy_weight_(zeros(4, 3, 3, 3), weight.cpu().numpy())
     for arguments in (
-        (torch.zeros(4, 3, 3, 3), weight.clone().requires_grad_()),
+        (zeros(4, 3, 3, 3), weight.clone().requires_grad_()),
         (weight.clone().requires_grad_(), weight),
     ):
         with pytest.raises(RuntimeError, match="expected tensors that need no gradient: call it under"):

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
-from hypothesis import HealthCheck, given, seed, settings
-from hypothesis import strategies as st
+from exactness import check, every_value
 
 import torch_nhwc as nhwc
 
@@ -56,43 +55,6 @@ def supported_levels():
 LEVELS = supported_levels()
 
 
-def unaligned(weight):
-    """The same weight at an address that is aligned to its elements and to nothing else."""
-    memory = torch.empty(weight.numel() + 1, dtype=weight.dtype)
-    return memory[1:].as_strided(weight.shape, weight.stride()).copy_(weight)
-
-
-def check(shape, dtype, to=None):
-    """Both directions, fresh, preallocated and in place, aligned and not, with guards around what is written."""
-    weight = reference.random_weight(shape, dtype)
-    for memory_format in (None, torch.contiguous_format):
-        other = reference.channels_last_of(weight) if memory_format else torch.contiguous_format
-        source = weight.clone(memory_format=other)
-        expected = reference.convert_weight(source, memory_format, to)
-        for each in (source, unaligned(source)):
-            reference.assert_same(nhwc.convert_weight(each, memory_format, dtype=to), expected)
-            guarded = reference.random_weight((expected.numel() + 34,), expected.dtype)
-            before = guarded.clone()
-            nhwc.copy_weight_(guarded[17:-17].as_strided(shape, expected.stride()), each)
-            reference.assert_same(guarded[17:-17].as_strided(shape, expected.stride()), expected)
-            for part in (slice(17), slice(-17, None)):
-                assert torch.equal(reference.bits(guarded[part]), reference.bits(before[part]))
-        if to is None:
-            in_place = source.clone()
-            assert nhwc.convert_weight_(in_place, memory_format, storage="reuse") in (0, 1, 2)
-            reference.assert_same(in_place, expected)
-
-
-def every_value(of, to):
-    """Every number of 16 bits, or floats of every exponent with all kinds of low bits."""
-    if of.itemsize == 2:
-        return torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(of).view(256, 16, 4, 4)
-    high = torch.arange(1 << 16, dtype=torch.int64).view(-1, 1) << 16
-    low = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0xFFF, 0x1000, 0x1001, 0x2000, 0x2FFF, 0x3000, 0x5555])
-    values = torch.cat([high + low, high + torch.randint(0, 1 << 16, (1 << 16, 3))], dim=1)
-    return values.to(torch.int32).view(torch.float32).view(1024, 64, 4, 4)
-
-
 def check_this_level():
     torch.manual_seed(0)
     for shape in SHAPES:
@@ -117,18 +79,6 @@ def test_each_level_gives_the_bits_of_plain_torch(level):
     done = run([__file__], TORCH_NHWC_CPU_CAPABILITY=level)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == level
-
-
-@seed(0)
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    filters=st.integers(1, 70),
-    channels=st.one_of(st.integers(1, 40), st.sampled_from([63, 65, 127, 130, 257])),
-    kernel=st.lists(st.integers(1, 8), min_size=2, max_size=3),
-    dtype=st.sampled_from(reference.ALL_DTYPES),
-)
-def test_generated_shapes_give_the_bits_of_plain_torch(filters, channels, kernel, dtype):
-    check((filters, channels, *kernel), dtype)
 
 
 def test_the_best_level_is_chosen():

@@ -43,10 +43,10 @@ def test_tensors_of_any_rank_take_the_order_of_another(shape, device):
     assert torch.equal(tensor, values) or reference.bits(tensor).equal(reference.bits(values))
 
 
-def test_a_gradient_follows_unless_it_is_in_the_list():
-    first, second = (torch.nn.Parameter(torch.randn(4, 3, 3, 3)) for _ in range(2))
+def test_a_gradient_follows_unless_it_is_in_the_list(device):
+    first, second = (torch.nn.Parameter(torch.randn(4, 3, 3, 3, device=device)) for _ in range(2))
     for weight in (first, second):
-        weight.grad = torch.randn(4, 3, 3, 3)
+        weight.grad = torch.randn(4, 3, 3, 3, device=device)
     values = second.grad.clone()
     strides = (27, 1, 9, 3)
     nhwc.lay_out_weights_([first, second, second.grad], [strides, strides, (1, 4, 12, 36)])
@@ -55,8 +55,8 @@ def test_a_gradient_follows_unless_it_is_in_the_list():
     assert torch.equal(second.grad, values)
 
 
-def test_exact_aliases_stay_aliases():
-    first = torch.randn(4, 3, 3, 3)
+def test_exact_aliases_stay_aliases(device):
+    first = torch.randn(4, 3, 3, 3, device=device)
     second = first.detach()
     nhwc.lay_out_weights_([first, second], [(1, 4, 12, 36)] * 2)
     assert first.data_ptr() == second.data_ptr()
@@ -73,16 +73,16 @@ def test_exact_aliases_stay_aliases():
         ([(27, 1, 9, 3), (-27, 1, 9, 3)], r"weight 1 of 2: expected strides by which no elements overlap"),
     ],
 )
-def test_bad_strides_raise_and_nothing_changes(strides, message):
-    weights = [torch.randn(4, 3, 3, 3) for _ in range(2)]
+def test_bad_strides_raise_and_nothing_changes(strides, message, device):
+    weights = [torch.randn(4, 3, 3, 3, device=device) for _ in range(2)]
     before = [(weight.data_ptr(), weight.stride()) for weight in weights]
     with pytest.raises(RuntimeError, match=message):
         nhwc.lay_out_weights_(weights, strides)
     assert [(weight.data_ptr(), weight.stride()) for weight in weights] == before
 
 
-def test_the_rules_of_the_in_place_operators_hold():
-    weight = torch.randn(8, 3, 3, 3)[4:]
+def test_the_rules_of_the_in_place_operators_hold(device):
+    weight = torch.randn(8, 3, 3, 3, device=device)[4:]
     with pytest.raises(RuntimeError, match="is part of a larger storage"):
         nhwc.lay_out_weights_([weight], [(27, 1, 9, 3)])
     with pytest.raises(RuntimeError, match="is not a leaf"):

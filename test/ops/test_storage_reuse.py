@@ -22,24 +22,25 @@ from torch_nhwc import Outcome
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
 
 
-def parameter(shape=(4, 3, 3, 3)):
+def parameter(shape=(4, 3, 3, 3), device="cpu"):
     """Distinct whole numbers: any wrong byte shows, and sums of products are exact in every order."""
-    return nn.Parameter(torch.randperm(int(torch.Size(shape).numel())).float().view(shape) + 1)
+    return nn.Parameter(torch.randperm(int(torch.Size(shape).numel()), device=device).float().view(shape) + 1)
 
 
 def layer_of(weight):
     convolution = nn.Conv2d if weight.dim() == 4 else nn.Conv3d
-    layer = convolution(weight.shape[1], weight.shape[0], weight.shape[2:])
+    layer = convolution(weight.shape[1], weight.shape[0], weight.shape[2:], device=weight.device)
     layer.weight = weight
     return layer
 
 
-def empty_layer_of(weight, device="cpu"):
+def empty_layer_of(weight, device=None):
     return layer_of(nn.Parameter(torch.empty_like(weight, device=device)))
 
 
 def input_of(weight):
-    return torch.randint(1, 9, (2, weight.shape[1], *(5,) * (weight.dim() - 2))).float().requires_grad_()
+    shape = (2, weight.shape[1], *(5,) * (weight.dim() - 2))
+    return torch.randint(1, 9, shape, device=weight.device).float().requires_grad_()
 
 
 def gradients(out, *inputs):
@@ -58,7 +59,7 @@ def graph_of_product(w, path):
 
 
 def graph_of_product_with_view(w, path):
-    other = torch.randn(w.numel()).requires_grad_()
+    other = torch.randn(w.numel(), device=w.device).requires_grad_()
     return w, gradients(w.view(-1) * other, w, other)
 
 
@@ -146,13 +147,13 @@ def on_file(w, path, open_file):
 
 
 def in_larger_storage(w, start, end):
-    flat = torch.randn(start + w.numel() + end)
+    flat = torch.randn(start + w.numel() + end, device=w.device)
     flat[start : start + w.numel()] = w.detach().flatten()
     return nn.Parameter(flat[start : start + w.numel()].view(w.shape)), flat
 
 
 def strided(w, strides):
-    return nn.Parameter(torch.empty_strided(w.shape, strides).copy_(w.detach())), None
+    return nn.Parameter(torch.empty_strided(w.shape, strides, device=w.device).copy_(w.detach())), None
 
 
 def did(action, w):
@@ -289,6 +290,18 @@ CASES = {
         Outcome.GRADIENT_IN_THE_WAY,
     ),
 }
+# Those that mean the same wherever the memory is.
+ON_ANY_DEVICE = [
+    *("nothing", "no_parameter", "dropped_view", "dropped_state_dict", "dropped_second_parameter", "deepcopy_of"),
+    *("deepcopied", "deepcopied_module", "copied_state_dict", "copied_torch_load", "assigned_dropped_state_dict"),
+    *("trained", "bfloat16", "float64", "scripted", "graph_of_product", "gradient_held", "detach", "data", "view"),
+    *("view_of_one_filter", "transposed_view", "view_in_a_graph", "graph_of_product_with_view", "state_dict"),
+    *("second_parameter", "storage", "whole_flat_buffer", "base_of_a_plain_view", "torch_save", "dropped_storage"),
+    *("deepcopied_tensor", "deepcopy_of_tensor", "dropped_compiled", "torch_load", "assigned_torch_load"),
+    *("assigned_state_dict", "dense_in_an_odd_order", "dense_in_an_odd_order_and_held", "gaps", "overlaps"),
+    *("in_format", "in_format_and_held", "flat_buffer_slice", "flat_buffer_head", "flat_buffer_tail"),
+    "dropped_flat_buffer",
+]
 
 # What "auto" does: what "reuse", "fresh" and "detach" do there.
 POLICIES = {
@@ -317,7 +330,9 @@ IN_PLACE = (Outcome.KEPT, Outcome.RESTRIDED, Outcome.REUSED)
 
 def raw(tensor):
     """The bytes of a dense tensor as they lie in memory, read without a reference to its storage."""
-    return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    if tensor.is_cpu:
+        return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+    return values_of(tensor.detach().as_strided((tensor.numel(),), (1,)))
 
 
 def values_of(tensor):
@@ -347,10 +362,13 @@ def process_group():
 
 @pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
 @pytest.mark.parametrize("shape", [(4, 3, 3, 3), (4, 3, 2, 3, 3), (4, 3, 1, 1), (4, 1, 3, 3)], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_bytes_move_only_where_nothing_else_can_see_them(case, shape, storage, tmp_path):
+@pytest.mark.parametrize(
+    ("case", "device"),
+    [(case, "cpu") for case in CASES] + [pytest.param(case, "cuda", marks=pytest.mark.cuda) for case in ON_ANY_DEVICE],
+)
+def test_bytes_move_only_where_nothing_else_can_see_them(case, device, shape, storage, tmp_path):
     make, expected = CASES[case]
-    weight, holder = make(parameter(shape), tmp_path)
+    weight, holder = make(parameter(shape, device), tmp_path)
     strides, pointer, before, seen = weight.stride(), weight.data_ptr(), values_of(weight), seen_by(holder)
     memory = raw(weight) if weight.is_contiguous() else None
     converted = reference.convert_weight(weight.detach())
@@ -363,7 +381,7 @@ def test_bytes_move_only_where_nothing_else_can_see_them(case, shape, storage, t
     assert nhwc.plan_weights([weight], storage=storage) == [expected]
     assert (weight.stride(), weight.data_ptr()) == (strides, pointer)
     if expected.is_refusal:
-        bystander = parameter(shape)
+        bystander = parameter(shape, device)
         for call in (
             lambda: nhwc.convert_weight_(weight, storage=storage),
             lambda: nhwc.convert_weights_([bystander, weight], storage=storage),
@@ -394,9 +412,9 @@ def test_bytes_move_only_where_nothing_else_can_see_them(case, shape, storage, t
 
 
 @pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
-def test_an_earlier_graph_accumulates_right_gradients(storage):
+def test_an_earlier_graph_accumulates_right_gradients(storage, device):
     for view in (False, True):
-        weight, other = parameter(), torch.randn(108, requires_grad=True)
+        weight, other = parameter(device=device), torch.randn(108, device=device, requires_grad=True)
         out = weight.view(-1) * other if view else weight * other.view(4, 3, 3, 3)
         values = weight.detach().clone()
         if view and storage == "reuse":
@@ -410,8 +428,8 @@ def test_an_earlier_graph_accumulates_right_gradients(storage):
 
 
 @pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
-def test_a_tied_weight_is_converted_once(storage):
-    weight = parameter()
+def test_a_tied_weight_is_converted_once(storage, device):
+    weight = parameter(device=device)
     expected = Outcome.FRESH if storage == "fresh" else Outcome.REUSED
     converted = reference.convert_weight(weight.detach())
     assert nhwc.plan_weights([weight, weight], storage=storage) == [expected] * 2
@@ -420,8 +438,8 @@ def test_a_tied_weight_is_converted_once(storage):
 
 
 @pytest.mark.parametrize("storage", ["auto", "fresh", "detach"])
-def test_exact_aliases_stay_aliases_and_others_leave(storage):
-    first = parameter()
+def test_exact_aliases_stay_aliases_and_others_leave(storage, device):
+    first = parameter(device=device)
     alias = nn.Parameter(first.data)
     other = nn.Parameter(first.data.view(-1).view(4, 3, 3, 3).transpose(0, 1))
     with pytest.raises(RuntimeError, match="weight 0 of 3: the weight cannot be permuted in place: something else"):
@@ -439,10 +457,10 @@ def test_exact_aliases_stay_aliases_and_others_leave(storage):
     assert alias[0, 0, 0, 0] == first[0, 0, 0, 0]
 
 
-def test_aliases_that_leave_a_flat_buffer_stay_aliases():
-    flat = torch.randn(1000)
+def test_aliases_that_leave_a_flat_buffer_stay_aliases(device):
+    flat = torch.randn(1000, device=device)
     values = flat.clone()
-    owner, pointwise = parameter(), parameter((4, 3, 1, 1))
+    owner, pointwise = parameter(device=device), parameter((4, 3, 1, 1), device)
     first, alias = (nn.Parameter(flat[100:208].view(4, 3, 3, 3)) for _ in range(2))
     outcomes = nhwc.convert_weights_([owner, first, pointwise, alias], storage="detach")
     assert outcomes == [Outcome.REUSED, Outcome.FRESH, Outcome.RESTRIDED, Outcome.FRESH]
@@ -451,23 +469,23 @@ def test_aliases_that_leave_a_flat_buffer_stay_aliases():
     assert torch.equal(flat, values)
 
 
-def test_a_holder_that_goes_away_gives_the_bytes_back():
-    weight = parameter()
+def test_a_holder_that_goes_away_gives_the_bytes_back(device):
+    weight = parameter(device=device)
     holder = weight.detach()
     assert nhwc.plan_weights([weight]) == [Outcome.FRESH_HELD]
     del holder
     assert nhwc.plan_weights([weight]) == [Outcome.REUSED]
 
 
-def test_new_storage_has_no_other_holder():
-    weight = parameter()
+def test_new_storage_has_no_other_holder(device):
+    weight = parameter(device=device)
     torch.save(weight, io.BytesIO())
     assert nhwc.convert_weight_(weight) == Outcome.FRESH_HELD
     assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.REUSED
 
 
-def test_planning_leaves_no_trace_on_the_storage():
-    weight = parameter()
+def test_planning_leaves_no_trace_on_the_storage(device):
+    weight = parameter(device=device)
     for storage in ("auto", "reuse", "fresh", "detach") * 3:
         planned = nhwc.plan_weights([weight, weight], storage=storage)
         assert planned == [Outcome.FRESH if storage == "fresh" else Outcome.REUSED] * 2
@@ -475,8 +493,8 @@ def test_planning_leaves_no_trace_on_the_storage():
     assert nhwc.convert_weight_(weight) == Outcome.REUSED
 
 
-def test_conversions_leave_no_reference_to_the_storage():
-    weight = parameter()
+def test_conversions_leave_no_reference_to_the_storage(device):
+    weight = parameter(device=device)
     weight.grad = torch.randn_like(weight)
     before, pointers = weight.detach().clone(), (weight.data_ptr(), weight.grad.data_ptr())
     for turn in range(300):

@@ -65,8 +65,8 @@ def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
         torch.testing.assert_close(module(x), layer(x))
 
 
-def test_a_scripted_method_converts_its_own_weights_in_place():
-    layer = Layer()
+def test_a_scripted_method_converts_its_own_weights_in_place(device):
+    layer = Layer().to(device)
     scripted = torch.jit.script(layer)
     values = layer.weight.detach().clone()
     planned, done, again = scripted.convert("auto")

@@ -1,0 +1,47 @@
+"""What `make sanitize-cuda` runs under compute-sanitizer: every kind of elements by every way, in little time.
+
+python test/ops/sanitized.py [device]
+"""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import torch
+from exactness import check
+from reference import DTYPES, assert_same, random_weight
+
+import torch_nhwc as nhwc
+
+# Bundles of rows and of columns, whole filters, rectangles, an order that stays, several blocks.
+SHAPES = [(3, 64, 3, 3), (2, 9, 8, 8), (37, 5, 3, 3), (3, 67, 5, 5), (2, 33, 31, 1), (300, 3, 2, 2), (2, 40, 3, 3, 3)]
+SHAPES += [(70, 30, 1, 1), (70, 1, 3, 3), (2, 1, 40, 41), (1, 256, 5, 5), (0, 3, 3, 3)]
+# Longer than shared memory: in place they go by way of global memory. Odd lengths, and more filters than blocks.
+LONG = [((2, 4096, 5, 5), torch.float32), ((2, 5001, 5, 5), torch.float32), ((2, 1031, 5, 5), torch.complex128)]
+LONG += [((2, 70001, 2, 2), torch.uint8), ((150, 1024, 8, 8), torch.float32)]
+CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+CASTS += [(to, of) for of, to in CASTS]
+
+
+def main(device="cuda"):
+    torch.manual_seed(0)
+    for shape in SHAPES:
+        for dtypes in DTYPES.values():
+            check(shape, dtypes[0], device=device)
+        for of, to in CASTS:
+            check(shape, of, to, device=device)
+    for shape, dtype in LONG:
+        check(shape, dtype, device=device)
+    weights = [random_weight(shape, dtypes[0], device).clone() for shape in SHAPES * 10 for dtypes in DTYPES.values()]
+    expected = nhwc.convert_weights(weights)
+    nhwc.convert_weights_(weights, storage="reuse")
+    for weight, fresh in zip(weights, expected):
+        assert_same(weight, fresh)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    print("every conversion was right")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
