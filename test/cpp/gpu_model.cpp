@@ -1,5 +1,6 @@
 // A GPU without a GPU: runs planned launches on the CPU, thread by thread and phase by phase, and counts what a warp's
-// accesses would cost. A shared library for the tests, with a C interface.
+// accesses would cost. A shared library for the tests, with a C interface; as a program it tries itself on memory that
+// ends where the weights do, for the sanitizers.
 //
 // The model: a warp's access to global memory costs the sectors of 32 bytes that it touches. Shared memory has 32 banks
 // of 4 bytes and serves 128 bytes at a time: a warp in one go for accesses of up to 4 bytes, by half warps for 8, by
@@ -8,9 +9,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <memory>
+#include <numeric>
 #include <set>
+#include <utility>
 #include <vector>
 
 using namespace nhwc::cuda;
@@ -33,44 +38,43 @@ struct Counts {
   std::uint64_t load_bytes, load_sectors, store_bytes, store_sectors, shared_passes, shared_passes_at_least;
 };
 
-// Bounds of the memory that the phases may touch.
-struct Memory {
-  const char* tile;
-  std::uint64_t tile_bytes;
-};
-
-struct CountingAccess : DirectAccess {
+// Aborts at what a GPU would refuse: accesses that are misaligned, and those beyond the tile. What one thread stores as
+// a word another may load as a byte, which C++ allows by way of memcpy only.
+struct CountingAccess {
   Trace* trace;
-  Memory memory;
+  std::uint64_t tile_bytes;
 
   static std::uint64_t number(const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer); }
-  template <typename Value>
   static void check(bool is_right) {
     if (!is_right) std::abort();
   }
   template <typename Value>
   Value load(const void* from) const {
-    check<Value>(number(from) % sizeof(Value) == 0);
+    check(number(from) % sizeof(Value) == 0);
     if (trace) trace->loads.push_back({number(from), sizeof(Value)});
-    return DirectAccess::load<Value>(from);
+    Value value;
+    std::memcpy(&value, from, sizeof(Value));
+    return value;
   }
   template <typename Value>
   void store(void* to, const Value& value) const {
-    check<Value>(number(to) % sizeof(Value) == 0);
+    check(number(to) % sizeof(Value) == 0);
     if (trace) trace->stores.push_back({number(to), sizeof(Value)});
-    DirectAccess::store(to, value);
+    std::memcpy(to, &value, sizeof(Value));
   }
   template <typename Value>
   Value load_shared(const char* tile, std::uint32_t offset) const {
-    check<Value>(offset % sizeof(Value) == 0 && offset + sizeof(Value) <= memory.tile_bytes);
+    check(offset % sizeof(Value) == 0 && offset + sizeof(Value) <= tile_bytes);
     if (trace) trace->shared_loads.push_back({offset, sizeof(Value)});
-    return DirectAccess::load_shared<Value>(tile, offset);
+    Value value;
+    std::memcpy(&value, tile + offset, sizeof(Value));
+    return value;
   }
   template <typename Value>
   void store_shared(char* tile, std::uint32_t offset, const Value& value) const {
-    check<Value>(offset % sizeof(Value) == 0 && offset + sizeof(Value) <= memory.tile_bytes);
+    check(offset % sizeof(Value) == 0 && offset + sizeof(Value) <= tile_bytes);
     if (trace) trace->shared_stores.push_back({offset, sizeof(Value)});
-    DirectAccess::store_shared(tile, offset, value);
+    std::memcpy(tile + offset, &value, sizeof(Value));
   }
 };
 
@@ -141,11 +145,16 @@ void run_phase(Counts* counts, const Phase& phase) {
 template <Elements elements>
 void run_tile(const Filters& filters, std::uint32_t index, char* shared, std::uint64_t shared_bytes, Counts* counts) {
   const auto tile = [&](Trace* trace) {
-    return Tile<elements, CountingAccess>(filters, index, shared, {{}, trace, {shared, shared_bytes}});
+    return Tile<elements, CountingAccess>(filters, index, shared, {trace, shared_bytes});
   };
   run_phase(counts, [&](unsigned thread, Trace* trace) { tile(trace).load(thread); });
   run_phase(counts, [&](unsigned thread, Trace* trace) { tile(trace).store(thread); });
 }
+
+// Memory on a GPU begins at a multiple of 256 bytes.
+struct alignas(256) Line {
+  char bytes[256];
+};
 
 template <Elements elements>
 void run_block(const Launch& launch, std::uint32_t block, Counts* counts) {
@@ -155,7 +164,7 @@ void run_block(const Launch& launch, std::uint32_t block, Counts* counts) {
   std::memset(shared, 0xA5, launch.shared_bytes);
   const std::uint32_t index = block - filters.first_block;
   if (launch.scratch_bytes == 0) return run_tile<elements>(filters, index, shared, launch.shared_bytes, counts);
-  const auto scratch = std::make_unique<Quad[]>(launch.scratch_bytes / 16);
+  const auto scratch = std::make_unique<Line[]>(launch.scratch_bytes / sizeof(Line));
   const bool is_last = &filters == &launch.filters.back();
   const std::uint32_t blocks = (is_last ? launch.blocks : (&filters)[1].first_block) - filters.first_block;
   for (std::uint32_t filter = index; filter < filters.count; filter += blocks) {
@@ -176,41 +185,105 @@ constexpr RunBlock run_block_of[] = {
     run_block<Elements::half_to_float>,
 };
 
+void run_launch(const Launch& launch, unsigned seed, Counts* counts) {
+  // An order that visits every block once: a step that has no divisor in common with the number of blocks.
+  const std::uint64_t blocks = launch.blocks;
+  std::uint64_t step = blocks / 2 + seed % 7 + 1;
+  while (std::gcd(step, blocks) != 1) ++step;
+  for (std::uint64_t block = 0; block < blocks; ++block) {
+    run_block_of[static_cast<int>(launch.elements)](launch, block * step % blocks, counts);
+  }
+}
+
 }  // namespace
 
 extern "C" {
 
 struct LaunchSummary {
-  std::uint32_t elements, weights, blocks, shared_bytes, ways;  // the ways as bits
+  std::uint32_t elements, weights, blocks, shared_bytes;
   std::uint64_t scratch_bytes;
 };
 
-/// Converts the weights as a GPU of these limits would, in the order of blocks that `seed` shuffles. Returns the number
-/// of launches, of which at most `room` are described; -1 if a weight cannot be planned.
-int run_model(const Weight* weights, int number, const Limits* limits, unsigned seed, Counts* counts,
-              LaunchSummary* summaries, int room) {
+/// Plans the weights as for a GPU of these limits. Describes at most `room` launches, and at most `filters_room` of
+/// their filters, one launch after the other. Returns the number of launches; -1 if a weight cannot be planned.
+int plan_model(const Weight* weights, int number, const Limits* limits, LaunchSummary* summaries, int room,
+               Filters* filters, int filters_room) {
   const std::vector<Weight> list(weights, weights + number);
   if (!std::all_of(list.begin(), list.end(), can_plan)) return -1;
   const std::vector<Launch> launches = plan_launches(list, *limits);
-  for (std::size_t i = 0; i < launches.size(); ++i) {
-    const Launch& launch = launches[i];
-    std::uint32_t ways = 0;
-    for (const Filters& filters : launch.filters) ways |= 1u << static_cast<int>(filters.way);
-    if (static_cast<int>(i) < room) {
-      summaries[i] = {static_cast<std::uint32_t>(launch.elements),
-                      static_cast<std::uint32_t>(launch.filters.size()),
-                      launch.blocks,
-                      launch.shared_bytes,
-                      ways,
-                      launch.scratch_bytes};
-    }
-    // An order that visits every block once: a step that has no divisor in common with the number of blocks.
-    std::uint64_t step = launch.blocks / 2 + seed % 7 + 1;
-    while (std::__gcd(step, std::uint64_t{launch.blocks}) != 1) ++step;
-    for (std::uint64_t block = 0; block < launch.blocks; ++block) {
-      run_block_of[static_cast<int>(launch.elements)](launch, block * step % launch.blocks, counts);
+  for (const Launch& launch : launches) {
+    if (room-- <= 0) break;
+    *summaries++ = {static_cast<std::uint32_t>(launch.elements), static_cast<std::uint32_t>(launch.filters.size()),
+                    launch.blocks, launch.shared_bytes, launch.scratch_bytes};
+    for (const Filters& part : launch.filters) {
+      if (filters_room-- > 0) *filters++ = part;
     }
   }
   return static_cast<int>(launches.size());
 }
+
+/// Converts the weights as a GPU of these limits would, in an order of blocks by `seed`. Adds to `counts`, which may be
+/// null. Returns the number of launches; -1 if a weight cannot be planned.
+int run_model(const Weight* weights, int number, const Limits* limits, unsigned seed, Counts* counts) {
+  const std::vector<Weight> list(weights, weights + number);
+  if (!std::all_of(list.begin(), list.end(), can_plan)) return -1;
+  const std::vector<Launch> launches = plan_launches(list, *limits);
+  for (const Launch& launch : launches) run_launch(launch, seed, counts);
+  return static_cast<int>(launches.size());
+}
+}
+
+namespace {
+
+template <Elements elements>
+bool is_right(std::int64_t filters, std::int64_t rows, std::int64_t columns, unsigned offset, bool is_in_place) {
+  constexpr unsigned from_bytes = source_bytes(elements), to_bytes = destination_bytes(elements);
+  using From = nhwc::cuda::detail::Bits<from_bytes>;
+  using To = nhwc::cuda::detail::Bits<to_bytes>;
+  std::vector<unsigned char> source((filters * rows * columns + offset) * from_bytes);
+  std::vector<unsigned char> destination((filters * rows * columns + offset) * to_bytes);
+  for (std::size_t i = 0; i < source.size(); ++i) source[i] = static_cast<unsigned char>(i * 37 + i / 251);
+  const std::vector<unsigned char> before = source;
+  std::vector<unsigned char>& result = is_in_place ? source : destination;
+  const Weight weight{
+      source.data() + offset * from_bytes, result.data() + offset * to_bytes, filters, rows, columns, elements};
+  Limits limits;
+  limits.shared_bytes = filters % 2 ? 48 << 10 : 227 << 10;
+  limits.processors = 2;
+  Counts counts{};
+  if (run_model(&weight, 1, &limits, 1, filters % 3 ? &counts : nullptr) < 0) return false;
+  for (std::int64_t i = 0; i < filters * rows * columns; ++i) {
+    const std::int64_t filter = i / (rows * columns), row = i / columns % rows, column = i % columns;
+    From from;
+    std::memcpy(&from, &before[(i + offset) * from_bytes], from_bytes);
+    const To expected = nhwc::cuda::detail::cast<elements>(from);
+    const std::int64_t place = filter * rows * columns + column * rows + row + offset;
+    if (std::memcmp(&result[place * to_bytes], &expected, to_bytes) != 0) return false;
+  }
+  return true;
+}
+
+template <Elements elements>
+bool is_right() {
+  constexpr std::int64_t sizes[][3] = {{5, 32, 9}, {3, 64, 4}, {7, 3, 49},   {4, 33, 8}, {2, 7, 125},
+                                       {1, 9, 32}, {6, 1, 5},  {2, 160, 70}, {3, 65, 97}};
+  for (const auto& [filters, rows, columns] : sizes) {
+    for (unsigned offset : {0, 1}) {
+      if (!is_right<elements>(filters, rows, columns, offset, false)) return false;
+      if (elements <= Elements::bytes16 && !is_right<elements>(filters, rows, columns, offset, true)) return false;
+    }
+  }
+  return true;
+}
+
+template <int... kinds>
+bool all_are_right(std::integer_sequence<int, kinds...>) {
+  return (is_right<static_cast<Elements>(kinds)>() && ...);
+}
+
+}  // namespace
+
+int main() {
+  if (!all_are_right(std::make_integer_sequence<int, kinds_of_elements>())) return 1;
+  std::puts("ok");
 }

@@ -110,6 +110,10 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
     run_programs(programs, tmp_path, CXX, "-O1", *SANITIZERS, *(f"-m{part}" for part in parts), step=2)
 
 
+def test_the_gpu_model_is_clean_under_the_sanitizers(tmp_path: Path) -> None:
+    run_program("gpu_model", tmp_path, CXX, "-O1", *SANITIZERS)
+
+
 @pytest.mark.emulated
 @pytest.mark.parametrize(
     ("compiler", "emulator"),
@@ -151,21 +155,61 @@ def test_the_library_needs_no_python():
     assert not re.search(r" U _?Py", symbols)
 
 
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
-def test_the_cuda_sources_compile(architecture, tmp_path):
-    """Against the headers of any torch, a CPU build included. Where nvcc is promised, its absence fails."""
+ARCHITECTURES = pytest.mark.parametrize("architecture", ["80", "90", "100"])
+
+
+def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
+    """Compiles with warnings as errors; what the compiler says. Where nvcc is promised, its absence fails."""
     root = cuda_build.toolkit()
     if root is None:
         assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
         pytest.skip("needs nvcc")
+    command = [root / "bin/nvcc", "-c", source, f"-std={standard}", "-O3", f"-I{INCLUDE}", *flags]
+    command += ["--Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC"]
+    command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@ARCHITECTURES
+def test_the_cuda_sources_compile(architecture, tmp_path):
+    """Against the headers of any torch, a CPU build included."""
     sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
     assert sources
-    system = [flag for path in [*cpp_extension.include_paths(), root / "include"] for flag in ("-isystem", str(path))]
     for source in sources:
-        command = [root / "bin/nvcc", "-c", source, "-o", tmp_path / f"{source.stem}.o", "-std=c++20", "-O3"]
-        command += ["--Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC", f"-I{INCLUDE}"]
-        command += [
-            "-DC10_USING_CUSTOM_GENERATED_MACROS",
-            f"-gencode=arch=compute_{architecture},code=sm_{architecture}",
-        ]
-        subprocess.run([*command, *system], check=True)
+        system = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
+        system += ["-DC10_USING_CUSTOM_GENERATED_MACROS"]
+        nvcc(source, "c++20", architecture, "-o", tmp_path / f"{source.stem}.o", *system)
+
+
+@ARCHITECTURES
+def test_the_cuda_header_stands_alone_and_its_kernels_stay_in_registers(architecture, tmp_path):
+    source = tmp_path / "kernels.cu"
+    source.write_text(
+        "#include <torch_nhwc/filter_transpose.cuh>\n"
+        "const void* use(const nhwc::cuda::Launch& launch) { return nhwc::cuda::detail::kernel_of(launch); }\n"
+    )
+    keep = ["--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.o"]
+    report = nvcc(source, "c++17", architecture, "-Xptxas", "-v", *keep)
+    kernels = re.split("Compiling entry function ", report)[1:]
+    # Nine kinds of elements, five of which are permuted in place too; small and large arguments.
+    assert len(kernels) == 2 * (9 + 5)
+    for kernel in kernels:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel
+        # With 64 registers four blocks of 256 threads fill a processor's. Of long filters there is one block on each.
+        most = 64 if "convert_tiles" in kernel else 255
+        assert int(re.search(r"Used (\d+) registers", kernel)[1]) <= most, kernel
+    ptx = (tmp_path / "kernels.ptx").read_text()
+    assert not re.search(r"\b(ld|st)\.local\b", ptx)
+    entries = ptx.split(".entry ")[1:]
+    assert len(entries) == len(kernels)
+    argument_bytes = []
+    for entry in entries:
+        assert re.search(r"\bld\.global\.v4\.[a-z]32\b", entry)
+        assert re.search(r"\bst\.global\.v4\.[a-z]32\b", entry)
+        arguments = entry[: entry.index(")")]
+        lists = map(int, re.findall(r"_param_0\[(\d+)\]", arguments))
+        argument_bytes.append(sum(lists) + 8 * arguments.count(".u64"))
+    assert sum(nbytes <= 4096 for nbytes in argument_bytes) == len(entries) / 2
+    assert max(argument_bytes) <= 32764

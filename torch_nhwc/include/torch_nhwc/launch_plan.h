@@ -101,7 +101,8 @@ struct FilterList {
   Filters filters[capacity];
 };
 
-constexpr unsigned capacity_of(unsigned argument_bytes) { return (argument_bytes - 16) / sizeof(Filters); }
+/// Beside the filters a kernel takes their number and, for long ones, the scratch and its size.
+constexpr unsigned capacity_of(unsigned argument_bytes) { return (argument_bytes - 24) / sizeof(Filters); }
 
 /// The weight that a block works on: the last that begins at it or before it.
 NHWC_HOST_DEVICE inline const Filters& filters_of_block(const Filters* filters, std::uint32_t size,
@@ -199,11 +200,16 @@ class Cutter {
     return {Way::copy, divide_up(filters_ * size_, per_block), filters_ * size_, per_block, 0, 0};
   }
 
-  // The longer side is bundled where it can be, for the longer pieces.
+  // A side of whole sectors is bundled before any other, and then the longer one, for the longer pieces.
   Cut bundles(bool whole_filters) const {
     const bool rows_first = rows_ >= columns_;
-    const Cut first = bundles_of(rows_first, whole_filters);
-    return first.tiles != 0 ? first : bundles_of(!rows_first, whole_filters);
+    for (const unsigned aligned_to : {32, 16}) {
+      for (const bool rows : {rows_first, !rows_first}) {
+        const Cut cut = bundles_of(rows, aligned_to, whole_filters);
+        if (cut.tiles != 0) return cut;
+      }
+    }
+    return {};
   }
 
   // So many filters that every tile begins aligned.
@@ -233,13 +239,14 @@ class Cutter {
   }
 
  private:
-  // Bundles want lines of whole sectors of 32 bytes. With a cast that makes the linear side narrower, two bundles are
-  // 16 bytes of it, and so are always together.
-  Cut bundles_of(bool rows, bool whole_filters) const {
+  // Bundles want lines of whole sectors of 32 bytes; in long lines it does not matter that sectors are shared. With a
+  // cast that makes the linear side narrower, two bundles are 16 bytes of it, and so are always together.
+  Cut bundles_of(bool rows, unsigned aligned_to, bool whole_filters) const {
     const std::uint64_t bytes = rows ? to_bytes_ : from_bytes_;
     const std::uint64_t across = (rows ? rows_ : columns_) * bytes, length = rows ? columns_ : rows_;
-    const bool is_long = across % 16 == 0 && across >= 512 && from_bytes_ == to_bytes_;
-    if (!is_aligned_ || !(across % 32 == 0 || is_long) || 2 * 16 * length > shared_bytes_) return {};
+    const bool may_share = across >= 512 && from_bytes_ == to_bytes_;
+    if (!is_aligned_ || across % aligned_to != 0 || (aligned_to < 32 && !may_share)) return {};
+    if (2 * 16 * length > shared_bytes_) return {};
     const std::uint64_t of_a_filter = across / 16;
     std::uint64_t per_block = 0;
     if (whole_filters) {
@@ -339,10 +346,13 @@ class Planner {
 
 }  // namespace detail
 
-/// Whether the plan can take a weight: pointers aligned to their elements, and filters below 2^31 elements.
+/// Whether the plan can take a weight: pointers aligned to their elements, filters below 2^31 elements, and no cast in
+/// place. Empty weights may have null pointers.
 inline bool can_plan(const Weight& weight) {
-  const bool is_small = weight.rows == 0 || weight.columns < (std::int64_t{1} << 31) / weight.rows;
+  const bool is_small = weight.rows == 0 || weight.columns <= ((std::int64_t{1} << 31) - 1) / weight.rows;
+  const bool is_in_place = weight.source == weight.destination && weight.source != nullptr;
   return (is_small || weight.rows == 1 || weight.columns == 1) &&
+         !(is_in_place && weight.elements > Elements::bytes16) &&
          reinterpret_cast<std::uintptr_t>(weight.source) % source_bytes(weight.elements) == 0 &&
          reinterpret_cast<std::uintptr_t>(weight.destination) % destination_bytes(weight.elements) == 0;
 }

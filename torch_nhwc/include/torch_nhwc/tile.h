@@ -333,7 +333,7 @@ class Tile {
     constexpr unsigned bytes = is_load ? from_bytes : to_bytes, lines = 16 / bytes;
     using Element = detail::Bits<bytes>;
     const std::uint32_t length = is_load ? filters_.rows : filters_.columns;
-    const std::uint32_t of_a_filter = (is_load ? filters_.columns : filters_.rows) * bytes / 16;
+    const std::uint32_t of_a_filter = (is_load ? filters_.columns : filters_.rows) / lines;
     const TileLayout layout(length, bytes);
     const Share share(length, filters_.per_block, bytes, layout.shift);
     const std::uint32_t begin = thread / share.bundles * share.span, end = least(begin + share.span, length);
@@ -522,7 +522,7 @@ struct LongFilter {
       tiles = ((filters.rows + height - 1) / height) * ((filters.columns + width - 1) / width);
       transpose.count = 1;
     } else {
-      transpose.count = (filters.way == Way::gather ? filters.rows : filters.columns) * bytes / 16;
+      transpose.count = (filters.way == Way::gather ? filters.rows : filters.columns) / (16 / bytes);
       tiles = (transpose.count + filters.per_block - 1) / filters.per_block;
     }
   }
