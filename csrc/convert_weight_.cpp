@@ -1,5 +1,5 @@
 // The in-place operators: check everything, allocate everything, commit. Only the commit changes what is seen from
-// outside, and it cannot fail.
+// outside, and it cannot fail unless a device does.
 //
 // They are composite, so that they see the tensors themselves: below autograd, functionalization would drop the change
 // of strides in silence. Whatever stands for another tensor is refused instead.
@@ -143,17 +143,19 @@ at::Tensor restrided(const at::Tensor& tensor, const Strides& strides) {
   return at::Tensor(std::move(copy));
 }
 
-// Changes that are made together: their bytes on the CPU in one parallel region, then their metadata.
+// Changes that are made together: their bytes, on the CPU in one parallel region, then their metadata.
 struct Batch {
-  std::vector<const Change*> changes;
-  cpu::Conversions conversions;
+  std::vector<const Change*> changes = {};
+  cpu::Conversions conversions = {};
+  DeviceConversions permutations = {};
 };
 
-// All that is left to do, in this order. Devices may fail, so their part comes before anything that is seen: first what
-// is written to new memory, then the permutations.
+// All that is left to do, in this order: what is written to new memory of devices, then a batch for each device, then
+// those of the CPU. Devices may fail. While new memory is written nothing is seen of that; later a device that fails
+// takes its own weights with it, and every other weight is converted or as it was.
 struct Commit {
-  DeviceConversions device_writes, device_permutations;
-  std::vector<Batch> batches;
+  DeviceConversions device_writes;
+  std::vector<Batch> device_batches, batches;
 };
 
 // Each batch gives the old memory of its weights back before the next one first touches its new memory: the system
@@ -177,14 +179,23 @@ Commit prepare(std::vector<Change>& changes) {
       commit.device_writes.add_write(tensor.detach(), out);
     }
   };
-  for (Change& change : changes) {
-    if (fresh_bytes > fresh_bytes_of_a_batch) {
-      batches.emplace_back();
+  const auto batch_of = [&](at::Device device) -> Batch& {
+    if (device.is_cpu()) {
+      if (fresh_bytes <= fresh_bytes_of_a_batch) return batches.back();
       fresh_bytes = 0;
+      return batches.emplace_back();
     }
-    batches.back().changes.push_back(&change);
-    const ReplacementGuard guard(change.tensor);
+    auto& of_devices = commit.device_batches;
+    const auto found = std::find_if(of_devices.begin(), of_devices.end(), [&](const Batch& batch) {
+      return batch.changes.front()->tensor.device() == device;
+    });
+    return found != of_devices.end() ? *found : of_devices.emplace_back();
+  };
+  for (Change& change : changes) {
     const at::Tensor& tensor = change.tensor;
+    Batch& batch = batch_of(tensor.device());
+    batch.changes.push_back(&change);
+    const ReplacementGuard guard(tensor);
     if (is_fresh(change.outcome)) {
       auto& neighbours = by_storage[tensor.storage().unsafeGetStorageImpl()];
       const auto alias = std::find_if(neighbours.begin(), neighbours.end(),
@@ -204,13 +215,13 @@ Commit prepare(std::vector<Change>& changes) {
       change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
       write(tensor, change.staged);
     } else if (change.is_permuted() && tensor.is_cpu()) {
-      batches.back().conversions.add_permutation(tensor);
+      batch.conversions.add_permutation(tensor);
     } else if (change.is_permuted()) {
-      commit.device_permutations.add_permutation(tensor);
+      batch.permutations.add_permutation(tensor);
     }
   }
   commit.device_writes.allocate();
-  commit.device_permutations.allocate();
+  for (Batch& batch : commit.device_batches) batch.permutations.allocate();
   for (Batch& batch : batches) batch.conversions.allocate();
   return commit;
 }
@@ -226,16 +237,19 @@ void write_back(const Change& change) {
 }
 
 // Writes and permutes the bytes, and swaps the replacements in.
+void run(const Batch& batch) {
+  batch.permutations.run();
+  batch.conversions.run();
+  for (const Change* change : batch.changes) {
+    if (change->staged.defined()) write_back(*change);
+    at::Tensor(change->tensor).set_data(change->replacement);
+  }
+}
+
 void run(const Commit& commit) {
   commit.device_writes.run();
-  commit.device_permutations.run();
-  for (const Batch& batch : commit.batches) {
-    batch.conversions.run();
-    for (const Change* change : batch.changes) {
-      if (change->staged.defined()) write_back(*change);
-      at::Tensor(change->tensor).set_data(change->replacement);
-    }
-  }
+  for (const Batch& batch : commit.device_batches) run(batch);
+  for (const Batch& batch : commit.batches) run(batch);
 }
 
 std::vector<int64_t> apply(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
