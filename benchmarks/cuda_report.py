@@ -155,6 +155,20 @@ def models(measured: Sequence[Point]) -> str:
     return table([*head, "ours", "`convert_weights_`", "its extra MB", "our extra MB", "launches"], rows)
 
 
+def accesses(folder: Path) -> str:
+    """What the kernels' accesses cost by the model."""
+    results = json.loads((folder / "accesses-model.json").read_text())["results"]
+    groups = list(dict.fromkeys(r["group"] for r in results))
+    cells = {
+        (r["kind"], r["group"]): f"{r['least_load_efficiency']:.2f}, {r['least_store_efficiency']:.2f}; "
+        f"{r['mean_conflict_degree']:.2f} ({r['most_conflict_degree']:.2f})"
+        for r in results
+    }
+    names = {r["kind"]: r["kind"] if r["is_cast"] else f"{r['bytes']}-byte elements" for r in results}
+    rows = [[name, *(cells.get((kind, group), "") for group in groups)] for kind, name in names.items()]
+    return table(["elements", *groups], rows)
+
+
 def origin(measured: dict) -> str:
     gpu, machine = measured["gpu"], measured["machine"]
     return (

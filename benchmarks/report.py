@@ -237,6 +237,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "threads": threads(weights),
             "models": models(of_models),
             "walk": walk(load("walk")),
+            "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),
         },
     }

@@ -1,10 +1,16 @@
 """What C++ programs need beside torch where the library was built for CUDA."""
 
 import os
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+from torch.utils import cpp_extension
+
+import torch_nhwc as nhwc
 
 ROOT = Path(__file__).parent.parent
 
@@ -17,6 +23,32 @@ def toolkit():
     finally:
         sys.path.pop(0)
     return find_cuda_toolkit()
+
+
+def required_toolkit() -> Path:
+    """The toolkit; without it the test is skipped, or fails where nvcc is promised."""
+    root = toolkit()
+    if root is None:
+        assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
+        pytest.skip("needs nvcc")
+    return root
+
+
+def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
+    """Compiles with warnings as errors; what the compiler says."""
+    command = [required_toolkit() / "bin/nvcc", "-c", source, f"-std={standard}", "-O3"]
+    command += [f"-I{path}" for path in nhwc.include_paths()]
+    command += ["--Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC"]
+    command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
+    done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def torch_headers() -> list[str]:
+    """The flags by which torch's headers are found, those of a build for the CPU too."""
+    paths = [*cpp_extension.include_paths(), str(required_toolkit() / "include")]
+    return [flag for path in paths for flag in ("-isystem", path)] + ["-DC10_USING_CUSTOM_GENERATED_MACROS"]
 
 
 def library(name):

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import cmake_build
+import cuda_build
 import pytest
 import torch
 
@@ -34,9 +35,10 @@ def blocks(*languages):
 
 def test_every_block_has_a_language_that_a_test_runs():
     languages = {match[1] for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())}
-    assert languages == {"python", "cmake", "cpp", "console"}
+    assert languages == {"python", "cmake", "cpp", "cuda", "console"}
     # A program in C++ stands behind its project, and what builds it behind both.
     assert len(blocks("cmake")) == len(blocks("cpp")) == len(blocks("cmake", "cpp", "console"))
+    assert len(blocks("cuda")) == len(blocks("cuda", "console"))
 
 
 @pytest.mark.parametrize("code", blocks("python"))
@@ -61,6 +63,23 @@ def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
         assert torch.jit.load(tmp_path / "converted.pt").state_dict()["0.weight"].stride() == (27, 1, 9, 3)
 
 
+@pytest.mark.parametrize(("code", "commands"), blocks("cuda", "console"))
+def test_cuda_programs_build_and_run_where_there_is_a_gpu(code, commands, tmp_path):
+    toolkit = cuda_build.required_toolkit()
+    (tmp_path / "main.cu").write_text(code)
+    cmake_build.run_typed([f'PATH="{toolkit / "bin"}:$PATH"', *typed(commands)], tmp_path)
+    if torch.cuda.is_available():
+        assert subprocess.run([tmp_path / "main"], check=True, capture_output=True, text=True).stdout == "ok\n"
+
+
+@pytest.mark.parametrize("code", [block for block in blocks("python") if "cuda_sources" in block.values[0]])
+def test_cuda_sources_in_python_blocks_compile(code, tmp_path):
+    (source,) = re.findall(r'source = """\n(.*?)"""', code, re.DOTALL)
+    (tmp_path / "source.cu").write_text(source)
+    flags = [*cuda_build.torch_headers(), "-o", tmp_path / "source.o"]
+    cuda_build.nvcc(tmp_path / "source.cu", "c++20", "90", *flags)
+
+
 def typed(commands):
     lines = commands.splitlines()
     assert all(line.startswith("$ ") for line in lines)
@@ -83,7 +102,8 @@ COMMANDS = {
 }
 
 
-BUILDS = [block.values[2] for block in blocks("cmake", "cpp", "console")]  # which run with their programs
+# Which run with their programs.
+BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
 @pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])

@@ -1,6 +1,6 @@
 // All kernels, and nothing of torch: its headers would take nvcc a minute.
 #include "filter_kernels.h"
-#include "torch_nhwc/filter_transpose.cuh"
+#include "torch_nhwc/launch_kernel.cuh"
 
 namespace nhwc::cuda::kernels {
 

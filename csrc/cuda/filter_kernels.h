@@ -1,4 +1,4 @@
-// What filter_transpose.cuh does on the host, for C++ that nvcc does not compile; see there.
+// What launch_kernel.cuh does, for C++ that nvcc does not compile; see there.
 #pragma once
 
 #include <cuda_runtime_api.h>

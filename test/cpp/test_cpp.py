@@ -155,43 +155,10 @@ def test_the_library_needs_no_python():
     assert not re.search(r" U _?Py", symbols)
 
 
-ARCHITECTURES = pytest.mark.parametrize("architecture", ["80", "90", "100"])
-
-
-def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
-    """Compiles with warnings as errors; what the compiler says. Where nvcc is promised, its absence fails."""
-    root = cuda_build.toolkit()
-    if root is None:
-        assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
-        pytest.skip("needs nvcc")
-    command = [root / "bin/nvcc", "-c", source, f"-std={standard}", "-O3", f"-I{INCLUDE}", *flags]
-    command += ["--Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC"]
-    command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert done.returncode == 0, done.stdout
-    return done.stdout
-
-
-@ARCHITECTURES
-def test_the_cuda_sources_compile(architecture, tmp_path):
-    """Against the headers of any torch, a CPU build included."""
-    sources = sorted((ROOT / "csrc/cuda").glob("*.cu"))
-    assert sources
-    for source in sources:
-        system = [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
-        system += ["-DC10_USING_CUSTOM_GENERATED_MACROS"]
-        nvcc(source, "c++20", architecture, "-o", tmp_path / f"{source.stem}.o", *system)
-
-
-@ARCHITECTURES
-def test_the_cuda_header_stands_alone_and_its_kernels_stay_in_registers(architecture, tmp_path):
-    source = tmp_path / "kernels.cu"
-    source.write_text(
-        "#include <torch_nhwc/filter_transpose.cuh>\n"
-        "const void* use(const nhwc::cuda::Launch& launch) { return nhwc::cuda::detail::kernel_of(launch); }\n"
-    )
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_the_cuda_kernels_need_no_torch_and_stay_in_registers(architecture, tmp_path):
     keep = ["--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.o"]
-    report = nvcc(source, "c++17", architecture, "-Xptxas", "-v", *keep)
+    report = cuda_build.nvcc(ROOT / "csrc/cuda/filter_kernels.cu", "c++17", architecture, "-Xptxas", "-v", *keep)
     kernels = re.split("Compiling entry function ", report)[1:]
     # Nine kinds of elements, five of which are permuted in place too; small and large arguments.
     assert len(kernels) == 2 * (9 + 5)
@@ -200,7 +167,7 @@ def test_the_cuda_header_stands_alone_and_its_kernels_stay_in_registers(architec
         # With 64 registers four blocks of 256 threads fill a processor's. Of long filters there is one block on each.
         most = 64 if "convert_tiles" in kernel else 255
         assert int(re.search(r"Used (\d+) registers", kernel)[1]) <= most, kernel
-    ptx = (tmp_path / "kernels.ptx").read_text()
+    ptx = (tmp_path / "filter_kernels.ptx").read_text()
     assert not re.search(r"\b(ld|st)\.local\b", ptx)
     entries = ptx.split(".entry ")[1:]
     assert len(entries) == len(kernels)
@@ -213,3 +180,13 @@ def test_the_cuda_header_stands_alone_and_its_kernels_stay_in_registers(architec
         argument_bytes.append(sum(lists) + 8 * arguments.count(".u64"))
     assert sum(nbytes <= 4096 for nbytes in argument_bytes) == len(entries) / 2
     assert max(argument_bytes) <= 32764
+
+
+def test_the_host_code_for_cuda_compiles():
+    """Against the headers of any torch, a CPU build included."""
+    sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))
+    assert sources
+    for source in [*sources, ROOT / "csrc/device_conversions.cpp"]:
+        command = [CXX, "-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", "-DTORCH_NHWC_WITH_CUDA"]
+        command += [f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}", *cuda_build.torch_headers()]
+        subprocess.run([*command, source], check=True)

@@ -5,7 +5,7 @@
 // first block, and a block finds its weight by a binary search. The list travels as the kernel's argument, by value, so
 // that nothing is allocated or copied for it, and a CUDA graph can record the launch.
 //
-// Needs C++17 and no other library, CUDA's included; filter_transpose.cuh has what a block does with its tile.
+// Needs C++17 and no other library, CUDA's included; tile.h has what a block does with its tile.
 #pragma once
 
 #include <algorithm>
@@ -59,11 +59,14 @@ struct Weight {
   Elements elements;
 };
 
+/// What one kernel's arguments may take: anywhere, and from CUDA 12.1, its drivers and sm_70 on.
+constexpr unsigned small_argument_bytes = 4 << 10, large_argument_bytes = (32 << 10) - 4;
+
 /// What the device and its driver allow.
 struct Limits {
-  unsigned shared_bytes = 48 << 10;   ///< of one block, after opting in; at least 48 KB
-  unsigned argument_bytes = 4 << 10;  ///< of one kernel, 4 KB or 32 KB (CUDA 12.1 and its drivers, from sm_70 on)
-  unsigned processors = 1;            ///< blocks that work on long filters in place, each with a scratch of its own
+  unsigned shared_bytes = 48 << 10;  ///< of one block, after opting in; at least 48 KB
+  unsigned argument_bytes = small_argument_bytes;
+  unsigned processors = 1;  ///< blocks that work on long filters in place, each with a scratch of its own
 };
 
 constexpr unsigned threads_of_a_block = 256;

@@ -3,7 +3,7 @@
 // A tile goes through shared memory in two phases with a barrier between them, each a function of the block and the
 // thread. They are marked for host and device, so that all of it but the barrier can be run, tested and counted without
 // a GPU, by any C++17 compiler. launch_plan.h cuts weights into tiles and says how these lie in shared memory;
-// filter_transpose.cuh has the kernels.
+// filter_transpose.cuh and launch_kernel.cuh have the kernels.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,75 @@
+"""What the GPU kernels' accesses to memory cost, counted without a GPU by test/cpp/gpu_model.cpp.
+
+    python benchmarks/count_accesses.py [--out FILE]
+
+No time is measured, so that every machine gives the same figures.
+"""
+
+import argparse
+import itertools
+import statistics
+import sys
+from pathlib import Path
+
+import machine
+import torch
+
+sys.path.append(str(machine.ROOT / "test/cpp"))
+
+import gpu_model
+
+TAPS = (4, 8, 9, 16, 25, 27, 49, 125)
+# The channels of the weights, and by how many elements their memory is off a multiple of 16 bytes.
+GROUPS = {
+    "channels in whole sectors of 32 bytes": ((32, 64, 192, 320, 512), 0),
+    "3, 4, 7 or 33 channels": ((3, 4, 7, 33), 0),
+    "memory off by an element": ((64, 320), 1),
+}
+
+
+def count(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool, offset: int) -> gpu_model.Counts:
+    """The accesses for one weight of about 64 KB."""
+    filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
+    size = filters * channels * taps
+    source, _ = gpu_model.allot(size * kind[0].itemsize, offset * kind[0].itemsize)
+    destination, _ = gpu_model.allot(size * kind[1].itemsize, 0)
+    matrices = (filters, taps, channels) if back else (filters, channels, taps)
+    weight = gpu_model.Weight(source.data_ptr(), destination.data_ptr(), *matrices, gpu_model.number_of(kind))
+    counts = gpu_model.Counts()
+    assert gpu_model.run([weight], counts=counts) == 1
+    return counts
+
+
+def measure(kind: tuple[torch.dtype, torch.dtype], group: str) -> dict[str, object]:
+    """All weights of one kind: bytes asked for over those of the sectors touched; passes over the fewest possible."""
+    channels, offset = GROUPS[group]
+    counted = [count(kind, *each, offset) for each in itertools.product(channels, TAPS, (False, True))]
+    return {
+        "kind": " to ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in kind)),
+        "bytes": kind[0].itemsize,
+        "is_cast": kind[0] != kind[1],
+        "group": group,
+        "weights": len(counted),
+        "least_load_efficiency": min(counts.load_efficiency for counts in counted),
+        "least_store_efficiency": min(counts.store_efficiency for counts in counted),
+        "mean_conflict_degree": statistics.mean(counts.conflict_degree for counts in counted),
+        "most_conflict_degree": max(counts.conflict_degree for counts in counted),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/accesses-model.json")
+    arguments = parser.parse_args()
+    cases = [
+        (kind, group)
+        for kind, group in itertools.product(gpu_model.KINDS, GROUPS)
+        if GROUPS[group][1] * kind[0].itemsize % 16 == 0 or kind[0].itemsize < 16
+    ]
+    results = [measure(*case) for case in cases]
+    machine.write(arguments.out, "count_accesses.py", results)
+    print(f"{len(results)} cases: {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()
