@@ -318,6 +318,14 @@ API cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStat
   *status = graph_of(stream) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
+API cudaError_t cudaStreamGetCaptureInfo(cudaStream_t stream, cudaStreamCaptureStatus* status, unsigned long long* id,
+                                         cudaGraph_t* graph, const cudaGraphNode_t**, const cudaGraphEdgeData**,
+                                         std::size_t*) {
+  const Lock lock(runtime().mutex);
+  if (id) *id = reinterpret_cast<std::uintptr_t>(graph_of(stream));
+  if (graph) *graph = reinterpret_cast<cudaGraph_t>(graph_of(stream));
+  return cudaStreamIsCapturing(stream, status);
+}
 API cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t* exec, cudaGraph_t graph, unsigned long long) {
   *exec = reinterpret_cast<cudaGraphExec_t>(new Graph(*reinterpret_cast<const Graph*>(graph)));
   return cudaSuccess;
