@@ -408,16 +408,15 @@ void run(const Work& work) {
   const auto quads = std::make_unique<Quad[]>(work.shared_bytes / sizeof(Quad) + 1);
   char* shared = reinterpret_cast<char*>(quads.get());
   for (std::uint32_t block = 0; block < work.blocks; ++block) {
-    const Filters& filters = filters_of_block(work.filters.data(), work.filters.size(), block);
-    const std::uint32_t index = block - filters.first_block;
+    const Filters* list = work.filters.data();
+    const std::uint32_t size = work.filters.size();
     if (!work.kernel.is_long) {
-      run_tile<elements>(work, filters, index, shared);
+      const Filters& filters = filters_of_block(list, size, block);
+      run_tile<elements>(work, filters, block - filters.first_block, shared);
       continue;
     }
-    const bool is_last = &filters == &work.filters.back();
-    const std::uint32_t blocks = (is_last ? work.blocks : (&filters)[1].first_block) - filters.first_block;
-    for (std::uint32_t i = index; i < filters.count; i += blocks) {
-      const LongFilter filter(filters, elements, i, work.scratch + block * work.scratch_bytes);
+    for (std::uint32_t number = block; number < LongFilter::count(list, size); number += work.blocks) {
+      const LongFilter filter(list, size, number, elements, work.scratch + block * work.scratch_bytes);
       run_tile<elements>(work, filter.copy, 0, shared);
       for (std::uint32_t part = 0; part < filter.tiles; ++part)
         run_tile<elements>(work, filter.transpose, part, shared);

@@ -165,10 +165,9 @@ void run_block(const Launch& launch, std::uint32_t block, Counts* counts) {
   const std::uint32_t index = block - filters.first_block;
   if (launch.scratch_bytes == 0) return run_tile<elements>(filters, index, shared, launch.shared_bytes, counts);
   const auto scratch = std::make_unique<Line[]>(launch.scratch_bytes / sizeof(Line));
-  const bool is_last = &filters == &launch.filters.back();
-  const std::uint32_t blocks = (is_last ? launch.blocks : (&filters)[1].first_block) - filters.first_block;
-  for (std::uint32_t filter = index; filter < filters.count; filter += blocks) {
-    const LongFilter parts(filters, elements, filter, reinterpret_cast<char*>(scratch.get()));
+  const std::uint32_t size = launch.filters.size(), end = LongFilter::count(launch.filters.data(), size);
+  for (std::uint32_t filter = block; filter < end; filter += launch.blocks) {
+    const LongFilter parts(launch.filters.data(), size, filter, elements, reinterpret_cast<char*>(scratch.get()));
     run_tile<elements>(parts.copy, 0, shared, launch.shared_bytes, counts);
     for (std::uint32_t tile = 0; tile < parts.tiles; ++tile) {
       run_tile<elements>(parts.transpose, tile, shared, launch.shared_bytes, counts);

@@ -31,13 +31,10 @@ template <Elements elements, unsigned capacity>
 __global__ void __launch_bounds__(threads_of_a_block, /*blocks of a processor=*/1)
     permute_long_filters(const __grid_constant__ FilterList<capacity> list, char* scratch,
                          std::uint64_t scratch_bytes) {
-  const Filters& found = filters_of_block(list.filters, list.size, blockIdx.x);
-  const bool is_last = &found == &list.filters[list.size - 1];
-  const std::uint32_t blocks = (is_last ? gridDim.x : (&found)[1].first_block) - found.first_block;
-  const Filters filters = found;
+  const std::uint32_t filters = LongFilter::count(list.filters, list.size);
   char* shared = reinterpret_cast<char*>(shared_memory);
-  for (std::uint32_t index = blockIdx.x - filters.first_block; index < filters.count; index += blocks) {
-    const LongFilter filter(filters, elements, index, scratch + blockIdx.x * scratch_bytes);
+  for (std::uint32_t number = blockIdx.x; number < filters; number += gridDim.x) {
+    const LongFilter filter(list.filters, list.size, number, elements, scratch + blockIdx.x * scratch_bytes);
     Tile<elements>(filter.copy, 0, shared).store(threadIdx.x);
     __syncthreads();
     for (std::uint32_t part = 0; part < filter.tiles; ++part) {

@@ -89,8 +89,8 @@ enum class Way : std::uint8_t {
 struct Filters {
   const char* source;
   char* destination;
-  std::uint32_t first_block;
-  std::uint32_t count;  ///< bundles, filters, or for a copy elements
+  std::uint32_t first_block;  ///< or, among long filters, the number of its first filter
+  std::uint32_t count;        ///< bundles, filters, or for a copy elements
   std::uint32_t rows, columns;
   std::uint32_t per_block;  ///< of the count; of a rectangle, its rows
   std::uint16_t width;      ///< of a rectangle, its columns
@@ -296,7 +296,13 @@ class Planner {
     }
   }
 
-  std::vector<Launch> launches() && { return std::move(launches_); }
+  std::vector<Launch> launches() && {
+    // So far long filters have a block each: these have turns.
+    for (Launch& launch : launches_) {
+      if (launch.scratch_bytes != 0) launch.blocks = std::min(launch.blocks, limits_.processors);
+    }
+    return std::move(launches_);
+  }
 
  private:
   void add_part(const Weight& part, bool is_in_place) {
@@ -312,7 +318,7 @@ class Planner {
     cut = cutter.bundles(false);
     if (cut.tiles == 0) cut = cutter.rectangles(false);
     cut.count = part.filters;
-    cut.tiles = std::min<std::uint64_t>(part.filters, limits_.processors);
+    cut.tiles = part.filters;
     add(part, cut, scratch_bytes);
   }
 
