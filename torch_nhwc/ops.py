@@ -192,7 +192,9 @@ def convert_weights_(
 
     The tensor objects, their autograd identity and hooks, and their values stay. Nothing happens to a weight that has
     the canonical strides already. `.grad` follows its weight, as under `"auto"`; that of a weight in format joins it
-    where it can. Weights that are exact aliases of each other stay aliases.
+    where it can. Weights that are exact aliases of each other stay aliases. A CUDA device does all of its weights in one
+    launch, or few, on its current stream; if it fails in the middle of permuting bytes, its weights are lost, and all
+    others keep their values.
 
     As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
     the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.
@@ -212,7 +214,7 @@ def convert_weights_(
             tensor subclass, or a lazy conjugate or negative view; whose gradient accumulator has post hooks (DDP,
             FSDP1: convert first, then wrap); that is part of a larger storage, under `"auto"` and `"reuse"`; whose
             gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
-            format.
+            format; while a CUDA graph is captured on the weight's device.
         NotImplementedError: as in `convert_weight`.
         TypeError: `weights` is one tensor or a module, or as in `convert_weight`.
         ValueError: `storage` is none of the four.

@@ -94,8 +94,9 @@ inline void copy_weight_(const at::Tensor& out, const at::Tensor& weight) {
 
 /// Brings weights into a memory format by `.data` replacement: same tensor objects, same autograd identity and hooks,
 /// no version bump (the values are equal). All or nothing: every weight is checked and every allocation made before
-/// anything changes. A weight's `.grad` follows it, as under "auto"; the `.grad` of a weight that is in format already
-/// joins it where it can. Weights that are exact aliases of each other stay so.
+/// anything changes; then only a device that fails can stop it. A weight's `.grad` follows it, as under "auto"; the
+/// `.grad` of a weight that is in format already joins it where it can. Weights that are exact aliases of each other
+/// stay so.
 ///
 /// As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
 /// the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.
