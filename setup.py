@@ -4,7 +4,8 @@ Environment:
     TORCH_NHWC_CUDA: 1 builds the CUDA sources and fails where that cannot be done, 0 leaves them out. Unset, they are
         built when torch was built for CUDA and a toolkit is found.
     CUDA_HOME: the CUDA toolkit, where it is not found by itself.
-    TORCH_CUDA_ARCH_LIST: as everywhere with torch. Unset and without a visible GPU, DEFAULT_CUDA_ARCHITECTURES.
+    TORCH_CUDA_ARCH_LIST: as everywhere with torch. Unset and without a visible GPU, what the toolkit has of
+        tools/cuda_toolkit.py's ARCHITECTURES.
     MAX_JOBS: compilers at a time.
 """
 
@@ -32,10 +33,7 @@ from torch.utils import cpp_extension
 ROOT = Path(__file__).parent.resolve()
 sys.path.insert(0, str(ROOT / "tools"))
 
-from cuda_toolkit import find_cuda_toolkit  # noqa: E402
-
-# By the toolkit's major version: the data-centre generations that it compiles for; PTX serves what comes after.
-DEFAULT_CUDA_ARCHITECTURES = {"11": "8.0;9.0+PTX", "12": "8.0;9.0;10.0+PTX", "13": "8.0;9.0;10.0+PTX"}
+from cuda_toolkit import find_cuda_toolkit, known_architectures  # noqa: E402
 
 
 def wants_cuda(home: Path | None) -> bool:
@@ -49,14 +47,14 @@ def wants_cuda(home: Path | None) -> bool:
     return possible and choice != "0"
 
 
-def cuda_architectures() -> str:
+def cuda_architectures(toolkit: Path) -> str:
     """The value for TORCH_CUDA_ARCH_LIST. torch fails without one where no GPU is visible."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not chosen and torch.cuda.is_available():
         chosen = ";".join(
             sorted({"{}.{}".format(*torch.cuda.get_device_capability(d)) for d in range(torch.cuda.device_count())})
         )
-    return chosen or DEFAULT_CUDA_ARCHITECTURES.get(torch.version.cuda.split(".")[0], "8.0;9.0+PTX")
+    return chosen or known_architectures(toolkit)
 
 
 def first_line(*command: str) -> str:
@@ -72,7 +70,7 @@ HOME = find_cuda_toolkit()
 WITH_CUDA = wants_cuda(HOME)
 if WITH_CUDA:
     os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(HOME)
-    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures()
+    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures(HOME)
 
 
 class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):

@@ -127,6 +127,21 @@ def test_the_cuda_switch_is_checked():
     assert run_setup(ROOT, TORCH_NHWC_CUDA="0").returncode == 0
 
 
+@pytest.mark.parametrize(
+    ("listed", "architectures"),
+    [("80 86 89 90", "8.0;9.0+PTX"), ("80 90 100 120", "8.0;9.0;10.0+PTX"), ("90 100 103", "9.0;10.0+PTX")],
+)
+def test_without_a_gpu_the_toolkit_says_what_to_compile_for(listed, architectures, tmp_path, monkeypatch):
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f'#!/bin/sh\ntest "$1" = --list-gpu-arch && printf "compute_%s\\n" {listed}\n')
+    nvcc.chmod(0o755)
+    monkeypatch.syspath_prepend(ROOT / "tools")
+    from cuda_toolkit import known_architectures
+
+    assert known_architectures(tmp_path) == architectures
+
+
 def test_a_cpu_torch_beside_a_toolkit_builds_for_the_cpu():
     if torch.version.cuda is None:
         assert nhwc.build_info()["cuda"] is None

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from torch.utils import cpp_extension
 
+# Those of the data-centre generations that we know, as torch writes them.
+ARCHITECTURES = ("8.0", "9.0", "10.0")
+
 
 def find_cuda_toolkit() -> Path | None:
     """The toolkit's root, the folder with bin/nvcc and include/cuda_runtime.h, or None.
@@ -26,3 +29,10 @@ def find_cuda_toolkit() -> Path | None:
         if (root / "bin/nvcc").exists() and (root / "include/cuda_runtime.h").exists():
             return root
     return None
+
+
+def known_architectures(toolkit: Path) -> str:
+    """The value for TORCH_CUDA_ARCH_LIST by which a toolkit compiles all it can; PTX serves what comes after."""
+    command = [toolkit / "bin/nvcc", "--list-gpu-arch"]
+    listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+    return ";".join(each for each in ARCHITECTURES if f"compute_{each.replace('.', '')}" in listed) + "+PTX"

@@ -385,6 +385,9 @@ assert torch.equal(weight, values) and weight.is_contiguous(memory_format=torch.
 def test_memory_that_another_process_was_given_is_left_alone():
     weight = torch.randn(4, 3, 3, 3, device="cuda")
     values = weight.clone()
-    torch.multiprocessing.reductions.reduce_tensor(weight)  # what a queue sends
+    try:
+        torch.multiprocessing.reductions.reduce_tensor(weight)  # what a queue sends
+    except RuntimeError as error:
+        pytest.skip(f"this machine shares no CUDA memory between processes: {error}")
     assert nhwc.convert_weight_(weight) == Outcome.FRESH_FOREIGN
     assert torch.equal(weight, values)
