@@ -8,8 +8,9 @@ SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) \
 
 bin := $(VENV)/bin
 export TORCH_NHWC_VENV := $(VENV)
-# Programs of packages, such as ninja, wherever the packages are.
-export PATH := $(PATH):$(abspath $(bin)):$(dir $(shell command -v $(PYTHON)))
+# Programs of packages, such as ninja, wherever the packages are: here, or beside an interpreter that PATH does not name.
+beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTHON)))))
+export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
 .PHONY: demo test lint bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
