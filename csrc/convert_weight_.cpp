@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/core/InferenceMode.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -97,16 +98,25 @@ struct Change {
   bool is_permuted() const { return outcome == Outcome::reused && !is_staged(); }
 };
 
+// Replays of a graph would permute the bytes again.
+void check_no_capture(const char* op, const std::vector<Change>& changes) {
+  std::optional<at::Device> asked;
+  for (const Change& change : changes) {
+    if (change.outcome == Outcome::restrided || change.tensor.device() == asked) continue;
+    asked = change.tensor.device();
+    TORCH_CHECK(
+        !is_captured(change.tensor), op,
+        ": expected no CUDA graph to be captured: its replays would permute the bytes again; convert before the "
+        "capture");
+  }
+}
+
 // The changes that the plans amount to, each tensor once. Raises for the first refusal.
 std::vector<Change> changes_of(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes;
   std::unordered_set<const at::TensorImpl*> seen;
   const auto add = [&](const at::Tensor& tensor, const Strides& strides, Outcome outcome) {
     if (!seen.insert(tensor.unsafeGetTensorImpl()).second || outcome == Outcome::kept) return;
-    TORCH_CHECK(
-        outcome == Outcome::restrided || !is_captured(tensor), op,
-        ": expected no CUDA graph to be captured: its replays would permute the bytes again; convert before the "
-        "capture");
     changes.push_back({tensor, strides, outcome});
   };
   for (size_t index = 0; index < weights.size(); ++index) {
@@ -236,12 +246,21 @@ void write_back(const Change& change) {
   }
 }
 
+// The old memory of a weight may still be read, on a stream that is not the one that it was allocated on: it is given
+// back, but not handed out again before that is done.
+void outlive_reads(const at::Tensor& tensor) {
+  if (!tensor.is_cuda()) return;
+  const c10::impl::VirtualGuardImpl guard(tensor.device().type());
+  guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
+}
+
 // Writes and permutes the bytes, and swaps the replacements in.
 void run(const Batch& batch) {
   batch.permutations.run();
   batch.conversions.run();
   for (const Change* change : batch.changes) {
     if (change->staged.defined()) write_back(*change);
+    if (is_fresh(change->outcome)) outlive_reads(change->tensor);
     at::Tensor(change->tensor).set_data(change->replacement);
   }
 }
@@ -255,6 +274,7 @@ void run(const Commit& commit) {
 std::vector<int64_t> apply(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes = changes_of(op, weights, plans);
   if (changes.empty()) return outcomes_of(plans);
+  check_no_capture(op, changes);
   run(prepare(changes));
   // Autocast keeps low-precision copies of weights; those of the old layout would serve until its region ends.
   at::autocast::clear_cache();

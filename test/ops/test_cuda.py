@@ -110,6 +110,26 @@ def test_work_is_queued_on_the_current_stream_and_nobody_waits_for_it():
     assert torch.equal(weight, later)
 
 
+def test_old_memory_is_not_handed_out_before_another_stream_has_read_it():
+    weight = parameter((256, 128, 3, 3), "cuda")
+    values = weight.detach().cpu()
+    stream = torch.cuda.Stream()
+    # To load code and to allocate memory may wait for the device: both are done once before.
+    with torch.cuda.stream(stream):
+        nhwc.convert_weight_(parameter((256, 128, 3, 3), "cuda"), storage="fresh")
+    taken = [torch.full_like(values, index, device="cuda") for index in range(8)]
+    del taken
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(SOME_TENTHS_OF_A_SECOND)
+        assert nhwc.convert_weight_(weight, storage="fresh") == Outcome.FRESH
+    taken = [torch.full_like(values, index, device="cuda") for index in range(8)]  # on the stream of the old memory
+    assert not stream.query()
+    torch.cuda.synchronize()
+    assert torch.equal(weight.detach().cpu(), values)
+    del taken
+
+
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 def test_weights_on_a_device_that_is_not_the_current_one():
     devices = ["cuda:0", "cuda:1"]

@@ -25,10 +25,16 @@ namespace cuda {
 
 namespace detail {
 
+// Whose registers they fill: with 48 for a thread, or 64 where a thread holds more.
+constexpr unsigned blocks_of_a_processor(Elements elements) {
+  return destination_bytes(elements) > source_bytes(elements) || source_bytes(elements) == 8 ? 4 : 5;
+}
+
 extern __shared__ Quad shared_memory[];
 
 template <Elements elements, unsigned capacity>
-__global__ void __launch_bounds__(threads_of_a_block) convert_tiles(const __grid_constant__ FilterList<capacity> list) {
+__global__ void __launch_bounds__(threads_of_a_block, blocks_of_a_processor(elements))
+    convert_tiles(const __grid_constant__ FilterList<capacity> list) {
   const Filters filters = filters_of_block(list.filters, list.size, blockIdx.x);
   const Tile<elements> tile(filters, blockIdx.x - filters.first_block, reinterpret_cast<char*>(shared_memory));
   tile.load(threadIdx.x);
@@ -37,9 +43,11 @@ __global__ void __launch_bounds__(threads_of_a_block) convert_tiles(const __grid
 }
 
 inline cudaError_t prepare(const void* kernel, const Limits& limits) {
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(limits.shared_bytes));
-  if (error != cudaSuccess) return error;
+  if (limits.shared_bytes > plain_shared_bytes) {
+    const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   static_cast<int>(limits.shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
   // Nothing is read twice, so the first-level cache is better used for more blocks.
   return cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, cudaSharedmemCarveoutMaxShared);
 }

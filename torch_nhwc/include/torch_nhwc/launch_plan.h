@@ -1,6 +1,6 @@
 // The plan for a GPU: from a list of weights to kernel launches, as few as one for a whole model.
 //
-// A tile is what one block of threads moves through its shared memory, about 32 KB. Weights are cut into tiles by
+// A tile is what one block of threads moves through its shared memory, about 16 KB. Weights are cut into tiles by
 // bytes, and the tiles of all weights that the same kernel moves are one launch: each weight knows the number of its
 // first block, and a block finds its weight by a binary search. The list travels as the kernel's argument, by value, so
 // that nothing is allocated or copied for it, and a CUDA graph can record the launch.
@@ -162,7 +162,7 @@ struct TileLayout {
 
 namespace detail {
 
-constexpr unsigned tile_bytes = 32 << 10;          // what a tile should hold
+constexpr unsigned tile_bytes = 16 << 10;          // what a tile should hold: four vectors for every thread
 constexpr unsigned plain_shared_bytes = 48 << 10;  // what every device has without being asked
 
 inline std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
@@ -231,7 +231,7 @@ class Cutter {
     std::uint64_t height = rows_, width = columns_;
     if (!whole_filters) {
       // Both sides as long as a warp where they can be; the rest goes to the height.
-      const std::uint64_t elements = tile_bytes / 2 / to_bytes_;
+      const std::uint64_t elements = tile_bytes / to_bytes_;
       width = std::min(width, std::max<std::uint64_t>(32, elements / std::min<std::uint64_t>(height, 128)));
       height = std::min(height, elements / width);
     }
@@ -256,7 +256,8 @@ class Cutter {
       per_block = of_a_filter * std::max<std::uint64_t>(1, tile_bytes / (size_ * bytes));
     } else {
       // Eight bundles side by side write whole cache lines, and meet no bank twice.
-      const std::uint64_t wanted = std::max<std::uint64_t>(8, tile_bytes / (16 * length));
+      const std::uint64_t wide = std::max(from_bytes_, to_bytes_) / bytes;  // how much more the linear side may be
+      const std::uint64_t wanted = std::max<std::uint64_t>(8, tile_bytes / (16 * length * wide));
       const std::uint64_t most = std::min<std::uint64_t>(threads_of_a_block, plain_shared_bytes / (16 * length + 16));
       per_block = power_of_two_up_to(std::min(wanted, most));
       if (most < 2) return {};
