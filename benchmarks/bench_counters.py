@@ -8,6 +8,7 @@ it cannot, the result says why.
 
 import argparse
 import csv
+import math
 import shutil
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import machine
 import torch
+from count_accesses import count, gpu_model
 
 import torch_nhwc as nhwc
 from torch_nhwc.sites import CHANNELS_LAST
@@ -82,18 +84,8 @@ def read_counters() -> list[dict[str, int]] | str:
 
 def modelled(shape: Sequence[int], dtype: torch.dtype, shared_bytes: int, processors: int) -> dict[str, int]:
     """The model's counts for a device of these limits."""
-    sys.path.insert(0, str(machine.ROOT / "test/cpp"))
-    try:
-        import gpu_model
-    finally:
-        sys.path.pop(0)
-    weight = torch.zeros(tuple(shape), dtype=dtype)
-    out = torch.empty_like(weight)
-    filters, rows, columns = shape[0], shape[1], weight[0, 0].numel()
-    moved = gpu_model.MOVED[dtype.itemsize]
-    job = gpu_model.Weight(weight.data_ptr(), out.data_ptr(), filters, rows, columns, moved)
-    limits, counts = gpu_model.Limits(shared_bytes=shared_bytes, processors=processors), gpu_model.Counts()
-    assert gpu_model.run([job], limits, counts=counts) == 1
+    limits = gpu_model.Limits(shared_bytes=shared_bytes, processors=processors)
+    counts = count((dtype, dtype), (shape[0], shape[1], math.prod(shape[2:])), limits=limits)
     return {name: getattr(counts, name) for name in COUNTERS}
 
 

@@ -7,6 +7,7 @@ No time is measured, so that every machine gives the same figures.
 
 import argparse
 import itertools
+import math
 import statistics
 import sys
 from pathlib import Path
@@ -27,23 +28,33 @@ GROUPS = {
 }
 
 
-def count(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool, offset: int) -> gpu_model.Counts:
-    """The accesses for one weight of about 64 KB."""
-    filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
-    size = filters * channels * taps
+def count(
+    kind: tuple[torch.dtype, torch.dtype],
+    matrices: tuple[int, int, int],
+    offset: int = 0,
+    limits: gpu_model.Limits | None = None,
+) -> gpu_model.Counts:
+    """The accesses for one weight: so many matrices of rows and columns."""
+    size = math.prod(matrices)
     source, _ = gpu_model.allot(size * kind[0].itemsize, offset * kind[0].itemsize)
     destination, _ = gpu_model.allot(size * kind[1].itemsize, 0)
-    matrices = (filters, taps, channels) if back else (filters, channels, taps)
     weight = gpu_model.Weight(source.data_ptr(), destination.data_ptr(), *matrices, gpu_model.number_of(kind))
     counts = gpu_model.Counts()
-    assert gpu_model.run([weight], counts=counts) == 1
+    assert gpu_model.run([weight], limits, counts=counts) == 1
     return counts
+
+
+def matrices_of(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool) -> tuple[int, int, int]:
+    """A weight of about 64 KB."""
+    filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
+    return (filters, taps, channels) if back else (filters, channels, taps)
 
 
 def measure(kind: tuple[torch.dtype, torch.dtype], group: str) -> dict[str, object]:
     """All weights of one kind: bytes asked for over those of the sectors touched; passes over the fewest possible."""
     channels, offset = GROUPS[group]
-    counted = [count(kind, *each, offset) for each in itertools.product(channels, TAPS, (False, True))]
+    weights = itertools.product(channels, TAPS, (False, True))
+    counted = [count(kind, matrices_of(kind, *weight), offset) for weight in weights]
     return {
         "kind": " to ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in kind)),
         "bytes": kind[0].itemsize,

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -87,11 +86,8 @@ def test_copies_through_shared_memory_copy():
 
 
 def test_the_copy_through_shared_memory_compiles(tmp_path):
-    toolkit = cuda_build.toolkit()
-    if toolkit is None:
-        assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
-        pytest.skip("needs nvcc")
-    subprocess.run(shared_copy.compile_command(toolkit / "bin/nvcc", "sm_90", tmp_path / "copy.so"), check=True)
+    nvcc = cuda_build.required_toolkit() / "bin/nvcc"
+    subprocess.run(shared_copy.compile_command(nvcc, "sm_90", tmp_path / "copy.so"), check=True)
 
 
 def test_models_are_measured_from_their_library_or_from_their_shapes(device, tiny_models):

@@ -62,9 +62,12 @@ struct Weight {
 /// What one kernel's arguments may take: anywhere, and from CUDA 12.1, its drivers and sm_70 on.
 constexpr unsigned small_argument_bytes = 4 << 10, large_argument_bytes = (32 << 10) - 4;
 
+/// The shared memory that every device gives a block without being asked.
+constexpr unsigned plain_shared_bytes = 48 << 10;
+
 /// What the device and its driver allow.
 struct Limits {
-  unsigned shared_bytes = 48 << 10;  ///< of one block, after opting in; at least 48 KB
+  unsigned shared_bytes = plain_shared_bytes;  ///< of one block, after opting in; at least 48 KB
   unsigned argument_bytes = small_argument_bytes;
   unsigned processors = 1;  ///< blocks that work on long filters in place, each with a scratch of its own
 };
@@ -162,8 +165,7 @@ struct TileLayout {
 
 namespace detail {
 
-constexpr unsigned tile_bytes = 16 << 10;          // what a tile should hold: four vectors for every thread
-constexpr unsigned plain_shared_bytes = 48 << 10;  // what every device has without being asked
+constexpr unsigned tile_bytes = 16 << 10;  // what a tile should hold: four vectors for every thread
 
 inline std::uint64_t divide_up(std::uint64_t a, std::uint64_t b) { return (a + b - 1) / b; }
 
