@@ -1,11 +1,10 @@
 """Convolution weights, and whole models, into channels-last memory format."""
 
-from torch_nhwc import distributed as _distributed
-from torch_nhwc.checking import Deviation, check
-from torch_nhwc.checkpoints import align_, contiguous_state_dict, convert_state_dict, restore_
-from torch_nhwc.conversion import channels_last, convert_
+from torch_nhwc import sharding as _sharding
+from torch_nhwc.converting.conversion import channels_last, convert_
+from torch_nhwc.converting.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
+from torch_nhwc.converting.report import Report
 from torch_nhwc.cpp_extension import cmake_prefix_path, extra_cflags, extra_cuda_cflags, include_paths
-from torch_nhwc.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
 from torch_nhwc.library import build_info, library_path
 from torch_nhwc.ops import (
     Outcome,
@@ -18,9 +17,14 @@ from torch_nhwc.ops import (
     lay_out_weights_,
     plan_weights,
 )
-from torch_nhwc.planning import Action, Plan, PlanRow, plan
+from torch_nhwc.planning.companions import CompanionRow
+from torch_nhwc.planning.planner import plan
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action, PlanRow
 from torch_nhwc.reasons import Reason
-from torch_nhwc.report import CompanionRow, Report
+from torch_nhwc.saving.state_dicts import contiguous_state_dict, convert_state_dict
+from torch_nhwc.upkeep.checking import Deviation, check
+from torch_nhwc.upkeep.restoring import align_, restore_
 from torch_nhwc.version import __version__
 
 __all__ = [
@@ -59,4 +63,4 @@ __all__ = [
     "restore_",
 ]
 
-_distributed.register_when_imported()
+_sharding.register_when_imported()

@@ -1,4 +1,7 @@
-"""Forward pre-hooks that a conversion leaves on modules. Plain data inside, so that deepcopy and pickle take them."""
+"""All that a conversion leaves on modules: hooks, and the last step of a parametrization.
+
+Plain data inside, so that deepcopy and pickle take them. A saved module names this file: its classes stay here.
+"""
 
 from typing import Any
 
@@ -6,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.ops import convert_weight_
-from torch_nhwc.sites import CHANNELS_LAST
+from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.ops import convert_weight, convert_weight_
 
 
 class ConvertWhenMaterialised:
@@ -43,6 +46,33 @@ def _to_channels_last(value: Any) -> Any:
         each = [_to_channels_last(each) for each in value]
         return type(value)(each) if any(a is not b for a, b in zip(each, value)) else value
     return value
+
+
+class LayOut(nn.Module):
+    """The last step of a parametrization: brings the weight into a memory format."""
+
+    def __init__(self, memory_format: str) -> None:
+        super().__init__()
+        self.memory_format = memory_format  # a name, since deepcopy does not take a torch.memory_format
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return convert_weight(weight, getattr(torch, self.memory_format))
+
+    def right_inverse(self, weight: Tensor) -> Tensor:
+        return weight
+
+
+class LayOutHook:
+    """The same behind the hooks of weight_norm, spectral_norm and pruning; gone once the weight is a parameter."""
+
+    def __init__(self, memory_format: str) -> None:
+        self.memory_format = memory_format
+
+    def __call__(self, module: Any, _: object) -> None:
+        if "weight" in module._parameters:
+            remove_hook(module, self)
+        else:
+            module.weight = convert_weight(module.weight, getattr(torch, self.memory_format))
 
 
 def add_hook(module: nn.Module, hook: Any) -> None:

@@ -1,4 +1,4 @@
-"""DTensor: how a sharded weight converts; and what the ranks of a group tell each other."""
+"""DTensor: how a sharded weight converts."""
 
 import importlib.abc
 import importlib.util
@@ -7,11 +7,10 @@ import warnings
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
-_T = TypeVar("_T")
 _DTENSOR = "torch.distributed.tensor"
 
 
@@ -66,16 +65,3 @@ def register_when_imported() -> None:
         register_sharding_rule()
     else:
         sys.meta_path.insert(0, _RegisterOnImport())
-
-
-def gather(mine: _T, process_group: Any) -> list[_T]:
-    """What every rank of a group has, in their order.
-
-    Raises:
-        ValueError: this rank is not in the group.
-    """
-    if torch.distributed.get_rank(process_group) < 0:
-        raise ValueError("this rank is not in the process group")
-    everyone: list[Any] = [None] * torch.distributed.get_world_size(process_group)
-    torch.distributed.all_gather_object(everyone, mine, group=process_group)
-    return everyone

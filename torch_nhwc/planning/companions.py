@@ -1,7 +1,8 @@
-"""Companions: the gradients, optimizer state and averaged copies that share the layout of a weight."""
+"""Companions: the gradients, optimizer state and averaged copies that share the layout of a weight, and follow it."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -10,6 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from torch_nhwc.formats import Strides
+from torch_nhwc.modules import wrapping
+from torch_nhwc.ops import Outcome
 from torch_nhwc.reasons import Reason
 
 # Types whose bytes are what they seem.
@@ -18,45 +22,80 @@ _PLAIN = (Tensor, nn.Parameter)
 _CODES = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-class Companion(NamedTuple):
-    """A tensor that goes with the weight of a site."""
+class Weight(NamedTuple):
+    """A weight whose companions are looked for."""
 
-    row: int
-    """The index of the site's row in the plan."""
+    name: str
+    """The full one, as in the state dict."""
+    tensor: Tensor
+    strides: Strides
+    """Those that it has or is to have, and its companions with it."""
+
+
+@dataclass(slots=True)
+class Companion:
+    """A tensor that goes with a weight."""
+
+    weight: Weight
     label: str
     """`grad`, `ema`, `ema.grad`, or the name that the optimizer gives to its state."""
     tensor: Tensor
-    reason: Reason | None
+    reason: Reason | None = None
     """Why it stays as it is, `None` where it follows."""
+    outcome: Outcome | None = None
+    """What the operators are to do to it, and then what they did."""
+
+    @property
+    def changes(self) -> bool:
+        """Whether the operators are to be called."""
+        return self.reason is None and self.outcome is not Outcome.KEPT
 
 
-class Followers(NamedTuple):
+class CompanionRow(NamedTuple):
+    """What was done to a gradient, a state of an optimizer or an averaged copy.
+
+    Example:
+        >>> model = torch.nn.Conv2d(3, 8, 3)
+        >>> model.weight.grad = torch.zeros(8, 3, 3, 3)
+        >>> torch_nhwc.convert_(model).companions
+        [CompanionRow(site='weight', label='grad', outcome=<Outcome.REUSED: 2>, reason=None)]
+    """
+
+    site: str
+    """The full name of its weight."""
+    label: str
+    """`grad`, `ema`, `ema.grad`, or the name that the optimizer gives to its state."""
+    outcome: Outcome | None
+    """`None` where it stays as it is, and after a dry run."""
+    reason: Reason | None
+    """Why it stays as it is."""
+
+
+class Sources(NamedTuple):
     """Where companions come from."""
 
     optimizers: tuple[Any, ...] = ()
     copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
     """Averaged copies: models like the model, or tensors by the full names of its sites."""
 
-    def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None]) -> None:
-        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow.
-
-        Args:
-            model: whose parameters they should be.
-            weights: some of them, that most optimizers hold and that are at hand.
-        """
-        known = {id(weight) for weight in weights}
+    def check_optimizers(self, model: nn.Module) -> None:
+        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow."""
         for each in self.optimizers:
             held = {id(parameter) for group in each.param_groups for parameter in group["params"]}
-            if held and held.isdisjoint(known) and held.isdisjoint(map(id, model.parameters())):
+            if held and not any(id(parameter) in held for parameter in model.parameters()):
                 raise ValueError(
                     f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
                 )
+
+    def joined(self, others: "Sources") -> "Sources":
+        """These and others."""
+        return Sources(self.optimizers + others.optimizers, self.copies + others.copies)
 
     def layers_at(self, path: str) -> list[nn.Module]:
         """The layers of the averaged copies at a path."""
         return [copy.get_submodule(path) for copy in self.copies if isinstance(copy, nn.Module)]
 
-    def weakly(self) -> "Callable[[], Followers]":
+    def weakly(self) -> "Callable[[], Sources]":
         """A function that gives those again that still exist."""
         optimizers = [weakref.ref(optimizer) for optimizer in self.optimizers]
         copies = [
@@ -65,7 +104,7 @@ class Followers(NamedTuple):
             else partial(_alive, {name: TensorWeakRef(tensor) for name, tensor in copy.items()})
             for copy in self.copies
         ]
-        return lambda: Followers(
+        return lambda: Sources(
             tuple(each for reference in optimizers if (each := reference()) is not None),
             tuple(each for reference in copies if (each := reference()) is not None),
         )
@@ -76,7 +115,7 @@ def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
     return tensors or None
 
 
-def followers_of(optimizer: Any, ema: Any) -> Followers:
+def sources_of(optimizer: Any, ema: Any) -> Sources:
     """One or several optimizers and averaged copies.
 
     Raises:
@@ -93,10 +132,13 @@ def followers_of(optimizer: Any, ema: Any) -> Followers:
                 f"expected ema to be a module, or names and tensors, got {type(each).__name__}: for a list of averaged "
                 "parameters, give dict(zip(names, parameters))"
             )
-    return Followers(
-        optimizers,
-        tuple(each.module if isinstance(each, torch.optim.swa_utils.AveragedModel) else each for each in copies),
-    )
+    return Sources(optimizers, tuple(_averaged(each) if isinstance(each, nn.Module) else each for each in copies))
+
+
+def _averaged(copy: nn.Module) -> nn.Module:
+    """The model inside of what averages it."""
+    wrapped = wrapping.inside(copy)
+    return copy if wrapped is None else _averaged(wrapped[1])
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
@@ -114,42 +156,39 @@ def _tensor_of(copy: nn.Module | Mapping[str, Tensor], name: str) -> Tensor | No
         return None
 
 
-def find_companions(weights: Sequence[tuple[int, str, Tensor]], followers: Followers) -> list[Companion]:
-    """The companions of some weights, each given by its site's index, its full name and itself.
+def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
+    """The companions of some weights.
 
     Optimizer state belongs to a weight by the identity of the parameter, and follows it where it has its shape.
 
     Raises:
         ValueError: an averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
     """
-    found = [
-        Companion(index, "grad", gradient, None)
-        for index, _, weight in weights
-        if (gradient := weight.grad) is not None
-    ]
-    for optimizer in followers.optimizers:
+    found = [Companion(weight, "grad", gradient) for weight in weights if (gradient := weight.tensor.grad) is not None]
+    for optimizer in sources.optimizers:
         states = optimizer.state
-        for index, _, weight in weights:
-            state, shape = states.get(weight), weight.shape
+        for weight in weights:
+            state, shape = states.get(weight.tensor), weight.tensor.shape
             if state is None:
                 continue
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
                 if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
-                    found.append(Companion(index, key, value, None))
+                    found.append(Companion(weight, key, value))
                 elif type(value) is not Tensor or value.dim() > 0:
-                    found += [Companion(index, *each) for each in _matching({key: value}, shape)]
-    for copy in followers.copies:
-        tensors = [_tensor_of(copy, name) for _, name, _ in weights]
+                    found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
+    for copy in sources.copies:
+        tensors = [_tensor_of(copy, weight.name) for weight in weights]
         is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)
-        for (index, name, weight), tensor in zip(weights, tensors):
+        for weight, tensor in zip(weights, tensors):
             if tensor is None and is_partial:  # buffers and frozen weights are rarely averaged
                 continue
-            if tensor is None or tensor.shape != weight.shape:
+            shape = weight.tensor.shape
+            if tensor is None or tensor.shape != shape:
                 got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ValueError(f"the averaged copy has {got} at {name!r}, the model has {tuple(weight.shape)}")
-            found.append(Companion(index, "ema", tensor, None))
+                raise ValueError(f"the averaged copy has {got} at {weight.name!r}, the model has {tuple(shape)}")
+            found.append(Companion(weight, "ema", tensor))
             if tensor.grad is not None:
-                found.append(Companion(index, "ema.grad", tensor.grad, None))
+                found.append(Companion(weight, "ema.grad", tensor.grad))
     return found
 
 

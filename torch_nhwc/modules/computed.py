@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from torch_nhwc.ops import convert_weight
+from torch_nhwc.formats import Format
+from torch_nhwc.hooks import LayOut, LayOutHook, add_hook, remove_hook
+from torch_nhwc.reasons import Reason
 
 
 def originals(module: nn.Module) -> dict[str, Tensor] | None:
@@ -64,31 +66,23 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values
 
 
-class LayOut(nn.Module):
-    """The last step of a parametrization: brings the weight into a memory format."""
-
-    def __init__(self, memory_format: str) -> None:
-        super().__init__()
-        self.memory_format = memory_format  # a name, since deepcopy does not take a torch.memory_format
-
-    def forward(self, weight: Tensor) -> Tensor:
-        return convert_weight(weight, getattr(torch, self.memory_format))
-
-    def right_inverse(self, weight: Tensor) -> Tensor:
-        return weight
+def is_original(module: nn.Module, name: str) -> bool:
+    """Whether the weight of a layer is computed from the tensor of this name."""
+    return name != "weight" and name in (originals(module) or ())
 
 
-class LayOutHook:
-    """The same behind the hooks of the older functions. Gone once the weight is a parameter again."""
-
-    def __init__(self, memory_format: str) -> None:
-        self.memory_format = memory_format
-
-    def __call__(self, module: Any, _: object) -> None:
-        if "weight" in module._parameters:
-            _remove_step_hooks(module)
-        else:
-            module.weight = convert_weight(module.weight, getattr(torch, self.memory_format))
+def remark_on(module: nn.Module, rank: int, wanted: Format) -> Reason | None:
+    """Why a computed weight will not be in a format once the originals of its rank are; `None` where it will."""
+    tensors = originals(module) or {}
+    replacements = {
+        name: tensor.new_empty_strided(tensor.shape, wanted.strides(tensor.shape)).copy_(tensor.detach())
+        for name, tensor in tensors.items()
+        if tensor.dim() == rank
+    }
+    weight = evaluate(module, replacements)
+    if weight is None:
+        return Reason.COMPUTED
+    return None if weight.stride() == wanted.strides(weight.shape) else Reason.COPIED_EACH_FORWARD
 
 
 def step_format(module: nn.Module) -> str | None:
@@ -100,7 +94,7 @@ def step_format(module: nn.Module) -> str | None:
     if parametrization is not None:
         last = parametrization[len(parametrization) - 1]
     else:
-        computing = (_hook(module), *_step_hooks(module).values())
+        computing = (_hook(module), *_step_hooks(module))
         last = next((hook for hook in reversed(module._forward_pre_hooks.values()) if hook in computing), None)
     return last.memory_format if isinstance(last, (LayOut, LayOutHook)) else None
 
@@ -113,9 +107,10 @@ def set_step(module: nn.Module, memory_format: str | None) -> None:
         if memory_format is not None:
             parametrization.append(LayOut(memory_format))
     else:
-        _remove_step_hooks(module)
+        for hook in _step_hooks(module):
+            remove_hook(module, hook)
         if memory_format is not None:
-            module.register_forward_pre_hook(LayOutHook(memory_format))
+            add_hook(module, LayOutHook(memory_format))
 
 
 def _remove_steps(parametrization: Any) -> None:
@@ -124,13 +119,8 @@ def _remove_steps(parametrization: Any) -> None:
             del parametrization[index]
 
 
-def _remove_step_hooks(module: nn.Module) -> None:
-    for key in _step_hooks(module):
-        del module._forward_pre_hooks[key]
-
-
-def _step_hooks(module: nn.Module) -> dict[int, LayOutHook]:
-    return {key: hook for key, hook in module._forward_pre_hooks.items() if isinstance(hook, LayOutHook)}
+def _step_hooks(module: nn.Module) -> list[LayOutHook]:
+    return [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, LayOutHook)]
 
 
 def _parametrization(module: nn.Module) -> Any:

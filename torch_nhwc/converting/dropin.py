@@ -6,12 +6,14 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torch_nhwc.companions import Followers
-from torch_nhwc.conversion import Job
+from torch_nhwc.converting.preparing import prepare
+from torch_nhwc.finding.layers import walk_layers
+from torch_nhwc.formats import CHANNELS_LAST, Format
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning import Action, decide, format_name, outcomes_of
+from torch_nhwc.planning.companions import Sources
+from torch_nhwc.planning.deciding import Request, decide, outcomes_of
+from torch_nhwc.planning.following import follow
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import CHANNELS_LAST, find_sites
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -40,12 +42,24 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
     Warns:
         UserWarning: once for each layer that stays as it is because its weight is packed, frozen, fake or computed in a
             way that is not known, and for each weight that leaves a larger storage or shared memory.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> model = torch_nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+        >>> model[0].weight.stride()
+        (27, 1, 9, 3)
     """
     return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
 
 
 def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
-    """`convert_conv2d_weight_memory_format` for `nn.Conv3d`, `nn.ConvTranspose3d` and `torch.channels_last_3d`."""
+    """Does what `convert_conv2d_weight_memory_format` does, for 3D layers and `torch.channels_last_3d`.
+
+    Example:
+        >>> layer = torch_nhwc.convert_conv3d_weight_memory_format(torch.nn.Conv3d(3, 8, 3), torch.channels_last_3d)
+        >>> layer.weight.stride()
+        (81, 1, 27, 9, 3)
+    """
     return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
 
 
@@ -65,13 +79,13 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
             f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
             f"got {memory_format}"
         )
-    name = format_name(memory_format)
-    sites = [site for site in find_sites(module) if site.rank == rank]
-    job = Job(module, sites, decide(sites, name, "detach"), name, "detach", Followers())
+    found, request = walk_layers(module), Request(Format.of(memory_format), "detach")
+    decisions = decide([site for site in found.sites if site.rank == rank], request)
+    following = follow(found, decisions, Sources(), request)
     left = [
-        (site, row.reason)
-        for site, row in zip(sites, job.rows)
-        if row.reason and (row.action is Action.REFUSE or row.reason is Reason.FAKE)
+        (decision.site, reason)
+        for decision in decisions
+        if (reason := decision.row.reason) and (decision.is_refused or reason is Reason.FAKE)
     ]
     hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:
@@ -79,13 +93,12 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     # Warnings may be errors: they come before anything changes.
     for site, reason in left:
         _warn(f"{caller}: left {site} as it is: {reason.value}")
-    changing = [site for site, row in zip(sites, job.rows) if row.action is Action.CONVERT and site.tensor is not None]
-    for site, outcome in zip(
-        changing, outcomes_of([site.tensor for site in changing if site.tensor is not None], name)
-    ):
+    moving = [decision for decision in decisions if decision.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED)]
+    outcomes = outcomes_of([decision.tensor for decision in moving], request._replace(storage="auto"))
+    for decision, outcome in zip(moving, outcomes):
         if outcome in _LEAVES:
-            _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
-    job.run()
+            _warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
+    prepare(following, request).make(request)
     return module
 
 

@@ -35,7 +35,7 @@ def commit(tensors: Sequence[Tensor], operation: Callable[[], list[Outcome]], ed
     An exception may come between any two lines, KeyboardInterrupt for one. The operation changes all of the tensors or
     none, so their strides say on which side of it the exception came.
     """
-    before = [tensor.stride() for tensor in tensors]
+    before = [tensor.stride() for tensor in tensors] if edits else []
     try:
         for edit in edits:
             edit.make()

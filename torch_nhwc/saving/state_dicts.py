@@ -1,4 +1,4 @@
-"""Checkpoints and the format: contiguous state dicts, restoring it, and checking that it is there."""
+"""State dicts of contiguous tensors, and state dicts in which the weights of a plan are in format."""
 
 import copy
 from collections.abc import Mapping, MutableMapping
@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.companions import find_companions, followers_of
-from torch_nhwc.ops import Storage, convert_weights_, lay_out_weights_
-from torch_nhwc.planning import Action, Plan, Strides, match, operator_format
-from torch_nhwc.report import CompanionRow, Report, expect_plan
+from torch_nhwc.formats import Format
+from torch_nhwc.memory import place_of
+from torch_nhwc.ops import convert_weights_
+from torch_nhwc.planning.plans import Plan, expect_plan
+from torch_nhwc.planning.rows import Action
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
@@ -22,6 +23,12 @@ def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) ->
     Returns:
         A copy of the state dict, nested ones included. Tensors that are contiguous already are the same ones; the
         others are contiguous copies. Exact aliases stay aliases.
+
+    Example:
+        >>> layer = torch.nn.Conv2d(3, 8, 3)
+        >>> _ = torch_nhwc.convert_(layer)
+        >>> torch_nhwc.contiguous_state_dict(layer)["weight"].is_contiguous()
+        True
     """
     state = model_or_state_dict.state_dict() if isinstance(model_or_state_dict, nn.Module) else model_or_state_dict
     copies: dict[tuple[Any, ...], Tensor] = {}
@@ -29,9 +36,7 @@ def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) ->
     def contiguous(tensor: Tensor) -> Tensor:
         if tensor.layout != torch.strided or tensor.is_contiguous():
             return tensor
-        has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
-        address = tensor.data_ptr() if has_memory else id(tensor)
-        place = tensor.device, address, tensor.shape, tensor.stride(), tensor.dtype
+        place = tensor.device, place_of(tensor), tensor.shape, tensor.stride(), tensor.dtype
         if place not in copies:
             copies[place] = tensor.detach().clone(memory_format=torch.contiguous_format)
         return copies[place]
@@ -73,7 +78,12 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
 
     Raises:
         TypeError: `state_dict` is not a mapping, or `plan` not a plan.
-        ValueError: an entry has another shape than the plan's site, or there is no entry for any site.
+        ValueError: an entry has another shape than the plan's row, or there is no entry for any row.
+
+    Example:
+        >>> layer = torch.nn.Conv2d(3, 8, 3)
+        >>> torch_nhwc.convert_state_dict(layer.state_dict(), torch_nhwc.plan(layer))["weight"].stride()
+        (27, 1, 9, 3)
     """
     expect_plan(plan)
     if not isinstance(state_dict, Mapping):
@@ -91,7 +101,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
             raise ValueError(
                 f"the state dict differs from the plan: {row.full_name!r} is {shape}, the plan has {row.shape}"
             )
-    convert_weights_(list(weights.values()), operator_format(plan.memory_format), storage="detach")
+    convert_weights_(list(weights.values()), Format(plan.memory_format).for_operators, storage="detach")
     converted = _copy(state_dict)
     converted.update(weights)
     return converted  # type: ignore[no-any-return]
@@ -106,80 +116,3 @@ def _nothing_found(expected: str, state_dict: Mapping[str, Any]) -> str:
         if expected.endswith(f".{key}"):
             return f"{message}, got {key!r}: put the prefix {expected.removesuffix(key)!r} before its names"
     return message
-
-
-def restore_(
-    model: nn.Module, plan: Plan, optimizer: Any = None, ema: Any = None, storage: Storage = "detach"
-) -> Report:
-    """Brings back the format that a plan describes, where something took it away.
-
-    `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` do; gradients, state and averaged copies that
-    are given follow. Weights may have another dtype than in the plan. What else was laid out anew, such as a transposed
-    weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
-
-    Args:
-        model: one that the plan fits.
-        plan: of the conversion, `report.plan`.
-        optimizer: as in `convert_`.
-        ema: as in `convert_`.
-        storage: as in `convert_`; `"detach"`, because `vector_to_parameters` leaves slices of one vector.
-
-    Raises:
-        TypeError: `plan` is not a plan.
-        ValueError: the model differs from the plan.
-    """
-    from torch_nhwc.conversion import convert_
-
-    expect_plan(plan)
-    rows = [
-        row._replace(dtype=str(site.tensor.dtype)) if site.tensor is not None else row
-        for row, site in zip(plan.rows, match(plan, model, any_dtype=True))
-    ]
-    return convert_(model, plan=Plan(tuple(rows), plan.memory_format), optimizer=optimizer, ema=ema, storage=storage)
-
-
-def align_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
-    """Lays gradients and optimizer state out as their parameters lie.
-
-    To be called after `optimizer.load_state_dict` of a checkpoint that may be in another layout: fused CPU optimizers
-    step silently wrong, and others slowly, where a parameter and its state differ. Every parameter is looked at, not
-    only convolution weights.
-
-    Args:
-        model: what the optimizer optimizes.
-        optimizer: one, or several.
-
-    Returns:
-        What was laid out anew; empty where all was in order.
-
-    Raises:
-        ValueError: the optimizer holds none of the model's parameters.
-        RuntimeError: state that cannot change; nothing has changed then.
-    """
-    followers = followers_of(optimizer, None)
-    parameters = [(index, name, tensor) for index, (name, tensor) in enumerate(model.named_parameters())]
-    ours = {id(tensor) for _, _, tensor in parameters}
-    for each in followers.optimizers:
-        if not any(id(tensor) in ours for group in each.param_groups for tensor in group["params"]):
-            raise ValueError(f"align_: the {type(each).__name__} holds none of the model's parameters")
-    strided = [each for each in parameters if type(each[2]) is nn.Parameter and each[2].layout == torch.strided]
-    apart = [
-        companion
-        for companion in find_companions(strided, followers)
-        if companion.reason is None
-        and not lies_as(companion.tensor, parameters[companion.row][2].stride())
-        and 0 not in parameters[companion.row][2].stride()
-    ]
-    strides = [parameters[companion.row][2].stride() for companion in apart]
-    outcomes = lay_out_weights_([companion.tensor for companion in apart], strides, storage="detach")
-    return [
-        CompanionRow(parameters[companion.row][1], companion.label, outcome, None)
-        for companion, outcome in zip(apart, outcomes)
-    ]
-
-
-def lies_as(tensor: Tensor, strides: Strides) -> bool:
-    """Whether every element lies where these strides put it, whatever they are in dimensions of size 1."""
-    if tensor.layout != torch.strided:  # a sparse gradient has no layout to share
-        return True
-    return all(size <= 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides))

@@ -1,18 +1,21 @@
 """Whether a model is laid out as its plan has it, on every rank."""
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
+import torch
 from torch import nn
 
-from torch_nhwc import computed
-from torch_nhwc.checkpoints import lies_as
-from torch_nhwc.companions import find_companions, followers_of
-from torch_nhwc.distributed import gather
-from torch_nhwc.planning import Action, Plan, PlanRow, Strides, canonical_strides, match
+from torch_nhwc.formats import Format, Strides
+from torch_nhwc.memory import lies_as
+from torch_nhwc.modules import computed, wrapping
+from torch_nhwc.planning.companions import Weight, find_companions, sources_of
+from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.plans import Plan, expect_plan
+from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
-from torch_nhwc.report import expect_plan
-from torch_nhwc.sites import Site
+
+_T = TypeVar("_T")
 
 
 class Deviation(NamedTuple):
@@ -43,8 +46,8 @@ def check(
     Args:
         model: one that the plan fits, in any dtype; or what DDP, `torch.compile` or `AveragedModel` has made of it.
         plan: `report.plan`.
-        optimizer: as in `convert_`.
-        ema: as in `convert_`.
+        optimizer: one, or several, whose state is looked at.
+        ema: averaged copies to look at, one or several, as `convert_` takes them.
         process_group: compares plans and strides across the ranks of this group as well. All of them call this, and
             all get the same list, or the same error.
 
@@ -55,6 +58,13 @@ def check(
         TypeError: `plan` is not a plan; a ValueError with a process group.
         ValueError: the model differs from the plan; the optimizer is another model's; or this rank is not in the
             process group.
+
+    Example:
+        >>> layer = torch.nn.Conv2d(3, 8, 3)
+        >>> plan = torch_nhwc.convert_(layer).plan
+        >>> layer.weight.data = layer.weight.data.contiguous()
+        >>> print(*torch_nhwc.check(layer, plan))
+        'weight' has strides (27, 9, 3, 1), expected (27, 1, 9, 3)
     """
     if process_group is None:
         return _look(model, plan, optimizer, ema).deviations
@@ -63,7 +73,7 @@ def check(
         mine = _look(model, plan, optimizer, ema)
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         failure, mine = error, _Rank(str(error), {}, {}, [])
-    ranks = gather(mine, process_group)
+    ranks = _gather(mine, process_group)
     failures = [f"rank {index}: {rank.failure}" for index, rank in enumerate(ranks) if rank.failure is not None]
     if failures:
         raise ValueError(f"check: {'; '.join(failures)}") from failure
@@ -81,58 +91,54 @@ class _Rank(NamedTuple):
     deviations: list[Deviation]
 
 
+def _gather(mine: _T, process_group: Any) -> list[_T]:
+    """What every rank of a group has, in their order."""
+    if torch.distributed.get_rank(process_group) < 0:
+        raise ValueError("this rank is not in the process group")
+    everyone: list[Any] = [None] * torch.distributed.get_world_size(process_group)
+    torch.distributed.all_gather_object(everyone, mine, group=process_group)
+    return everyone
+
+
 def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
     """This rank alone."""
-    expect_plan(plan)
-    model = _unwrapped(model, plan)
-    found = _Rank(None, {}, {}, [])
-    wanted: dict[int, Strides] = {}
+    model = _unwrapped(model, expect_plan(plan))
+    seen = _Rank(None, {}, {}, [])
     weights = []
-    for index, (row, site) in enumerate(zip(plan.rows, match(plan, model, any_dtype=True))):
+    for row, site in zip(plan.rows, match(plan, model, any_dtype=True).sites):
         name, tensor = row.full_name, site.tensor
-        found.planned[name] = row.shape, row.dtype, row.target_strides
+        seen.planned[name] = row.shape, row.dtype, row.target_strides
         if tensor is None:
             continue
-        found.strides[name] = tensor.stride()
-        strides = _wanted_strides(row, site, plan.memory_format)
-        if strides is None:
+        own = seen.strides[name] = tensor.stride()
+        if row.action is Action.REFUSE or not row.is_wanted:
             continue
-        wanted[index] = strides
-        weights.append((index, name, tensor))
-        if tensor.stride() != strides:
-            found.deviations.append(Deviation(name, "weight", tensor.stride(), strides, None))
+        # A layer that was lazy when it was planned has a shape by now.
+        wanted = row.target_strides or Format(plan.memory_format).strides(tensor.shape)
+        weights.append(Weight(name, tensor, wanted))
+        if own != wanted:
+            seen.deviations.append(Deviation(name, "weight", own, wanted, None))
         if row.reason is Reason.COPIED_EACH_FORWARD and computed.step_format(site.module) is None:
             remark = "has lost the step that copies it into the memory format before each forward"
-            found.deviations.append(Deviation(name, "weight", tensor.stride(), strides, None, remark))
-    followers = followers_of(optimizer, ema)
-    followers.check_optimizers(model, (tensor for _, _, tensor in weights))
-    for companion in find_companions(weights, followers):
-        tensor, strides = companion.tensor, wanted[companion.row]
+            seen.deviations.append(Deviation(name, "weight", own, wanted, None, remark))
+    sources = sources_of(optimizer, ema)
+    sources.check_optimizers(model)
+    for companion in find_companions(weights, sources):
+        weight, tensor = companion.weight, companion.tensor
         # PyTorch itself leaves gradients and state with other strides in dimensions of size 1: nothing lies elsewhere.
-        if companion.reason is None and not lies_as(tensor, strides):
-            name = plan.rows[companion.row].full_name
-            found.deviations.append(Deviation(name, companion.label, tensor.stride(), strides, None))
-    return found
-
-
-# Where wrappers keep the model.
-_INSIDE = dict.fromkeys(("DistributedDataParallel", "DataParallel", "AveragedModel"), "module")
-_INSIDE["OptimizedModule"] = "_orig_mod"
+        if companion.reason is None and not lies_as(tensor, weight.strides):
+            seen.deviations.append(Deviation(weight.name, companion.label, tensor.stride(), weight.strides, None))
+    return seen
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:
-    while name := _INSIDE.get(type(model).__name__):
-        if any(row.full_name.startswith(f"{name}.") for row in plan.rows):  # a plan of the wrapper
+    """The model inside of its wrappers, as far as the plan does not name them."""
+    while wrapped := wrapping.inside(model):
+        name, inside = wrapped
+        if any(row.full_name.startswith(f"{name}.") for row in plan.rows):
             break
-        model = getattr(model, name)
+        model = inside
     return model
-
-
-def _wanted_strides(row: PlanRow, site: Site, memory_format: str | None) -> Strides | None:
-    if row.action is Action.REFUSE or not row.is_wanted or site.tensor is None:
-        return None
-    # A layer that was lazy when it was planned has a shape by now.
-    return row.target_strides or canonical_strides(site.tensor.shape, memory_format != "contiguous_format")
 
 
 def _compare(ranks: list[_Rank]) -> list[Deviation]:

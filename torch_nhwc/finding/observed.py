@@ -1,11 +1,8 @@
-"""Running a model once on example inputs, to see which tensors really reach its convolutions as weights."""
+"""The sites that show only when a model runs: the tensors that really reach its convolutions as weights."""
 
-import random
-import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from contextlib import ExitStack
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -13,15 +10,11 @@ from torch import Tensor, nn
 from torch.nn.modules import module as nn_module
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from torch_nhwc.finding.convolutions import OPERATORS, PASSING_ON
+from torch_nhwc.finding.site import Found, Site
+from torch_nhwc.modules.walk import walk
 from torch_nhwc.reasons import Reason
-from torch_nhwc.sites import Site, walk
-
-_CONVOLUTIONS = {
-    f"aten::{name}"
-    for name in ("conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d", "convolution", "_convolution")
-}
-# What gives the same weight under another name, or in autocast's dtype.
-_PASSING_ON = {"aten::detach", "aten::alias", "aten::_to_copy", "aten::clone", "nhwc::convert_weight"}
+from torch_nhwc.running.rehearsal import rehearse
 
 
 class _Use(NamedTuple):
@@ -58,12 +51,12 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name
-        if name in _CONVOLUTIONS:
+        if name in OPERATORS:
             weight = args[1]
             if weight.dim() in (4, 5) and id(weight) not in self.laid_out:
                 groups = next((each for each in reversed(args) if type(each) is int), 1)
                 self.uses.append(_Use(self.sources.get(id(weight), weight), groups, *self.running[-1]))
-        elif name in _PASSING_ON and id(args[0]) in self.sources:
+        elif name in PASSING_ON and id(args[0]) in self.sources:
             self.sources[id(result)] = self.sources[id(args[0])]
             self.keep.append(result)
         elif name == "nhwc::convert_weight":
@@ -72,41 +65,42 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         return result
 
 
-def add_sites(model: nn.Module, sites: list[Site], example_inputs: Any) -> list[Site]:
-    """The sites of a model, with those that show only when it runs, and remarks on those whose weight never does.
+def add_sites(found: Found, example_inputs: Any) -> Found:
+    """Adds the sites that show only when the model runs, and remarks on those whose weight never does.
 
     Raises:
         ValueError: a layer is lazy; running the model would make its weights.
     """
+    model, sites, _ = found
     lazy = next((site for site in sites if site.reason is Reason.LAZY), None)
     if lazy is not None:
         raise ValueError(
             f"example_inputs would materialise the lazy layer {lazy}: run the model once, or leave them out"
         )
     owners = _owners(model)
-    uses = _run(model, example_inputs, [owner.tensor for owner in owners.values()])
+    uses = _uses(model, example_inputs, [owner.tensor for owner in owners.values()])
     known = {id(site.tensor) for site in sites if site.tensor is not None}
     used = {id(use.weight) for use in uses}
     computed_in = {use.path for use in uses if id(use.weight) not in owners}
-    found = [
+    seen = [
         site._replace(reason=Reason.COMPUTED_IN_FORWARD)
         if site.reason is None and site.name == "weight" and site.path in computed_in and id(site.tensor) not in used
         else site
         for site in sites
     ]
-    explained = {site.path for site in found if site.reason is not None or site.name != "weight"}
+    explained = {site.path for site in seen if site.reason is not None or site.name != "weight"}
     for use in uses:
         if id(use.weight) in owners:
             if id(use.weight) not in known:
                 known.add(id(use.weight))
                 path, name, owner, tensor = owners[id(use.weight)]
                 layer = getattr(owner, "original_name", type(owner).__name__)
-                found.append(Site(path, name, layer, tensor.dim(), use.groups, owner, tensor, None))
+                seen.append(Site(path, name, layer, tensor.dim(), use.groups, owner, tensor, None))
         elif use.path not in explained and not isinstance(use.module, torch.jit.ScriptModule):
             explained.add(use.path)
             layer, rank = type(use.module).__name__, use.weight.dim()
-            found.append(Site(use.path, "<computed>", layer, rank, use.groups, use.module, None, Reason.ON_THE_FLY))
-    return found
+            seen.append(Site(use.path, "<computed>", layer, rank, use.groups, use.module, None, Reason.ON_THE_FLY))
+    return found._replace(sites=seen)
 
 
 def _owners(model: nn.Module) -> dict[int, _Owner]:
@@ -124,16 +118,11 @@ def _owners(model: nn.Module) -> dict[int, _Owner]:
     return owners
 
 
-def _run(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list[_Use]:
-    arguments: tuple[Any, ...] = ()
-    keywords: dict[str, Any] = {}
-    if isinstance(example_inputs, Mapping):
-        keywords = dict(example_inputs)
-    else:
-        arguments = tuple(example_inputs) if isinstance(example_inputs, (tuple, list)) else (example_inputs,)
+def _uses(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list[_Use]:
+    """Runs the model; the weights that its convolutions were given."""
     paths = {id(module): path for path, module, _ in walk(model)}
     running: list[tuple[str, nn.Module]] = [("", model)]
-
+    watch = _Watch(owned, running)
     thread = threading.get_ident()  # others may be running models of their own, and the hooks are everybody's
 
     def enter(module: nn.Module, _: object) -> None:
@@ -144,61 +133,10 @@ def _run(model: nn.Module, example_inputs: Any, owned: Iterable[Tensor]) -> list
         if threading.get_ident() == thread:
             running.pop()
 
-    watch = _Watch(owned, running)
-    with ExitStack() as stack:
-        _restore_afterwards(stack, model)
+    def prepare(stack: ExitStack) -> None:
         stack.callback(nn_module.register_module_forward_pre_hook(enter).remove)
         stack.callback(nn_module.register_module_forward_hook(leave, always_call=True).remove)
-        # A weight that an autocast region has cast before would not be recognised, and one that is cast here, without
-        # a gradient, must not be there afterwards.
-        torch.clear_autocast_cache()
-        stack.callback(torch.clear_autocast_cache)
-        stack.enter_context(torch.no_grad())
         stack.enter_context(watch)
-        model(*arguments, **keywords)
-        stack.close()  # by the end of the block an interrupt would come too late to be seen
+
+    rehearse(model, example_inputs, prepare)
     return watch.uses
-
-
-def _restore_afterwards(stack: ExitStack, model: nn.Module) -> None:
-    """Has buffers and random generators brought back, whatever happens in between."""
-    callbacks: list[Callable[[], object]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
-        callbacks.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        callbacks.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    for _, module, _ in walk(model):
-        if isinstance(module, torch.jit.ScriptModule):
-            callbacks += [partial(_put_back, buffer, buffer.detach().clone()) for buffer in module.buffers()]
-            continue
-        callbacks.append(partial(_put_back_all, module._buffers, dict(module._buffers)))
-        for buffer in module._buffers.values():
-            if buffer is not None:
-                callbacks.append(partial(_put_back, buffer, buffer.detach().clone()))
-    # Twice: where an interrupt ends the first, the second goes on.
-    stack.callback(_call_all, callbacks)
-    stack.callback(_call_all, callbacks)
-
-
-def _call_all(pending: list[Callable[[], object]]) -> None:
-    """Calls functions, the last one first, each of which may be called again."""
-    while pending:
-        pending[-1]()
-        pending.pop()
-
-
-def _put_back_all(buffers: dict[str, Tensor | None], before: dict[str, Tensor | None]) -> None:
-    buffers.clear()
-    buffers.update(before)
-
-
-def _put_back(buffer: Tensor, values: Tensor) -> None:
-    has_values = not buffer.is_meta and not hasattr(buffer, "fake_mode")
-    if buffer.shape != values.shape:  # observers of quantization do that
-        buffer.resize_(values.shape)
-    if has_values and not torch.equal(buffer, values):
-        buffer.detach().copy_(values)

@@ -1,79 +1,21 @@
-"""Finding the sites of a model: the weights of its convolutions."""
+"""The sites of a model's layers: of the convolution layers, what derives from them, and scripted ones."""
 
 import sys
-from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc import computed, scripted, wrapping
+from torch_nhwc.finding import scripted
+from torch_nhwc.finding.convolutions import LAYERS
+from torch_nhwc.finding.site import Found, Site
+from torch_nhwc.modules import computed
+from torch_nhwc.modules.walk import walk
 from torch_nhwc.reasons import Reason
 
-# The layers whose weight has this rank. Each has a quantized and a scripted namesake.
-LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
-    4: (nn.Conv2d, nn.ConvTranspose2d),
-    5: (nn.Conv3d, nn.ConvTranspose3d),
-}
-# The channels-last format of a rank.
-CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
-
-class Site(NamedTuple):
-    """A weight of a convolution, or the reason why there is none to convert."""
-
-    path: str
-    """Of the layer in the model, as in `named_modules`; empty for the model itself."""
-    name: str
-    """Of the tensor in the layer: `weight`, or the original of a computed weight."""
-    layer: str
-    """The layer's class."""
-    rank: int
-    """Of the weight, also where there is no tensor to ask."""
-    groups: int
-    """Of the convolution; 0 where they are not known."""
-    module: nn.Module
-    tensor: Tensor | None
-    reason: Reason | None
-    """Why the site cannot be converted, or must not; what to know about it otherwise; mostly `None`."""
-
-    @property
-    def full_name(self) -> str:
-        """As in the state dict."""
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-    def __str__(self) -> str:
-        return f"{self.path!r} ({self.layer})" if self.path else f"the module itself ({self.layer})"
-
-
-def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
-    """Every module once, in the order of `named_modules`, with the reason that a wrapper around it gives.
-
-    In one loop, since the generators of `named_modules` nest as deep as the model. The insides of a TorchScript module
-    are left to `scripted`.
-    """
-    seen: set[int] = set()
-    wrappers: dict[type, Reason | None] = {}
-    stack: list[tuple[str, nn.Module, Reason | None]] = [("", model, None)]
-    while stack:
-        path, module, wrapped = entry = stack.pop()
-        if id(module) in seen:
-            continue
-        seen.add(id(module))
-        if wrapped is None and (wrapper := wrapping.reason_of(module, wrappers)) is not None:
-            wrapped = wrapper
-            entry = path, module, wrapped
-        yield entry
-        if module._modules and not isinstance(module, torch.jit.ScriptModule):
-            prefix = f"{path}." if path else ""
-            for name, child in reversed(module._modules.items()):
-                if child is not None:
-                    stack.append((prefix + name, child, wrapped))
-
-
-def find_sites(model: nn.Module) -> list[Site]:
-    """The sites of a model, in the model's order, each layer once."""
+def walk_layers(model: nn.Module) -> Found:
+    """The sites of a model's layers, in the model's order, each layer once."""
     sites: list[Site] = []
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     # Asked once for each class, since a model has few, and by its bases: quantized layers have an abstract base, for
@@ -99,13 +41,11 @@ def find_sites(model: nn.Module) -> list[Site]:
         elif family == "quantized":
             found.append(Site(path, "weight", module_type.__name__, rank, _groups(module), module, None, Reason.PACKED))
         else:
-            for relative, name, layer, dim, owner, tensor, reason in scripted.find(module):
-                full = f"{path}.{relative}" if path and relative else path or relative
-                found.append(Site(full, name, layer, dim, 0, owner, tensor, reason))
+            found += scripted.find(path, module)
         if wrapped is not None:
             found = [site if site.reason is Reason.PACKED else site._replace(reason=wrapped) for site in found]
         sites += found
-    return sites
+    return Found(model, sites, set(kinds))
 
 
 def _groups(module: nn.Module) -> int:

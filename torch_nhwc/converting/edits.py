@@ -1,0 +1,65 @@
+"""What a conversion changes besides tensors: hooks on modules, and the last steps of computed weights."""
+
+import weakref
+from functools import partial
+
+from torch import nn
+
+from torch_nhwc.converting.commit import Edit
+from torch_nhwc.formats import Format
+from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
+from torch_nhwc.modules import computed
+from torch_nhwc.planning.companions import Sources
+from torch_nhwc.planning.deciding import Decision, Request
+from torch_nhwc.reasons import Reason
+
+
+def edits_of(model: nn.Module, decisions: list[Decision], sources: Sources, request: Request) -> list[Edit]:
+    """The edits of a conversion: lazy layers convert later, computed weights are laid out, and so are inputs."""
+    edits: list[Edit] = []
+    seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
+    for decision in decisions:
+        site = decision.site
+        module = site.module
+        if decision.row.reason is Reason.LAZY or module._forward_pre_hooks:
+            edits += _waiting(decision)
+        if site.name != "weight" and id(module) not in seen and _is_laid_out(decision):
+            seen.add(id(module))
+            edits += _steps(decision, sources, request.format)
+    hook = find_hook(model, ChannelsLastInput)
+    if request.input_format and not hook:
+        edits.append(_hook_edit(model, ChannelsLastInput()))
+    elif hook and not request.format.is_channels_last:
+        edits.append(_hook_edit(model, hook).reverse)
+    return edits
+
+
+def _waiting(decision: Decision) -> list[Edit]:
+    """A lazy layer gets a hook; one from an earlier call, that this call takes the place of, goes."""
+    waiting = find_hook(decision.site.module, ConvertWhenMaterialised)
+    if decision.waits:
+        return [] if waiting else [_hook_edit(decision.site.module, ConvertWhenMaterialised())]
+    is_over = decision.takes_part or decision.row.reason is Reason.LAZY
+    return [_hook_edit(decision.site.module, waiting).reverse] if waiting and is_over else []
+
+
+def _is_laid_out(decision: Decision) -> bool:
+    return decision.takes_part or decision.row.reason is Reason.TIED
+
+
+def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:
+    """The layer's last step, and those of its averaged copies, that bring a computed weight into the format."""
+    module, reason = decision.site.module, decision.row.reason
+    if reason is Reason.TIED:
+        is_original = computed.is_original(module, decision.site.name)
+        reason = computed.remark_on(module, decision.row.rank, wanted) if is_original else None
+    name = wanted.name_at(decision.row.rank) if reason is Reason.COPIED_EACH_FORWARD else None
+    current = computed.step_format(module)
+    if name == current:
+        return []
+    forth, back = (partial(computed.set_step, memory_format=each) for each in (name, current))
+    return [Edit(weakref.ref(layer), forth, back) for layer in (module, *sources.layers_at(decision.site.path))]
+
+
+def _hook_edit(module: nn.Module, hook: object) -> Edit:
+    return Edit(weakref.ref(module), partial(add_hook, hook=hook), partial(remove_hook, hook=hook))

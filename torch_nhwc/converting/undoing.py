@@ -1,0 +1,72 @@
+"""The way back of a conversion: what it changes, as it was."""
+
+import weakref
+from collections.abc import Callable, MutableMapping
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from torch_nhwc.converting.commit import Edit, commit
+from torch_nhwc.formats import CONTIGUOUS, Strides
+from torch_nhwc.modules import wrapping
+from torch_nhwc.ops import lay_out_weights_
+from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.following import Following
+from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.reasons import Reason
+
+
+class Undo(NamedTuple):
+    """What a conversion changes, as it was. Holds models, optimizers and tensors weakly."""
+
+    model: "weakref.ref[nn.Module]"
+    sources: Callable[[], Sources]
+    strides: dict[str, Strides | None]
+    """Of the weights, by full name. `None` where contiguous ones must do: there were none, or elements overlapped."""
+    companions: MutableMapping[Tensor, Strides]
+    """The strides of those companions that did not lie as their weight: the others go back with it."""
+    edits: list[Edit]
+
+    @classmethod
+    def of(cls, following: Following, edits: list[Edit]) -> "Undo":
+        """To be made before anything changes."""
+        followed = {companion.weight.name for companion in following.companions if companion.changes}
+        strides: dict[str, Strides | None] = {}
+        for decision in following.decisions:
+            row = decision.row
+            if decision.changes or decision.waits or (followed and row.full_name in followed):
+                strides[row.full_name] = None if row.reason is Reason.OVERLAPPING else row.strides
+        apart: MutableMapping[Tensor, Strides] = WeakTensorKeyDictionary()
+        for companion in following.companions if strides else ():
+            own = companion.tensor.stride()
+            # The strides of expanded tensors cannot be brought back.
+            if companion.reason is None and own != companion.weight.tensor.stride() and 0 not in own:
+                apart[companion.tensor] = own
+        return cls(weakref.ref(following.model), following.sources.weakly(), strides, apart, edits)
+
+    def revert(self, plan: Plan, optimizer: Any, ema: Any) -> None:
+        """What `Report.revert` does; see there."""
+        model = self.model()
+        if model is None:
+            raise RuntimeError("Report.revert: the model is gone")
+        sources = self.sources().joined(sources_of(optimizer, ema))
+        found = match(plan, model, any_dtype=True)
+        sources.check_optimizers(model)
+        weights = []
+        for site in found.sites:
+            if site.full_name not in self.strides:
+                continue
+            if site.reason is not None and site.reason in wrapping.REASONS:
+                raise RuntimeError(f"Report.revert: {site.full_name!r}: {site.reason.value}")
+            if site.tensor is not None:
+                before = self.strides[site.full_name] or CONTIGUOUS.strides(site.tensor.shape)
+                weights.append(Weight(site.full_name, site.tensor, before))
+        companions = [each for each in find_companions(weights, sources) if each.reason is None]
+        tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
+        strides = [weight.strides for weight in weights]
+        strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
+        edits = [edit.reverse for edit in reversed(self.edits)]
+        commit(tensors, partial(lay_out_weights_, tensors, strides), edits)

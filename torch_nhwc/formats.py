@@ -1,0 +1,68 @@
+"""Memory formats of weights: their names, the ranks that they serve, and their strides."""
+
+from typing import NamedTuple
+
+import torch
+
+Strides = tuple[int, ...]
+
+# The channels-last format of a rank.
+CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+_RANKS = {"contiguous_format": (4, 5), "channels_last": (4,), "channels_last_3d": (5,)}
+
+
+class Format(NamedTuple):
+    """The memory format that is asked for."""
+
+    name: str | None
+    """As PyTorch calls it, without `torch.`; `None` is channels-last of each weight's rank."""
+
+    @classmethod
+    def of(cls, memory_format: torch.memory_format | str | None) -> "Format":
+        """The format that a caller means.
+
+        Raises:
+            ValueError: it is none of the four.
+        """
+        if memory_format is None:
+            return cls(None)
+        is_named = isinstance(memory_format, (str, torch.memory_format))
+        name = str(memory_format).removeprefix("torch.") if is_named else ""
+        if name not in _RANKS:
+            other = f"{type(memory_format).__name__} (give optimizers and others by name)"
+            got = repr(memory_format) if name else other
+            raise ValueError(f"expected memory_format to be None or one of {', '.join(_RANKS)}, got {got}")
+        return cls(name)
+
+    @property
+    def is_channels_last(self) -> bool:
+        """Whether it is a channels-last format, of any rank."""
+        return self.name != "contiguous_format"
+
+    @property
+    def for_operators(self) -> torch.memory_format | None:
+        """What the operators take: channels-last is that of each weight's rank, by `None`."""
+        return None if self.is_channels_last else torch.contiguous_format
+
+    def serves(self, rank: int) -> bool:
+        """Whether weights of a rank can have it."""
+        return self.name is None or rank in _RANKS[self.name]
+
+    def name_at(self, rank: int) -> str:
+        """The name of what it is for weights of a rank."""
+        return self.name or str(CHANNELS_LAST[rank]).removeprefix("torch.")
+
+    def strides(self, shape: torch.Size) -> Strides:
+        """The canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
+        key = shape, self.is_channels_last
+        strides = _strides.get(key)
+        if strides is None:
+            rank = len(shape) if self.is_channels_last else 0
+            wanted = CHANNELS_LAST.get(rank, torch.contiguous_format)
+            strides = _strides[key] = torch.empty(shape, device="meta", memory_format=wanted).stride()
+        return strides
+
+
+_strides: dict[tuple[torch.Size, bool], Strides] = {}
+
+CONTIGUOUS = Format("contiguous_format")

@@ -1,0 +1,19 @@
+"""Where tensors lie in memory."""
+
+import torch
+from torch import Tensor, nn
+
+from torch_nhwc.formats import Strides
+
+
+def place_of(tensor: Tensor) -> int:
+    """Equal for tensors that begin at one place in memory; of the object itself where there is no memory to see."""
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta
+    return (tensor.data_ptr() if has_memory else 0) or id(tensor)
+
+
+def lies_as(tensor: Tensor, strides: Strides) -> bool:
+    """Whether every element lies where these strides put it, whatever they are in dimensions of size 1."""
+    if tensor.layout != torch.strided:  # a sparse gradient has no layout to share
+        return True
+    return all(size <= 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides))

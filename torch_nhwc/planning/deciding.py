@@ -1,0 +1,231 @@
+"""What is to happen to every site: by what kind of site it is, and by what the operators say of its tensor."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import Tensor, nn
+
+from torch_nhwc.finding.site import Site
+from torch_nhwc.formats import Format
+from torch_nhwc.memory import place_of
+from torch_nhwc.modules import computed, wrapping
+from torch_nhwc.ops import Outcome, Storage, plan_weights
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action, PlanRow, as_text
+from torch_nhwc.reasons import Kind, Reason
+
+FilterFunction = Callable[[nn.Module, str], bool]
+
+
+class Request(NamedTuple):
+    """What is asked for, checked."""
+
+    format: Format
+    storage: Storage = "auto"
+    filter_fn: FilterFunction | None = None
+    input_format: str | None = None
+
+    @classmethod
+    def of(
+        cls,
+        memory_format: torch.memory_format | str | None,
+        storage: Storage,
+        filter_fn: FilterFunction | None,
+        input_format: Any,
+    ) -> "Request":
+        """What the arguments of `plan` and `convert_` ask for.
+
+        Raises:
+            ValueError, TypeError: one of them is of no use.
+        """
+        if input_format is not None and Format.of(input_format).name != "channels_last":
+            raise ValueError(f"expected input_format to be None or 'channels_last', got {input_format!r}")
+        if storage not in get_args(Storage):
+            raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
+        if filter_fn is not None and not callable(filter_fn):
+            raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
+        return cls(Format.of(memory_format), storage, filter_fn, None if input_format is None else "channels_last")
+
+
+@dataclass(slots=True)
+class Decision:
+    """What is to happen to one site, and in the end what has happened to it."""
+
+    site: Site
+    row: PlanRow
+    outcome: Outcome | None = None
+    """What the operators are to do to the weight, and then what they did; `None` where they are not called."""
+
+    @property
+    def tensor(self) -> Tensor:
+        """The weight, of a site that has one."""
+        assert self.site.tensor is not None
+        return self.site.tensor
+
+    @property
+    def changes(self) -> bool:
+        """Whether the operators are to be called."""
+        return self.row.action in _CHANGES and self.site.tensor is not None
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether the site should change and cannot."""
+        return self.row.action is Action.REFUSE
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is done once there is a weight."""
+        return self.row.reason is Reason.LAZY and self.row.action is Action.CONVERT
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the site is in the format or will be: its companions are looked after, also where it is in order."""
+        row = self.row
+        return (
+            row.target_strides is not None
+            and row.action is not Action.REFUSE
+            and row.reason not in (Reason.FAKE, Reason.TIED)
+        )
+
+    def refuse(self, reason: Reason) -> None:
+        """Leaves the site as it is."""
+        self.row, self.outcome = self.row.refused(reason), None
+
+
+# Tuples: the members of an enumeration compare fast and hash slowly.
+_CHANGES = (Action.CONVERT, Action.RESTRIDE)
+_NOT_ASKED_FOR = (Reason.FILTERED, Reason.OTHER_RANK)
+# Refused for the sake of companions that are not known when a plan is applied again.
+_FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
+# Why the operators refuse, as a reason.
+_REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
+# The class of a fake tensor, by name, since its module may not be loaded.
+_FAKE = "FakeTensor"
+
+
+def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) -> list[Decision]:
+    """What is to happen to every site.
+
+    Args:
+        sites: of a model.
+        request: what is asked for.
+        plan: whose rows are those of the sites, and which says what is to change; what can be done is decided anew.
+    """
+    sites, wanted = _with_bars(sites, request.filter_fn), request.format
+    outcomes = iter(outcomes_of([site.tensor for site in sites if site.tensor is not None], request))
+    first: dict[int, Decision] = {}  # of the sites of one tensor, by its identity
+    remarks: dict[int, Reason | None] = {}  # on computed weights, by the identity of their layer
+    decisions = []
+    for site in sites:
+        tensor, reason = site.tensor, site.reason
+        outcome = None if tensor is None else next(outcomes)
+        earlier = None if tensor is None else first.get(id(tensor))
+        if not wanted.serves(site.rank):
+            action, reason = Action.KEEP, Reason.OTHER_RANK
+        elif reason is Reason.FILTERED:
+            action = Action.KEEP
+        elif reason is Reason.LAZY:
+            action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
+        elif tensor is None or (reason is not None and reason.kind is Kind.REFUSED):
+            is_in_format = outcome is Outcome.KEPT
+            action, reason = (Action.KEEP, Reason.IN_FORMAT) if is_in_format else (Action.REFUSE, reason)
+        elif earlier is not None:
+            first_row = earlier.row
+            is_refused = first_row.action is Action.REFUSE
+            action, reason = (first_row.action, first_row.reason) if is_refused else (Action.KEEP, Reason.TIED)
+        elif outcome is Outcome.KEPT and site.name == "weight":
+            action, reason = Action.KEEP, reason or Reason.IN_FORMAT
+        else:
+            action, reason = _judge(site, tensor, outcome, wanted, remarks)
+        decision = Decision(site, _row(site, action, reason, wanted), outcome if action in _CHANGES else None)
+        if tensor is not None and earlier is None:
+            first[id(tensor)] = decision
+        decisions.append(decision)
+    for planned, decision in zip(plan.rows if plan else (), decisions):
+        if not planned.is_wanted or planned.reason in _FOR_COMPANIONS:
+            row = decision.row._replace(action=planned.action, reason=planned.reason)
+            decision.row, decision.outcome = row._replace(target_strides=None, bytes_to_move=0), None
+    return decisions
+
+
+def _with_bars(sites: Sequence[Site], filter_fn: FilterFunction | None) -> Sequence[Site]:
+    """The sites, each with the reason that keeps it: what keeps a site keeps all others over the same memory."""
+    if filter_fn is not None:
+        sites = [site if filter_fn(site.module, site.path) else site._replace(reason=Reason.FILTERED) for site in sites]
+    barred = {
+        place_of(site.tensor): site.reason
+        for site in sites
+        if site.tensor is not None and site.reason is not None and site.reason.kind is not Kind.REMARK
+    }
+    if not barred:
+        return sites
+    return [
+        site if site.tensor is None else site._replace(reason=barred.get(place_of(site.tensor), site.reason))
+        for site in sites
+    ]
+
+
+def _row(site: Site, action: Action, reason: Reason | None, wanted: Format) -> PlanRow:
+    path, name, layer, rank, groups, _, tensor, _ = site
+    if tensor is None:
+        return PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason)
+    shape = tensor.shape
+    return PlanRow(
+        path,
+        name,
+        layer,
+        rank,
+        tuple(shape),
+        groups,
+        as_text(tensor.dtype),
+        as_text(tensor.device),
+        tensor.stride(),
+        None if reason in _NOT_ASKED_FOR else wanted.strides(shape),
+        tensor.nbytes if action is Action.CONVERT else 0,
+        action,
+        reason,
+    )
+
+
+def _judge(
+    site: Site, tensor: Tensor, outcome: Outcome | None, wanted: Format, remarks: dict[int, Reason | None]
+) -> tuple[Action, Reason | None]:
+    """What an outcome of `plan_weights` means for a site."""
+    if outcome is None:
+        return Action.REFUSE, Reason.UNSUPPORTED
+    if outcome is Outcome.TRACED:
+        is_fake = _FAKE in (type(tensor).__name__, type(tensor.data).__name__)
+        return (Action.KEEP, Reason.FAKE) if is_fake else (Action.REFUSE, Reason.SUBCLASS)
+    if outcome < 0:
+        return Action.REFUSE, _REFUSALS[outcome]
+    if wrapping.is_offloaded(site.module, tensor):
+        return Action.REFUSE, Reason.OFFLOADED
+    remark = site.reason
+    if remark is None and computed.is_original(site.module, site.name):
+        if id(site.module) not in remarks:
+            remarks[id(site.module)] = computed.remark_on(site.module, site.rank, wanted)
+        remark = remarks[id(site.module)]
+        if remark is Reason.COMPUTED:
+            return Action.REFUSE, remark
+    if outcome is Outcome.KEPT:
+        return Action.KEEP, remark or Reason.IN_FORMAT
+    if remark is None and 0 in tensor.stride():
+        remark = Reason.OVERLAPPING
+    if outcome is Outcome.RESTRIDED:
+        return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
+    return Action.CONVERT, remark
+
+
+def outcomes_of(tensors: list[Tensor], request: Request) -> list[Outcome | None]:
+    """What the operators would do to each tensor; `None` for one that they do not take."""
+    if not tensors:
+        return []
+    try:
+        return list(plan_weights(tensors, request.format.for_operators, storage=request.storage))
+    except (RuntimeError, NotImplementedError):
+        if len(tensors) == 1:
+            return [None]
+        half = len(tensors) // 2
+        return [each for part in (tensors[:half], tensors[half:]) for each in outcomes_of(part, request)]

@@ -1,0 +1,80 @@
+"""Who follows the weights, and which weights stay for the sake of what cannot."""
+
+from typing import NamedTuple
+
+from torch import nn
+
+from torch_nhwc.finding.site import Found
+from torch_nhwc.memory import place_of
+from torch_nhwc.modules import optimizers
+from torch_nhwc.ops import Outcome
+from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions
+from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
+from torch_nhwc.planning.rows import Action
+from torch_nhwc.reasons import Reason
+
+
+class Following(NamedTuple):
+    """All that is decided of a conversion."""
+
+    model: nn.Module
+    sources: Sources
+    decisions: list[Decision]
+    companions: list[Companion]
+    remarks: list[str]
+    """Sentences on the whole."""
+
+
+def follow(found: Found, decisions: list[Decision], sources: Sources, request: Request) -> Following:
+    """What goes with the weights; a site whose companions cannot follow is refused.
+
+    Raises:
+        ValueError: an optimizer or an averaged copy is that of another model.
+    """
+    sources.check_optimizers(found.model)
+    remarks = []
+    for optimizer in sources.optimizers:
+        if optimizers.views_parameters(optimizer):
+            remarks.append(f"{type(optimizer).__name__}: {Reason.VIEWS_PARAMETERS.value}")
+        if request.format.is_channels_last and optimizers.flattens_parameters(optimizer):
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            for decision in decisions:
+                if decision.row.action is Action.CONVERT and id(decision.site.tensor) in held:
+                    decision.refuse(Reason.FLATTENING_OPTIMIZER)
+    is_changing = request.format.is_channels_last and any(decision.changes for decision in decisions)
+    if is_changing and any(issubclass(each, (nn.InstanceNorm2d, nn.InstanceNorm3d)) for each in found.module_types):
+        remarks.append(Reason.INSTANCE_NORM.value)
+    weights = [
+        Weight(decision.row.full_name, decision.tensor, decision.row.target_strides or ())
+        for decision in decisions
+        if decision.takes_part
+    ]
+    companions = find_companions(weights, sources)
+    _foresee(companions, request)
+    stuck = [companion for companion in companions if companion.reason is Reason.STATE_IN_THE_WAY]
+    if stuck:
+        # Two parameters over one storage change together or not at all.
+        places = {place_of(companion.weight.tensor) for companion in stuck}
+        refused = set()
+        for decision in decisions:
+            is_with_them = decision.takes_part and place_of(decision.tensor) in places
+            if is_with_them and decision.row.action is not Action.KEEP:
+                decision.refuse(Reason.STATE_IN_THE_WAY)
+                refused.add(decision.row.full_name)
+        companions = [companion for companion in companions if companion.weight.name not in refused]
+    return Following(found.model, sources, decisions, companions, remarks)
+
+
+def _foresee(companions: list[Companion], request: Request) -> None:
+    """Notes what the operators are to do to each companion; one that they cannot change is in the way."""
+    following = []
+    for companion in companions:
+        if companion.reason is None:
+            if companion.tensor.stride() == companion.weight.strides:
+                companion.outcome = Outcome.KEPT
+            else:
+                following.append(companion)
+    for companion, outcome in zip(following, outcomes_of([each.tensor for each in following], request)):
+        companion.outcome = outcome
+        if outcome is None or outcome < 0:
+            companion.reason = Reason.STATE_IN_THE_WAY

@@ -1,0 +1,56 @@
+"""Finding the sites of a plan in a model."""
+
+from torch import Tensor, nn
+
+from torch_nhwc.finding.find import find
+from torch_nhwc.finding.site import Found, Site
+from torch_nhwc.planning.plans import Plan, expect_plan
+from torch_nhwc.planning.rows import PlanRow, as_text
+from torch_nhwc.reasons import Reason
+
+
+def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
+    """The model's sites in the order of a plan's rows.
+
+    Args:
+        plan: of the model, or of another instance of the same architecture.
+        model: the one to find the sites in.
+        any_dtype: whether the weights may be of another dtype than the plan's.
+
+    Raises:
+        TypeError: it is not a plan.
+        ValueError: naming the first site that differs.
+    """
+    rows = expect_plan(plan).rows
+    found = find(model)
+    sites = {site.full_name: site for site in found.sites}
+    matched = []
+    for row in rows:
+        site = sites.pop(row.full_name, None) or _site_from_example(model, row)
+        if site is None:
+            raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")
+        if site.tensor is not None and row.shape is not None:
+            shape, dtype = tuple(site.tensor.shape), as_text(site.tensor.dtype)
+            if shape != row.shape or not (any_dtype or dtype == row.dtype):
+                raise ValueError(
+                    f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
+                    f"the plan has {row.shape} of {row.dtype}"
+                )
+        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site._replace(reason=row.reason))
+    for site in sites.values():
+        raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
+    return found._replace(sites=matched)
+
+
+def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
+    """The site of a row that only example inputs have shown."""
+    try:
+        module = model.get_submodule(row.path)
+    except AttributeError:
+        return None
+    tensor = getattr(module, row.name, None)
+    if isinstance(tensor, Tensor):
+        return Site(row.path, row.name, row.layer, row.rank, row.groups, module, tensor, None)
+    if row.reason is not Reason.ON_THE_FLY:
+        return None
+    return Site(row.path, row.name, row.layer, row.rank, row.groups, module, None, row.reason)

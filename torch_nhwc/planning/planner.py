@@ -1,0 +1,65 @@
+"""`plan`: the whole decision of a conversion, without writing anything."""
+
+from typing import Any, Literal
+
+import torch
+from torch import nn
+
+from torch_nhwc.finding.find import find
+from torch_nhwc.ops import Storage
+from torch_nhwc.planning.companions import sources_of
+from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
+from torch_nhwc.planning.following import follow
+from torch_nhwc.planning.plans import Plan
+
+
+def plan(
+    model: nn.Module,
+    memory_format: torch.memory_format | str | None = None,
+    *,
+    optimizer: Any = None,
+    ema: Any = None,
+    filter_fn: FilterFunction | None = None,
+    example_inputs: Any = None,
+    storage: Storage = "auto",
+    input_format: Literal["channels_last"] | torch.memory_format | None = None,
+) -> Plan:
+    """Decides what a conversion would do to every convolution weight of a model, without writing anything.
+
+    `convert_` with the same arguments does what the plan says, and so does `convert_(model, plan=plan)`.
+
+    Args:
+        model: any module, TorchScript modules included, or one layer.
+        memory_format: `None` is channels-last by the weights' rank, 2D and 3D in one call. `torch.channels_last` means
+            the 2D weights, `torch.channels_last_3d` the 3D ones, `torch.contiguous_format` both. Their names, such as
+            `"channels_last"`, mean the same.
+        optimizer: one, or several, whose state would follow. A weight whose state cannot follow is refused.
+        ema: averaged copies that would follow, one or several, as `convert_` takes them.
+        filter_fn: called as `filter_fn(module, path)`; false keeps the layer as it is.
+        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones. The model then runs once
+            on them, under `no_grad` and in its own mode, and every parameter that reaches a convolution as its weight
+            is a site, whatever the layer; buffers and random generators are brought back afterwards.
+        storage: whether bytes are permuted in place or go to new memory, as `convert_weights_` takes it.
+        input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry.
+
+    Raises:
+        TypeError: `model` is not a module, or a layer's weight is not a tensor; `filter_fn` cannot be called.
+        ValueError: the memory format, `storage` or `input_format` is none of these; lazy layers and example inputs
+            together; an optimizer or an averaged copy is that of another model.
+
+    Example:
+        >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
+        >>> plan.bytes_to_move
+        864
+    """
+    request = Request.of(memory_format, storage, filter_fn, input_format)
+    sources = sources_of(optimizer, ema)
+    found = find(model, example_inputs)
+    following = follow(found, decide(found.sites, request), sources, request)
+    return plan_of(following.decisions, request)
+
+
+def plan_of(decisions: list[Decision], request: Request) -> Plan:
+    """The plan that decisions amount to."""
+    rows = tuple(decision.row for decision in decisions)
+    return Plan(rows, request.format.name, request.storage, request.input_format)

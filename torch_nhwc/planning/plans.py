@@ -1,0 +1,103 @@
+"""The plan: all that a conversion is to do, as data that can be kept, compared and applied."""
+
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch_nhwc.ops import Storage
+from torch_nhwc.planning.rendering import render
+from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.reasons import Reason
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a conversion is to do to a model; `convert_(model, plan=plan)` applies it.
+
+    It goes for the model that it was made for, and for other instances of the same architecture. Which sites are to
+    change, and to what, is the plan's; what can be done to their tensors is decided anew.
+
+    Attributes:
+        rows: one for each site, that is each convolution weight, in the model's order.
+        memory_format: the name of the format asked for; `None` is channels-last by rank.
+        storage: as `convert_` has it.
+        input_format: `"channels_last"` where inputs are brought into channels-last at the model's entry, else `None`.
+
+    Example:
+        >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
+        >>> torch_nhwc.Plan.from_json(plan.to_json()) == plan
+        True
+        >>> torch_nhwc.convert_(torch.nn.Conv2d(3, 8, 3), plan=plan).outcomes
+        (<Outcome.REUSED: 2>,)
+    """
+
+    rows: tuple[PlanRow, ...]
+    memory_format: str | None
+    storage: Storage = "auto"
+    input_format: str | None = field(default=None, compare=False)  # plans are equal by what they say of the weights
+
+    @property
+    def digest(self) -> str:
+        """A hash over name, shape, dtype and target strides of every site.
+
+        Equal on all ranks that plan the same conversion of the same architecture, whatever the weights' layouts are.
+        """
+        described = [(row.full_name, row.shape, row.dtype, row.target_strides) for row in self.rows]
+        return hashlib.sha256(json.dumps(described).encode()).hexdigest()
+
+    @property
+    def bytes_to_move(self) -> int:
+        """By all sites together."""
+        return sum(row.bytes_to_move for row in self.rows)
+
+    def to_json(self) -> str:
+        """The plan as JSON text, for `from_json`."""
+        described = {name: getattr(self, name) for name in ("memory_format", "storage", "input_format", "digest")}
+        return json.dumps(described | {"rows": [row_as_data(row) for row in self.rows]}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Plan":
+        """The plan that `to_json` wrote.
+
+        Raises:
+            ValueError: the text is not such a plan, or was changed since.
+        """
+        try:
+            read = json.loads(text)
+            rows = tuple(_row_from_data(row) for row in read["rows"])
+            plan = cls(rows, read["memory_format"], read["storage"], read["input_format"])
+            expected = read["digest"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(f"Plan.from_json: expected what Plan.to_json writes: {error!r}") from error
+        if plan.digest != expected:
+            raise ValueError("Plan.from_json: the digest does not fit the rows: the text was changed")
+        return plan
+
+    def __str__(self) -> str:
+        return render("Plan", self.rows, self.memory_format)
+
+
+def row_as_data(row: PlanRow) -> dict[str, Any]:
+    """A row as JSON has it, its reason by name."""
+    return row._asdict() | {"reason": row.reason and row.reason.name}
+
+
+def _row_from_data(row: dict[str, Any]) -> PlanRow:
+    for field in ("shape", "strides", "target_strides"):
+        row[field] = None if row[field] is None else tuple(row[field])
+    row["reason"] = None if row["reason"] is None else Reason[row["reason"]]
+    row["action"] = Action(row["action"])
+    return PlanRow(**row)
+
+
+def expect_plan(plan: object) -> Plan:
+    """The plan itself.
+
+    Raises:
+        TypeError: it is anything else, such as a report.
+    """
+    if not isinstance(plan, Plan):
+        hint = ": pass report.plan" if isinstance(getattr(plan, "plan", None), Plan) else ""
+        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
+    return plan

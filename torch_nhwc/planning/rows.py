@@ -1,0 +1,78 @@
+"""One line of a plan: what is to happen to a site, as plain data."""
+
+import enum
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from torch_nhwc.formats import Strides
+from torch_nhwc.reasons import Reason
+
+
+class Action(str, enum.Enum):
+    """What happens to a site: to one convolution weight.
+
+    Example:
+        >>> torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0].action is torch_nhwc.Action.CONVERT
+        True
+    """
+
+    CONVERT = "convert"
+    """It is brought into the format; bytes move."""
+    RESTRIDE = "restride"
+    """Only its strides change."""
+    KEEP = "keep"
+    """There is nothing to do, or it was not asked for."""
+    REFUSE = "refuse"
+    """It should change and cannot; the reason says why, and what to do."""
+
+
+class PlanRow(NamedTuple):
+    """One site of a plan: one weight of one convolution.
+
+    Example:
+        >>> row = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0]
+        >>> row.full_name, row.strides, row.target_strides
+        ('weight', (27, 9, 3, 1), (27, 1, 9, 3))
+    """
+
+    path: str
+    """Of the layer in the model; empty for the model itself."""
+    name: str
+    """Of the tensor in the layer."""
+    layer: str
+    """The layer's class."""
+    rank: int
+    shape: tuple[int, ...] | None
+    """`None` where there is no tensor yet, or none to see."""
+    groups: int
+    """0 where they are not known."""
+    dtype: str | None
+    device: str | None
+    strides: Strides | None
+    target_strides: Strides | None
+    """`None` where the site is not to change."""
+    bytes_to_move: int
+    action: Action
+    reason: Reason | None
+
+    @property
+    def full_name(self) -> str:
+        """As in the state dict."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the site is to be in the format, now or once it can be."""
+        return self.target_strides is not None or self.reason is Reason.LAZY
+
+    def refused(self, reason: Reason) -> "PlanRow":
+        """The same site, left as it is."""
+        return self._replace(action=Action.REFUSE, reason=reason, bytes_to_move=0)
+
+
+@cache
+def as_text(value: torch.dtype | torch.device) -> str:
+    """As a row has it. Remembered, since a model has few of them and many weights."""
+    return str(value)
