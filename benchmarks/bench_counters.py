@@ -6,21 +6,19 @@ Nsight Compute (`ncu`) reads the hardware's counters while this program converts
 it cannot, the result says why.
 """
 
-import argparse
 import csv
 import math
 import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import machine
 import torch
 from count_accesses import count, gpu_model
 
 import torch_nhwc as nhwc
-from torch_nhwc.sites import CHANNELS_LAST
+from torch_nhwc.formats import CHANNELS_LAST
 
 CASES = [
     ((256, 128, 3, 3), torch.float32),
@@ -90,9 +88,8 @@ def modelled(shape: Sequence[int], dtype: torch.dtype, shared_bytes: int, proces
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = machine.parser(__doc__, machine.RESULTS / "counters-cuda.json")
     parser.add_argument("--convert-only", action="store_true", help="what is run under ncu")
-    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/counters-cuda.json")
     arguments = parser.parse_args()
     if arguments.convert_only:
         return convert_all()
@@ -113,7 +110,7 @@ def main() -> None:
     ]
     why = read if isinstance(read, str) else None
     machine.write(arguments.out, "bench_counters.py", results, unreadable=why, gpu=machine.gpu())
-    print(f"{why or 'counters of all kernels read'}: {arguments.out}")
+    print(why or "counters of all kernels read")
 
 
 if __name__ == "__main__":

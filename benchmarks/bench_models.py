@@ -7,142 +7,25 @@ reports the time and by how much the resident set grew beyond the model at its h
 are medians over the rounds. On a GPU all is done in one process: cuda_models.py.
 """
 
-import argparse
 import multiprocessing
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
+import cuda_models
 import machine
 import torch
-from torch import Tensor, nn
+from jobs import JOBS, memcpy
+from models import MODELS, SOURCES, moved_of, weights_of
 
-import torch_nhwc as nhwc
-from torch_nhwc.sites import CHANNELS_LAST, find_sites
+from torch_nhwc.running.timing import in_turns, seconds
 
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(
-    ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]
-)
-
-
-def resnet50() -> nn.Module:
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    return ResNetForImageClassification(ResNetConfig())
-
-
-def mobilenet_v2() -> nn.Module:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    return MobileNetV2ForImageClassification(MobileNetV2Config())
-
-
-def unet2d() -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
-
-
-def unet3d() -> nn.Module:
-    from monai.networks.nets.unet import UNet
-
-    return UNet(3, 1, 2, channels=(64, 128, 256, 512, 1024), strides=(2, 2, 2, 2), num_res_units=2)
-
-
-def video_autoencoder() -> nn.Module:
-    from diffusers import AutoencoderKLCogVideoX
-
-    return AutoencoderKLCogVideoX()
-
-
-MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ResNet-50 (transformers)": resnet50,
-    "MobileNetV2 (transformers)": mobilenet_v2,
-    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": unet2d,
-    "3D UNet (monai)": unet3d,
-    "CogVideoX autoencoder (diffusers)": video_autoencoder,
-}
-
-
-def made(make: Callable[[], nn.Module], _: Path, device: str = "cpu") -> nn.Module:
-    """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
-    with torch.device("meta"):
-        model = make()
-    model.to_empty(device=device)
-    with torch.no_grad():
-        for index, tensor in enumerate([*model.parameters(), *model.buffers()]):
-            tensor.fill_(index)
-    return model.eval()
-
-
-def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `torch.save` and `torch.load`."""
-    file = folder / "model.pt"
-    if not file.exists():
-        torch.save(made(make, folder), file)
-    return torch.load(file, weights_only=False)
-
-
-def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `save_pretrained` and `from_pretrained`."""
-    if not (folder / "pretrained").exists():
-        made(make, folder).save_pretrained(folder / "pretrained")
-    with torch.device("meta"):
-        model_class = type(make())
-    return model_class.from_pretrained(folder / "pretrained").eval()
-
-
-SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
-    "made": made,
-    "torch.load": torch_loaded,
-    "from_pretrained": pretrained,
-}
-
-
-def weights_of(model: nn.Module) -> list[Tensor]:
-    return [site.tensor for site in find_sites(model) if site.tensor is not None]
-
-
-def moved_of(weights: list[Tensor]) -> list[Tensor]:
-    """Those of which the bytes move."""
-    return [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]
-
-
-def stock(model: nn.Module) -> object:
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    return nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
-
-
-def ours(model: nn.Module) -> object:
-    nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
-    return nhwc.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
-
-
-def ours_fresh(model: nn.Module) -> object:
-    return nhwc.convert_weights_(weights_of(model), storage="fresh")
-
-
-def module_to(model: nn.Module) -> object:
-    return model.to(memory_format=CHANNELS_LAST[next(weight.dim() for weight in weights_of(model))])
-
-
-def memcpy(model: nn.Module) -> Callable[[], object]:
-    """The same bytes, to memory that is resident."""
-    weights = weights_of(model)
-    copies = [torch.zeros_like(weight) for weight in weights]
-    return lambda: [copy.copy_(weight) for copy, weight in zip(copies, weights, strict=True)]
-
-
-JOBS: dict[str, Callable[[nn.Module], object]] = {
-    "stock": stock,
-    "ours": ours,
-    "ours fresh": ours_fresh,
-    "module.to": module_to,
-}
+PRELOADED = ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]
+PROCESSES.set_forkserver_preload(PRELOADED)
 
 
 def resident(field: str) -> int:
@@ -151,7 +34,7 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
 
 
-def run_here(model_name: str, source: str, job_name: str, folder: Path, answer: Connection) -> None:
+def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[str, float | None]:
     """What one process does."""
     torch.set_num_threads(1)
     with torch.no_grad():
@@ -163,36 +46,27 @@ def run_here(model_name: str, source: str, job_name: str, folder: Path, answer: 
     moved = moved_of(weights)
     Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
     before = resident("VmRSS")
-    start = time.perf_counter()
     try:
-        job()
-        milliseconds: float | None = (time.perf_counter() - start) * 1e3
+        milliseconds: float | None = seconds(job) * 1e3
     except RuntimeError:
         assert job_name == "module.to"  # which has one format for 2D and 3D layers
         milliseconds = None
     extra = max(0, resident("VmHWM") - before)
     if job_name == "ours":
         assert all(weight.stride()[1] == 1 for weight in moved)
-    answer.send(
-        {
-            "ms": milliseconds,
-            "extra_bytes": extra,
-            "bytes": sum(weight.nbytes for weight in weights),
-            "moved_bytes": sum(weight.nbytes for weight in moved),
-            "largest_bytes": max(weight.nbytes for weight in weights),
-        }
-    )
+    return {
+        "ms": milliseconds,
+        "extra_bytes": extra,
+        "bytes": sum(weight.nbytes for weight in weights),
+        "moved_bytes": sum(weight.nbytes for weight in moved),
+        "largest_bytes": max(weight.nbytes for weight in weights),
+    }
 
 
-def run_in_a_process(*arguments: object) -> dict[str, float]:
+def run_in_a_process(*arguments: object) -> dict[str, float | None]:
     # Forked from a server that has imported the libraries and done nothing else.
-    here, there = PROCESSES.Pipe(duplex=False)
-    process = PROCESSES.Process(target=run_here, args=(*arguments, there))
-    process.start()
-    there.close()
-    answer = here.recv()
-    process.join()
-    return answer
+    with ProcessPoolExecutor(1, PROCESSES) as fresh:
+        return fresh.submit(run_here, *arguments).result()
 
 
 def cases(models: list[str]) -> Iterator[tuple[str, str]]:
@@ -204,11 +78,9 @@ def cases(models: list[str]) -> Iterator[tuple[str, str]]:
 
 def measure(model: str, source: str, rounds: int) -> dict[str, object]:
     """One model from one source: every job in `rounds` processes of its own."""
-    runs: dict[str, list[dict[str, float]]] = {job: [] for job in (*JOBS, "memcpy")}
     with tempfile.TemporaryDirectory() as folder:
-        for _ in range(rounds):
-            for job, seen in runs.items():
-                seen.append(run_in_a_process(model, source, job, Path(folder)))
+        in_processes = {job: partial(run_in_a_process, model, source, job, Path(folder)) for job in (*JOBS, "memcpy")}
+        runs = in_turns(in_processes, rounds, warm_up=0)
     sizes = {name: runs["stock"][0][name] for name in ("bytes", "moved_bytes", "largest_bytes")}
     jobs = {
         job: {
@@ -222,26 +94,21 @@ def measure(model: str, source: str, rounds: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="5 on the CPU, 15 on a GPU")
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or {"cpu": 5, "cuda": 15}[arguments.device]
-    arguments.out = arguments.out or machine.ROOT / f"benchmarks/results/models-{arguments.device}.json"
+    out = arguments.out or machine.RESULTS / f"models-{arguments.device}.json"
     if arguments.device == "cuda":
-        import cuda_models
-
-        return cuda_models.run(arguments.models, arguments.rounds, arguments.out)
+        return cuda_models.run(arguments.models, arguments.rounds, out)
     results = []
     for model, source in cases(arguments.models):
         results.append(measure(model, source, arguments.rounds))
-        jobs = results[-1]["jobs"]
-        print(
-            model, source, {job: figures["ms"] and round(figures["ms"], 2) for job, figures in jobs.items()}, flush=True
-        )
-    machine.write(arguments.out, "bench_models.py", results, rounds=arguments.rounds)
+        figures = {job: each["ms"] and round(each["ms"], 2) for job, each in results[-1]["jobs"].items()}
+        print(model, source, figures, flush=True)
+    machine.write(out, "bench_models.py", results, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -8,21 +8,20 @@ except in the jobs that allocate: there page faults are part of what a user sees
 cuda_weights.py has what is done on a GPU, to other weights and with other jobs.
 """
 
-import argparse
 import ctypes
 import math
 import random
-import statistics
-import time
 from collections.abc import Callable
-from pathlib import Path
+from functools import partial
 
+import cuda_weights
 import machine
 import torch
-from torch import Tensor
+from jobs import compiled_clone
+from points import Point
+from stopwatch import summary
 
-import torch_nhwc as nhwc
-from torch_nhwc.sites import CHANNELS_LAST
+from torch_nhwc.running.timing import in_turns, seconds
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]
@@ -54,18 +53,14 @@ def random_shapes(count: int) -> list[tuple[int, ...]]:
     return shapes
 
 
-def interleaved(jobs: dict[str, Callable[[], object]], samples: int, nbytes: int) -> dict[str, dict[str, float]]:
-    """The time of each job in microseconds, with the jobs taking turns."""
-    calls = max(1, (2 << 20) // max(nbytes, 1 << 12))
-    times: dict[str, list[float]] = {name: [] for name in jobs}
-    for sample in range(samples + 1):  # the first round warms up
-        for name, job in jobs.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                job()
-            if sample:
-                times[name].append((time.perf_counter() - start) / calls * 1e6)
-    return {name: {"min": min(values), "median": statistics.median(values)} for name, values in times.items()}
+def microseconds(job: Callable[[], object], calls: int) -> float:
+    """For one of so many calls."""
+
+    def repeated() -> None:
+        for _ in range(calls):
+            job()
+
+    return seconds(repeated) / calls * 1e6
 
 
 def memcpy_job(nbytes: int) -> Callable[[], object]:
@@ -74,17 +69,9 @@ def memcpy_job(nbytes: int) -> Callable[[], object]:
     return lambda keep=(source, destination): copy(*arguments)
 
 
-def compiled_clone(memory_format: torch.memory_format) -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(lambda weight: weight.clone(memory_format=memory_format))
-
-
-def measure(
-    shape: tuple[int, ...], dtype: torch.dtype, back: bool, to: torch.dtype | None, samples: int, with_compile: bool
-) -> dict[str, object]:
-    """One point: a shape, a dtype, a direction, and a dtype to cast to."""
-    formats = [torch.contiguous_format, CHANNELS_LAST[len(shape)]]
-    source_format, memory_format = reversed(formats) if back else formats
+def measure(point: Point, samples: int) -> dict[str, object]:
+    shape, dtype, _, to, with_compile = point
+    source_format, memory_format = point.formats
     values = torch.randint(0, 100, shape).to(dtype)
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
     out = torch.empty(shape, dtype=to or dtype, memory_format=memory_format)
@@ -113,57 +100,48 @@ def measure(
         clone = compiled_clone(memory_format)
         clone(weight)
         jobs["compiled_clone"] = lambda: clone(weight)
+    calls = max(1, (2 << 20) // max(weight.nbytes, 1 << 12))
+    taken = in_turns({name: partial(microseconds, job, calls) for name, job in jobs.items()}, samples)
     return {
-        "shape": list(shape),
-        "dtype": str(dtype).removeprefix("torch."),
-        "to": None if to is None else str(to).removeprefix("torch."),
-        "back": back,
+        **point.described(),
         "bytes": weight.nbytes,
         "threads": torch.get_num_threads(),
-        "times": interleaved(jobs, samples, weight.nbytes),
+        "times": {name: summary(values) for name, values in taken.items()},
     }
 
 
-def points(with_compile: bool) -> list[tuple[tuple[int, ...], torch.dtype, bool, torch.dtype | None, int, bool]]:
-    """The fixed grid and the random shapes, as arguments: shape, dtype, back, to, threads, with the compiler."""
-    grid = []
-    for shape in SQUARES + TAPS + SMALL:
-        for dtype in DTYPES:
-            for back in (False, True):
-                grid.append((shape, dtype, back, None, 1, False))
+def points(with_compile: bool) -> list[tuple[int, Point]]:
+    """The fixed grid and the random shapes, each with the number of threads."""
+    ways = (False, True)
+    grid = [Point(shape, dtype, back) for shape in SQUARES + TAPS + SMALL for dtype in DTYPES for back in ways]
     for index, shape in enumerate(random_shapes(40)):
-        grid.append((shape, DTYPES[index % len(DTYPES)], index % 3 == 0, None, 1, False))
+        grid.append(Point(shape, DTYPES[index % len(DTYPES)], index % 3 == 0))
     for shape in CASTS:
         for dtype in (torch.bfloat16, torch.float16):
-            for back in (False, True):
-                grid += [(shape, torch.float32, back, dtype, 1, False), (shape, dtype, back, torch.float32, 1, False)]
+            for back in ways:
+                grid += [Point(shape, torch.float32, back, dtype), Point(shape, dtype, back, torch.float32)]
     if with_compile:
-        grid += [(shape, dtype, False, None, 1, True) for shape in COMPILED for dtype in DTYPES[:2]]
-    grid += [(shape, dtype, back, None, 2, False) for shape in LARGE for dtype in DTYPES[:2] for back in (False, True)]
-    return grid
+        grid += [Point(shape, dtype, with_compile=True) for shape in COMPILED for dtype in DTYPES[:2]]
+    on_two_threads = [Point(shape, dtype, back) for shape in LARGE for dtype in DTYPES[:2] for back in ways]
+    return [(1, point) for point in grid] + [(2, point) for point in on_two_threads]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--without-compile", action="store_true")
-    parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    arguments.out = arguments.out or machine.ROOT / f"benchmarks/results/weights-{arguments.device}.json"
+    out = arguments.out or machine.RESULTS / f"weights-{arguments.device}.json"
     torch.manual_seed(0)
     if arguments.device == "cuda":
-        import cuda_weights
-
-        return cuda_weights.run(arguments.samples, not arguments.without_compile, arguments.out)
+        return cuda_weights.run(arguments.samples, not arguments.without_compile, out)
     results = []
-    for *point, threads, with_compile in points(not arguments.without_compile):
+    for threads, point in points(not arguments.without_compile):
         torch.set_num_threads(threads)
-        results.append(measure(*point, arguments.samples, with_compile))
-    machine.write(arguments.out, "bench_weights.py", results, samples=arguments.samples)
-    print(f"{len(results)} points: {arguments.out}")
+        results.append(measure(point, arguments.samples))
+    machine.write(out, "bench_weights.py", results, samples=arguments.samples)
 
 
 if __name__ == "__main__":
-    assert nhwc.library_path()
     main()

@@ -5,12 +5,10 @@
 No time is measured, so that every machine gives the same figures.
 """
 
-import argparse
 import itertools
 import math
 import statistics
 import sys
-from pathlib import Path
 
 import machine
 import torch
@@ -69,8 +67,7 @@ def measure(kind: tuple[torch.dtype, torch.dtype], group: str) -> dict[str, obje
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=machine.ROOT / "benchmarks/results/accesses-model.json")
+    parser = machine.parser(__doc__, machine.RESULTS / "accesses-model.json")
     arguments = parser.parse_args()
     cases = [
         (kind, group)
@@ -79,7 +76,6 @@ def main() -> None:
     ]
     results = [measure(*case) for case in cases]
     machine.write(arguments.out, "count_accesses.py", results)
-    print(f"{len(results)} cases: {arguments.out}")
 
 
 if __name__ == "__main__":

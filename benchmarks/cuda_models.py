@@ -20,12 +20,14 @@ from typing import NamedTuple
 import machine
 import shapes
 import torch
-from bench_models import JOBS, MODELS, made, moved_of, weights_of
+from jobs import JOBS
+from models import MODELS, made, moved_of, weights_of
 from stopwatch import STOPWATCHES, Call, Stopwatch, interleaved, sets_beyond_cache, summary
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.sites import CHANNELS_LAST
+from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.running.timing import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -33,9 +35,9 @@ DTYPES = [torch.float32, torch.bfloat16]
 def model_of(name: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
     """A model, and where it comes from."""
     try:
-        return made(lambda: MODELS[name]().to(dtype), Path(), device), "its library"
+        return made(lambda: MODELS[name]().to(dtype), device=device), "its library"
     except ImportError:
-        return made(lambda: shapes.convolutions(shapes.load()[name]).to(dtype), Path(), device), shapes.FILE.name
+        return made(lambda: shapes.convolutions(shapes.load()[name]).to(dtype), device=device), shapes.FILE.name
 
 
 def nbytes_of(weights: list[Tensor]) -> int:
@@ -94,18 +96,19 @@ def wall_times(stopwatch: Stopwatch, model: nn.Module, weights: list[Tensor], ro
     jobs = wall_jobs(model, weights)
     if len({weight.dim() for weight in weights}) > 1:
         del jobs["module.to"]  # which has one format for 2D and 3D layers
-    taken: dict[str, list[float]] = {name: [] for name in jobs}
-    extra: dict[str, int] = dict.fromkeys(jobs, 0)
-    for round_ in range(rounds + 1):  # the first one warms up
-        for name, job in jobs.items():
-            make_contiguous(weights)
-            values: list[float] = []
-            extra_bytes = stopwatch.extra_bytes(lambda job=job, values=values: values.append(stopwatch.wall(job)))
-            assert all(weight.stride(1) == 1 for weight in moved_of(weights)), name
-            if round_:
-                taken[name] += values
-                extra[name] = max(extra[name], extra_bytes)
-    return {name: {**summary(taken[name]), "extra_bytes": extra[name]} for name in jobs}
+
+    def measure(name: str, job: Call) -> dict[str, float]:
+        make_contiguous(weights)
+        taken: list[float] = []
+        extra_bytes = stopwatch.extra_bytes(lambda: taken.append(stopwatch.wall(job)))
+        assert all(weight.stride(1) == 1 for weight in moved_of(weights)), name
+        return {"us": taken[0], "extra_bytes": extra_bytes}
+
+    runs = in_turns({name: partial(measure, name, job) for name, job in jobs.items()}, rounds)
+    return {
+        name: {**summary([run["us"] for run in seen]), "extra_bytes": max(run["extra_bytes"] for run in seen)}
+        for name, seen in runs.items()
+    }
 
 
 def launches(stopwatch: Stopwatch, model: nn.Module, weights: list[Tensor]) -> dict[str, object]:
@@ -147,4 +150,3 @@ def run(models: list[str], rounds: int, out: Path) -> None:
             results.append(measure(stopwatch, name, dtype, rounds))
             print({key: results[-1][key] for key in ("model", "dtype", "source", "launches")}, file=sys.stderr)
     machine.write(out, "bench_models.py --device cuda", results, rounds=rounds, gpu=machine.gpu())
-    print(f"{len(results)} models: {out}")

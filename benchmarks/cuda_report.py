@@ -1,18 +1,16 @@
 """The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures behind them."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from tables import Point, name, ratio, span, table, taps
+from tables import NOT_MEASURED, Point, at_least, at_most, name, ratio, spanned, table, taps, verdict
 
-NOT_MEASURED = "not measured"
 LARGE = 16 << 20
 TAPS_OF_THE_BARS = (9, 25, 27, 49)
 OVER_COPY = {"float32": 0.9, "bfloat16": 0.9, "uint8": 0.75}
 OVER_SHARED_COPY = 0.97
 OVER_MODEL_COPY = {"ResNet-50": 1.3, "Stable Diffusion": 1.15}
-Values = Iterable[float | None]  # None where a job failed
 
 
 def load(folder: Path, which: str) -> dict:
@@ -30,30 +28,6 @@ def over_shared_copy(point: Point) -> float | None:
     """The time of the best copy through shared memory over ours."""
     ratios = [over(point, job, "ours") for job in point["times"] if job.startswith("shared_copy")]
     return min(filter(None, ratios), default=None)
-
-
-def verdict(met: Sequence[bool]) -> str:
-    return "yes" if all(met) else "in part" if any(met) else "no"
-
-
-def spanned(values: Values) -> str:
-    measured = [value for value in values if value is not None]
-    return span(measured) if measured else NOT_MEASURED
-
-
-def at_least(text: str, limit: float, values: Values) -> list[str]:
-    """One bar, in a row."""
-    values = list(values)
-    met = [value is not None and value >= limit for value in values]
-    return [text, f"at least {limit:g}", spanned(values), verdict(met) if any(values) else NOT_MEASURED]
-
-
-def at_most(text: str, limit: float, values: Values) -> list[str]:
-    """One bar, in a row."""
-    values = list(values)
-    is_measured = any(value is not None for value in values)
-    met = [value is not None and value <= limit for value in values]
-    return [text, f"at most {limit:g}", spanned(values), verdict(met) if is_measured else NOT_MEASURED]
 
 
 def copy_bar(dtype: str, limit: float, points: Sequence[Point]) -> list[str]:

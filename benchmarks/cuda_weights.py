@@ -15,11 +15,10 @@ from typing import NamedTuple
 import machine
 import shared_copy
 import torch
-from bench_weights import compiled_clone
+from jobs import compiled_clone
+from points import Point
 from stopwatch import STOPWATCHES, Stopwatch, interleaved, sets_beyond_cache
 from torch import Tensor
-
-from torch_nhwc.sites import CHANNELS_LAST
 
 KERNELS = [(2, 2), (2, 2, 2), (3, 3), (4, 4), (5, 5), (3, 3, 3), (7, 7), (5, 5, 5)]
 OF_THE_BARS = [(3, 3), (5, 5), (3, 3, 3), (7, 7)]
@@ -27,16 +26,6 @@ SMALL = [(64, 64, 3, 3), (256, 128, 2, 2), (256, 256, 3, 3), (64, 64, 3, 3, 3), 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
 LARGE = 16 << 20
-
-
-class Point(NamedTuple):
-    """What is measured: a conversion, and whether the compiler's is measured beside it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    back: bool = False
-    to: torch.dtype | None = None
-    with_compile: bool = False
 
 
 class Buffers(NamedTuple):
@@ -72,14 +61,8 @@ def points(with_compile: bool) -> Iterator[Point]:
             yield Point(shape, dtype)
 
 
-def formats_of(point: Point) -> tuple[torch.memory_format, torch.memory_format]:
-    """From, and to."""
-    channels_last = CHANNELS_LAST[len(point.shape)]
-    return (channels_last, torch.contiguous_format) if point.back else (torch.contiguous_format, channels_last)
-
-
 def buffers_of(point: Point, device: str) -> Buffers:
-    source_format, memory_format = formats_of(point)
+    source_format, memory_format = point.formats
     values = torch.randint(0, 100, point.shape, dtype=torch.uint8, device=device)
     weight = torch.empty(point.shape, dtype=point.dtype, device=device, memory_format=source_format).copy_(values)
     out = torch.empty(point.shape, dtype=point.to or point.dtype, device=device, memory_format=memory_format)
@@ -88,7 +71,7 @@ def buffers_of(point: Point, device: str) -> Buffers:
 
 
 def jobs_of(point: Point) -> dict[str, Callable[[Buffers], object]]:
-    memory_format, to = formats_of(point)[1], point.to
+    memory_format, to = point.formats[1], point.to
     copy_weight_, convert_weight = torch.ops.nhwc.copy_weight_, torch.ops.nhwc.convert_weight
     jobs: dict[str, Callable[[Buffers], object]] = {
         "ours": lambda on: copy_weight_(on.out, on.weight),
@@ -122,10 +105,7 @@ def measure(
         stopwatch, {name: [partial(job, on) for on in sets] for name, job in jobs.items()}, samples
     )
     return {
-        "shape": list(point.shape),
-        "dtype": str(point.dtype).removeprefix("torch."),
-        "to": None if point.to is None else str(point.to).removeprefix("torch."),
-        "back": point.back,
+        **point.described(),
         "bytes": first.weight.nbytes,
         "copied_bytes": first.copied.nbytes,
         "sets": number,
@@ -139,4 +119,3 @@ def run(samples: int, with_compile: bool, out: Path) -> None:
     stopwatch, copies = STOPWATCHES["cuda"](), shared_copy.variants()
     results = [measure(stopwatch, point, copies, samples) for point in points(with_compile)]
     machine.write(out, "bench_weights.py --device cuda", results, samples=samples, gpu=machine.gpu())
-    print(f"{len(results)} points: {out}")

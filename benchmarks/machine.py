@@ -1,5 +1,6 @@
 """What a result must say about where it comes from."""
 
+import argparse
 import json
 import os
 import platform
@@ -9,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from torch_nhwc import environment
+from torch_nhwc.cli import environment
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks/results"
 
 
 def processor() -> str:
@@ -93,7 +95,15 @@ def describe() -> dict[str, object]:
     }
 
 
+def parser(description: str | None, out: Path | None) -> argparse.ArgumentParser:
+    """Of a script of this folder, with `--out`, where its results go."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=out)
+    return made
+
+
 def write(out: Path, script: str, results: list, **how: object) -> None:
     """Writes the results of a script of this folder as JSON, with how they were taken and where."""
     measured = {"command": f"python benchmarks/{script}", **how, "machine": describe(), "results": results}
     out.write_text(json.dumps(measured, indent=1) + "\n")
+    print(f"{len(results)} results: {out}")

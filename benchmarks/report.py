@@ -7,15 +7,14 @@ The documents say nothing about speed that does not come from here.
 
 import json
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 
 import cuda_report
 from bench_weights import SMALL, TAPS
-from tables import Point, name, ratio, span, table, taps
+from machine import RESULTS, ROOT
+from tables import Point, at_least, at_most, name, ratio, table, taps
 
-ROOT = Path(__file__).parent.parent
-RESULTS = ROOT / "benchmarks/results"
 PERFORMANCE = ROOT / "docs/performance.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/fraction-of-memcpy.svg"
@@ -45,74 +44,77 @@ def is_l2_size(point: Point) -> bool:
     return 100 << 10 <= point["bytes"] <= 640 << 10
 
 
+def threes(points: Iterable[Point]) -> list[Point]:
+    """3x3 weights of many channels, converted to channels-last without a cast."""
+    return [p for p in points if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"]]
+
+
 def bars(weights: dict) -> str:
     """The bars that the project set for single weights, and what was measured."""
     points = grid(weights)
     copies = [p for p in points if not p["to"]]
-    threes = [p for p in copies if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64]
-    forward = [p for p in threes if not p["back"]]
-    rows: list[tuple[str, str, list[float], Callable[[float], bool]]] = []
+    forward = threes(points)
+    rows: list[list[str]] = []
 
-    def bar(text: str, limit: float, chosen: Iterable[Point], over: str, under: str, at_most: bool) -> None:
-        values = [ratio(p, over, under) for p in chosen]
-        sign = "at most" if at_most else "at least"
-        met = all((value <= limit) if at_most else (value >= limit) for value in values)
-        some = any((value <= limit) if at_most else (value >= limit) for value in values)
-        rows.append((text, f"{sign} {limit:g}", span(values), "yes" if met else "in part" if some else "no"))
+    def over_memcpy(text: str, limit: float, chosen: Iterable[Point]) -> None:
+        rows.append(at_most(text, limit, [ratio(p, "ours", "memcpy") for p in chosen]))
+
+    def over_ours(text: str, limit: float, chosen: Iterable[Point], job: str, ours: str = "ours") -> None:
+        rows.append(at_least(text, limit, [ratio(p, job, ours) for p in chosen]))
 
     for dtype, limit in (("float32", 1.45), ("bfloat16", 1.6), ("uint8", 1.85), ("float64", 1.25)):
         chosen = [p for p in forward if p["dtype"] == dtype and is_l2_size(p)]
-        bar(f"L2-size 3x3 {dtype}, time over memcpy", limit, chosen, "ours", "memcpy", True)
+        over_memcpy(f"L2-size 3x3 {dtype}, time over memcpy", limit, chosen)
     for ks, limit in (((2, 4), 1.1), ((25, 27), 1.6), ((49,), 1.8)):
         chosen = [
             p
             for p in copies
             if taps(p) in ks and p["dtype"] == "float32" and not p["back"] and is_l2_size(p) and p["shape"][1] >= 64
         ]
-        bar(f"L2-size K = {', '.join(map(str, ks))} float32, time over memcpy", limit, chosen, "ours", "memcpy", True)
+        over_memcpy(f"L2-size K = {', '.join(map(str, ks))} float32, time over memcpy", limit, chosen)
     for dtype, limit in (("float32", 5.0), ("bfloat16", 5.0), ("uint8", 8.5), ("float64", 3.0)):
         chosen = [p for p in forward if p["dtype"] == dtype and is_l2_size(p)]
-        bar(f"L2-size 3x3 {dtype}, eager `copy_` over ours", limit, chosen, "eager_copy", "ours", False)
+        over_ours(f"L2-size 3x3 {dtype}, eager `copy_` over ours", limit, chosen, "eager_copy")
     middle = [p for p in forward if 2e6 <= p["bytes"] <= 10e6 and p["dtype"] in ("float32", "bfloat16")]
-    bar("2 to 10 MB, eager `copy_` over ours", 4.5, middle, "eager_copy", "ours", False)
+    over_ours("2 to 10 MB, eager `copy_` over ours", 4.5, middle, "eager_copy")
     large = [p for p in forward if p["bytes"] > 16e6]
-    bar("more than 16 MB preallocated, time over memcpy", 0.65, large, "ours", "memcpy", True)
-    bar("more than 16 MB preallocated, eager `copy_` over ours", 3.0, large, "eager_copy", "ours", False)
+    over_memcpy("more than 16 MB preallocated, time over memcpy", 0.65, large)
+    over_ours("more than 16 MB preallocated, eager `copy_` over ours", 3.0, large, "eager_copy")
     huge = [p for p in forward if p["bytes"] > 32e6]
-    bar("more than 32 MB, eager `clone` over `convert_weight`", 2.5, huge, "eager_clone", "ours_fresh", False)
+    over_ours("more than 32 MB, eager `clone` over `convert_weight`", 2.5, huge, "eager_clone", "ours_fresh")
     casts = [p for p in points if p["to"] in ("bfloat16", "float16") and not p["back"]]
     small_casts = [p for p in casts if is_l2_size(p)]
-    bar("L2-size cast of float32 to 16 bits, time over memcpy of the float32", 1.0, small_casts, "ours", "memcpy", True)
+    over_memcpy("L2-size cast of float32 to 16 bits, time over memcpy of the float32", 1.0, small_casts)
     large_casts = [p for p in casts if p["bytes"] > 640 << 10]
-    bar("larger cast of float32 to 16 bits, time over memcpy", 0.75, large_casts, "ours", "memcpy", True)
+    over_memcpy("larger cast of float32 to 16 bits, time over memcpy", 0.75, large_casts)
     for p in casts:
         times = p["times"]
         times["faster_eager"] = min(times["eager_one_step"], times["eager_two_steps"], key=lambda t: t["median"])
-    bar("casts, the faster of torch's two ways over ours", 4.0, casts, "faster_eager", "ours", False)
-    pairs = zip((p for p in threes if not p["back"]), (p for p in threes if p["back"]), strict=True)
-    backs = [ratio(b, "ours", "memcpy") / ratio(f, "ours", "memcpy") for f, b in pairs if is_l2_size(f)]
-    met = "yes" if max(backs) <= 1.1 else "in part" if min(backs) <= 1.1 else "no"
-    rows.append(("L2-size 3x3, back conversion over forward", "at most 1.1", span(backs), met))
+    over_ours("casts, the faster of torch's two ways over ours", 4.0, casts, "faster_eager")
+    way_back = {name(p): p for p in copies if p["back"]}
+    backs = [
+        ratio(way_back[f"{name(p)} back"], "ours", "memcpy") / ratio(p, "ours", "memcpy")
+        for p in forward
+        if is_l2_size(p)
+    ]
+    rows.append(at_most("L2-size 3x3, back conversion over forward", 1.1, backs))
     slowest = [(ratio(p, "eager_copy", "ours"), p) for p in copies]
     least, where = min(slowest, key=lambda pair: pair[0])
     slower = [p for value, p in slowest if value < (1 / 1.1 if p["bytes"] < 16 << 10 else 1.0)]
-    rows.append(
-        (f"every point, eager `copy_` over ours ({len(copies)} points; least: {name(where)})", "at least 1",
-         f"{least:.2f} and more", "yes" if not slower else f"no: {len(slower)} points")
-    )  # fmt: skip
+    every = f"every point, eager `copy_` over ours ({len(copies)} points; least: {name(where)})"
+    met = "yes" if not slower else f"no: {len(slower)} points"
+    rows.append([every, "at least 1", f"{least:.2f} and more", met])
     return table(["case, one thread, medians", "bar", "measured", "met"], rows)
 
 
 def sizes(weights: dict) -> str:
     rows = []
-    for p in grid(weights):
-        if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"]:
-            t = p["times"]
-            rows.append(
-                [name(p), f"{p['bytes'] / 1e6:.2f}", f"{t['memcpy']['median']:.0f}"]
-                + [f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
-                + [f"{ratio(p, 'plain_clone', 'memcpy'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
-            )
+    for p in threes(grid(weights)):
+        rows.append(
+            [name(p), f"{p['bytes'] / 1e6:.2f}", f"{p['times']['memcpy']['median']:.0f}"]
+            + [f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
+            + [f"{ratio(p, 'plain_clone', 'memcpy'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
+        )
     head = ["weight", "MB", "memcpy, us", "ours / memcpy", "eager `copy_` / ours"]
     return table(head + ["page faults: plain `clone` / memcpy", "eager `clone` / `convert_weight`"], rows)
 
@@ -127,13 +129,12 @@ def kernels(weights: dict) -> str:
 
 
 def casts(weights: dict) -> str:
-    rows = []
-    for p in grid(weights):
-        if p["to"]:
-            rows.append(
-                [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_one_step', 'ours'):.1f}"]
-                + [f"{ratio(p, 'eager_two_steps', 'ours'):.1f}"]
-            )
+    eager = ("eager_one_step", "eager_two_steps")
+    rows = [
+        [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", *(f"{ratio(p, job, 'ours'):.1f}" for job in eager)]
+        for p in grid(weights)
+        if p["to"]
+    ]
     head = ["cast", "ours / memcpy of the source", "eager in one step / ours", "eager cast, then layout / ours"]
     return table(head, rows)
 
@@ -144,9 +145,8 @@ def compiled(weights: dict) -> str:
         for p in weights["results"]
         if "compiled_clone" in p["times"]
     ]
-    return table(
-        ["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"], rows
-    )
+    head = ["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"]
+    return table(head, rows)
 
 
 def threads(weights: dict) -> str:
@@ -155,11 +155,8 @@ def threads(weights: dict) -> str:
     for p in grid(weights, threads=2):
         one = single[name(p)]["times"]
         gains = [one[job]["median"] / p["times"][job]["median"] for job in ("ours", "plain_copy", "eager_copy")]
-        rows.append(
-            [name(p), f"{p['bytes'] / 1e6:.0f}"]
-            + [f"{gain:.2f}" for gain in gains]
-            + [f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
-        )
+        cells = [f"{gain:.2f}" for gain in gains]
+        rows.append([name(p), f"{p['bytes'] / 1e6:.0f}", *cells, f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
     head = ["weight", "MB", "ours, one thread / two", "copy in the same layout, one thread / two"]
     return table(head + ["eager, one thread / two", "eager / ours, two threads"], rows)
 
@@ -168,13 +165,10 @@ def models(measured: dict) -> str:
     rows = []
     for r in measured["results"]:
         jobs = r["jobs"]
-
-        def ms(job: str, jobs: dict = jobs) -> str:
-            return f"{jobs[job]['ms']:.1f}" if jobs[job]["ms"] is not None else "raises"
-
+        ms = {job: "raises" if each["ms"] is None else f"{each['ms']:.1f}" for job, each in jobs.items()}
         rows.append(
             [r["model"], r["source"], f"{r['bytes'] / 1e6:.0f} ({100 * r['moved_bytes'] / r['bytes']:.0f} %)"]
-            + [ms("memcpy"), ms("stock"), ms("module.to"), ms("ours fresh"), ms("ours")]
+            + [ms[job] for job in ("memcpy", "stock", "module.to", "ours fresh", "ours")]
             + [f"{jobs['stock']['ms'] / jobs['ours']['ms']:.1f}x", f"{jobs['stock']['extra_bytes'] / 1e6:.1f}"]
             + [f"{jobs['ours']['extra_bytes'] / 1e6:.1f}"]
         )
@@ -190,18 +184,25 @@ def walk(measured: dict) -> str:
         calls = ("plan", "first", "second", "revert")
         rows.append([f"{r['layers']} of {shape}"] + [f"{r['times'][call]['median']:.1f}" for call in calls])
     head = ["layers", "`plan`, us a site", "first `convert_`", "second `convert_`", "`revert`"]
-    return table(head, rows)
+    return table(head, rows) + single(measured.get("single"))
+
+
+def single(measured: dict | None) -> str:
+    """What stands below the table of the walk, where it was measured."""
+    if measured is None:
+        return ""
+    first, second = (f"{ratio(measured, f'{call}, ours', f'{call}, stock'):.1f}" for call in ("first", "second"))
+    return (
+        f"\n\nA layer of {'x'.join(map(str, measured['shape']))} by itself takes {first} times as long to convert as "
+        f"with `torch.nn.utils`, and {second} times to convert again."
+    )
 
 
 def gain(measured: dict) -> str:
     """The README's one line."""
-    made = {
-        r["model"]: r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]
-        for r in measured["results"]
-        if r["source"] == "made"
-    }
-    loaded = [r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"] for r in measured["results"] if r["source"] != "made"]
-    by_model = ", ".join(f"{model} {value:.1f}x" for model, value in made.items())
+    gains = [(r["model"], r["source"], r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]) for r in measured["results"]]
+    loaded = [value for _, source, value in gains if source != "made"]
+    by_model = ", ".join(f"{model} {value:.1f}x" for model, source, value in gains if source == "made")
     return (
         f"On one thread of an {measured['machine']['processor']}, each in a fresh process, models convert faster "
         f"than with `torch.nn.utils`: {by_model}; after `torch.load` or `from_pretrained`, where new memory is needed, "
@@ -210,16 +211,9 @@ def gain(measured: dict) -> str:
 
 
 def forward(measured: dict) -> str:
-    lines = [["model", "contiguous", "weights converted", "and a channels-last input"]]
-    rows = [
-        [r["model"]]
-        + [
-            f"{r[key]:.0f} ms"
-            for key in ("forward_contiguous_ms", "forward_converted_ms", "forward_channels_last_input_ms")
-        ]
-        for r in measured["results"]
-    ]
-    return table(lines[0], rows)
+    keys = [f"forward_{which}_ms" for which in ("contiguous", "converted", "channels_last_input")]
+    rows = [[r["model"], *(f"{r[key]:.0f} ms" for key in keys)] for r in measured["results"]]
+    return table(["model", "contiguous", "weights converted", "and a channels-last input"], rows)
 
 
 def documents() -> dict[Path, dict[str, str]]:
@@ -253,16 +247,7 @@ def plot(weights: dict) -> None:
 
     figure, axes = pyplot.subplots(figsize=(8, 4.5))
     for dtype in ("float32", "bfloat16", "uint8", "float64"):
-        chosen = [
-            p
-            for p in grid(weights)
-            if p["dtype"] == dtype
-            and not p["to"]
-            and not p["back"]
-            and p["shape"][2:] == [3, 3]
-            and p["shape"][1] >= 64
-        ]
-        chosen.sort(key=lambda p: p["bytes"])
+        chosen = sorted((p for p in threes(grid(weights)) if p["dtype"] == dtype), key=lambda p: p["bytes"])
         sizes_in_mb = [p["bytes"] / 1e6 for p in chosen]
         (line,) = axes.plot(sizes_in_mb, [ratio(p, "memcpy", "ours") for p in chosen], marker="o", label=dtype)
         axes.plot(

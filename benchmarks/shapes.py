@@ -1,4 +1,4 @@
-"""The shapes of the convolution weights of the models of bench_models.py, for machines without their libraries.
+"""The shapes of the convolution weights of the models of models.py, for machines without their libraries.
 
     python benchmarks/shapes.py
 
@@ -9,14 +9,13 @@ import json
 from pathlib import Path
 
 import torch
+from models import MODELS, weights_of
 from torch import nn
 
 FILE = Path(__file__).with_suffix(".json")
 
 
 def shapes_of(model: nn.Module) -> list[list[int]]:
-    from bench_models import weights_of
-
     return [list(weight.shape) for weight in weights_of(model)]
 
 
@@ -34,8 +33,6 @@ def convolutions(shapes: list[list[int]]) -> nn.ModuleList:
 
 
 def main() -> None:
-    from bench_models import MODELS
-
     with torch.device("meta"):
         shapes = {name: shapes_of(make()) for name, make in MODELS.items()}
     lines = [f" {json.dumps(name)}: {json.dumps(of_model)}" for name, of_model in shapes.items()]

@@ -8,11 +8,13 @@ cache holds them: `sets_beyond_cache` says how many.
 
 import math
 import statistics
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+
+from torch_nhwc.running.timing import in_turns, seconds
 
 Call = Callable[[], object]
 
@@ -41,14 +43,7 @@ class Stopwatch:
 
     def wall(self, job: Call) -> float:
         """The microseconds until the job is done, and the device with it."""
-        self.synchronize()
-        start = time.perf_counter()
-        job()
-        self.synchronize()
-        return (time.perf_counter() - start) * 1e6
-
-    def synchronize(self) -> None:
-        """Waits for the device."""
+        return seconds(job, self.device) * 1e6
 
     def extra_bytes(self, job: Call) -> int:
         """By how much the memory in use on the device grows at most."""
@@ -71,10 +66,10 @@ class CudaStopwatch(Stopwatch):
 
     def record(self, calls: Sequence[Call]) -> Call:
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
-        self.synchronize()
+        torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             calls[0]()  # nothing is to be loaded or compiled during the capture
-            self.synchronize()
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
             graph.capture_begin()
             try:
@@ -92,11 +87,8 @@ class CudaStopwatch(Stopwatch):
         end.synchronize()
         return start.elapsed_time(end) / times * 1e3
 
-    def synchronize(self) -> None:
-        torch.cuda.synchronize()
-
     def extra_bytes(self, job: Call) -> int:
-        self.synchronize()
+        torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         job()
@@ -104,11 +96,11 @@ class CudaStopwatch(Stopwatch):
 
     def launches(self, job: Call) -> dict[str, float] | None:
         marker = torch.zeros(1, device="cuda")
-        self.synchronize()
+        torch.cuda.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             marker.add_(1)
             job()
-            self.synchronize()
+            torch.cuda.synchronize()
         return count_launches(profile.events())
 
 
@@ -151,12 +143,9 @@ def interleaved(
             errors[name] = str(error).strip().split("\n")[0]
     for play in plays.values():
         play()
-    times_of_a_sample = {
-        name: min(100, max(1, math.ceil(1000 / max(1, stopwatch.microseconds(play, 1)))))
-        for name, play in plays.items()
-    }
-    taken: dict[str, list[float]] = {name: [] for name in plays}
-    for _ in range(samples):
-        for name, play in plays.items():
-            taken[name].append(stopwatch.microseconds(play, times_of_a_sample[name]) / len(jobs[name]))
-    return {name: summary(values) for name, values in taken.items()}, errors
+    samplings: dict[str, Callable[[], float]] = {}
+    for name, play in plays.items():
+        times = min(100, max(1, math.ceil(1000 / max(1, stopwatch.microseconds(play, 1)))))
+        samplings[name] = partial(stopwatch.microseconds, play, times)
+    taken = in_turns(samplings, samples, warm_up=0)
+    return {name: summary([each / len(jobs[name]) for each in values]) for name, values in taken.items()}, errors

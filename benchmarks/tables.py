@@ -1,8 +1,11 @@
-"""Ratios, names and tables, of which reports are made."""
+"""Ratios, names, bars and tables, of which reports are made."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 
 Point = dict
+Values = Iterable[float | None]  # None where a job failed
+NOT_MEASURED = "not measured"
 
 
 def ratio(point: Point, over: str, under: str, statistic: str = "median") -> float:
@@ -17,10 +20,7 @@ def name(point: Point) -> str:
 
 
 def taps(point: Point) -> int:
-    product = 1
-    for size in point["shape"][2:]:
-        product *= size
-    return product
+    return math.prod(point["shape"][2:])
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -33,3 +33,28 @@ def span(values: Iterable[float]) -> str:
     """The least and the greatest value, or the only one."""
     texts = sorted({f"{value:.2f}" for value in values}, key=float)
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
+
+
+def verdict(met: Sequence[bool]) -> str:
+    return "yes" if all(met) else "in part" if any(met) else "no"
+
+
+def spanned(values: Values) -> str:
+    measured = [value for value in values if value is not None]
+    return span(measured) if measured else NOT_MEASURED
+
+
+def bar(text: str, sign: str, limit: float, values: Values, is_met: Callable[[float], bool]) -> list[str]:
+    """A row: the case, what is asked for, what was measured, and whether that is enough."""
+    values = list(values)
+    met = [value is not None and is_met(value) for value in values]
+    measured = spanned(values)
+    return [text, f"{sign} {limit:g}", measured, measured if measured == NOT_MEASURED else verdict(met)]
+
+
+def at_least(text: str, limit: float, values: Values) -> list[str]:
+    return bar(text, "at least", limit, values, lambda value: value >= limit)
+
+
+def at_most(text: str, limit: float, values: Values) -> list[str]:
+    return bar(text, "at most", limit, values, lambda value: value <= limit)

@@ -1,20 +1,20 @@
-"""`python -m torch_nhwc` and the console script `torch-nhwc`."""
+"""What `python -m torch_nhwc` and the console script `torch-nhwc` run."""
 
 import sys
+
+from torch_nhwc.cli import environment
 
 
 def main() -> None:
     """Runs the command line; `env` works without any extra."""
-    if sys.argv[1:] == ["env"]:
-        from torch_nhwc import environment
-
-        print(environment.as_text())
-        return
     try:
-        from torch_nhwc.cli import app
+        from torch_nhwc.cli.commands import app
     except ModuleNotFoundError as error:
-        sys.exit(f"{error.name} is missing: type `pip install 'torch-nhwc[cli]'`")
-    app()
+        if sys.argv[1:] != ["env"]:
+            sys.exit(f"{error.name} is missing: type `pip install 'torch-nhwc[cli]'`")
+        print(environment.as_text())
+    else:
+        app()
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import torch_nhwc
-from torch_nhwc import demo
+from torch_nhwc.cli import demo, models
 
 
 def command_line(*arguments, **options):
@@ -18,9 +18,9 @@ def command_line(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, **options)
 
 
-@pytest.mark.parametrize("name", demo.MODELS)
+@pytest.mark.parametrize("name", models.MODELS)
 def test_real_models_convert_with_unchanged_outputs(name):
-    result = demo.run(demo.MODELS[name](), repeats=1)
+    result = demo.run(models.MODELS[name](), repeats=1)
     assert result.unchanged
     assert result.weights_equal
     assert result.converted.sites > 10
@@ -33,7 +33,7 @@ def test_real_models_convert_with_unchanged_outputs(name):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
 def test_other_dtypes(dtype, device):
     model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 3))
-    result = demo.run(demo.Example("small", model, torch.randn(2, 3, 16, 16)), device, dtype, repeats=1)
+    result = demo.run(models.Example("small", model, torch.randn(2, 3, 16, 16)), device, dtype, repeats=1)
     assert (result.converted.sites, result.restrided.sites) == (2, 1)
     assert result.unchanged
 
@@ -45,7 +45,7 @@ def test_a_wrong_conversion_would_show(monkeypatch):
 
     monkeypatch.setattr(demo, "_convert", spoil)
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    assert not demo.run(demo.Example("spoilt", model, torch.randn(1, 3, 8, 8)), repeats=1).unchanged
+    assert not demo.run(models.Example("spoilt", model, torch.randn(1, 3, 8, 8)), repeats=1).unchanged
 
 
 class Scaled(nn.Conv2d):
@@ -79,7 +79,7 @@ def test_a_tied_weight_counts_once_and_the_baseline_is_contiguous():
     model[1].weight = model[0].weight
     with torch.no_grad():
         model[0].weight[0, 0, 0, 0] = float("nan")
-    result = demo.run(demo.Example("tied", model, torch.randn(1, 3, 8, 8)), repeats=1)
+    result = demo.run(models.Example("tied", model, torch.randn(1, 3, 8, 8)), repeats=1)
     assert result.converted == demo.Tally(1, 324)
     assert result.weights_equal
 

@@ -84,8 +84,8 @@ def row_as_data(row: PlanRow) -> dict[str, Any]:
 
 
 def _row_from_data(row: dict[str, Any]) -> PlanRow:
-    for field in ("shape", "strides", "target_strides"):
-        row[field] = None if row[field] is None else tuple(row[field])
+    for name in ("shape", "strides", "target_strides"):
+        row[name] = None if row[name] is None else tuple(row[name])
     row["reason"] = None if row["reason"] is None else Reason[row["reason"]]
     row["action"] = Action(row["action"])
     return PlanRow(**row)

@@ -1,4 +1,4 @@
-"""`python -m torch_nhwc`: the command line. Needs the extra `cli`, and for the built-in models the extra `models`."""
+"""This is `python -m torch_nhwc`; it needs the extra `cli`, and for the built-in models the extra `models`."""
 
 import json
 import sys
@@ -9,12 +9,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from torch_nhwc import demo as main_job
-from torch_nhwc import environment
+from torch_nhwc.cli import demo as main_job
+from torch_nhwc.cli import environment
+from torch_nhwc.cli.models import MODELS, Example, load_factory, load_torchscript
+from torch_nhwc.running.outputs import TOLERANCES
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__, pretty_exceptions_enable=False)
 DEFAULT_MODELS = ["resnet50", "unet3d"]
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in main_job.TOLERANCES}
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in TOLERANCES}
 
 
 @app.command()
@@ -28,16 +30,12 @@ def demo(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Built-in models: {', '.join(main_job.MODELS)}. "
+            help=f"Built-in models: {', '.join(MODELS)}. "
             f"{' and '.join(DEFAULT_MODELS)} where none is named, as far as their packages are installed."
         ),
     ] = None,
-    torchscript: Annotated[
-        str | None, typer.Option(help="A saved TorchScript model instead; needs --input-shape.")
-    ] = None,
-    factory: Annotated[
-        str | None, typer.Option(help="module:callable that returns a model, or (model, input).")
-    ] = None,
+    torchscript: Annotated[str | None, typer.Option(help="A saved TorchScript model; needs --input-shape.")] = None,
+    factory: Annotated[str | None, typer.Option(help="module:callable, returns a model, or (model, input).")] = None,
     input_shape: Annotated[str | None, typer.Option(help="Shape of the random input, such as 1,3,224,224.")] = None,
     device: Annotated[str, typer.Option(help="Where to run.")] = "cpu",
     dtype: Annotated[str, typer.Option(help=f"One of {', '.join(DTYPES)}.")] = "float32",
@@ -55,16 +53,14 @@ def demo(
         raise typer.BadParameter("--torchscript and --factory name two models", param_hint="--factory")
     _check_device(device)
     for name in model or []:
-        if name not in main_job.MODELS:
-            raise typer.BadParameter(
-                f"expected one of {', '.join(main_job.MODELS)}, got {name!r}", param_hint="--model"
-            )
+        if name not in MODELS:
+            raise typer.BadParameter(f"expected one of {', '.join(MODELS)}, got {name!r}", param_hint="--model")
 
-    def examples() -> list[main_job.Example]:
+    def examples() -> list[Example]:
         if torchscript is not None and shape is not None:
-            return [main_job.load_torchscript(torchscript, shape)]
+            return [load_torchscript(torchscript, shape)]
         if factory is not None:
-            return [main_job.load_factory(factory, shape)]
+            return [load_factory(factory, shape)]
         return _built_in(model) if model else _built_in(DEFAULT_MODELS, may_lack_packages=True)
 
     torch.manual_seed(seed)
@@ -82,11 +78,11 @@ def demo(
         raise SystemExit(1)
 
 
-def _built_in(names: list[str], may_lack_packages: bool = False) -> list[main_job.Example]:
+def _built_in(names: list[str], may_lack_packages: bool = False) -> list[Example]:
     made = []
     for name in names:
         try:
-            made.append(main_job.MODELS[name]())
+            made.append(MODELS[name]())
         except ModuleNotFoundError as error:
             sentence = f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`"
             if not may_lack_packages or (name == names[-1] and not made):
@@ -104,38 +100,23 @@ def _check_device(device: str) -> None:
 
 
 def _parse_shape(text: str | None) -> list[int] | None:
-    if text is None:
-        return None
-    try:
-        sizes = [int(size) for size in text.split(",")]
-        if min(sizes) < 0:
-            raise ValueError
-        return sizes
-    except ValueError:
-        raise typer.BadParameter(
-            f"expected sizes such as 1,3,224,224, got {text!r}", param_hint="--input-shape"
-        ) from None
+    sizes = [] if text is None else text.split(",")
+    if not all(size.strip().isdecimal() for size in sizes):
+        raise typer.BadParameter(f"expected sizes such as 1,3,224,224, got {text!r}", param_hint="--input-shape")
+    return [int(size) for size in sizes] or None
 
 
 def _table(result: main_job.Result) -> Table:
-    table = Table(
-        title=f"{result.model}, {result.dtype}, {result.device}, {result.threads} threads",
-        title_justify="left",
-        show_header=False,
-    )
-    for name in ("converted", "restrided", "kept"):
-        tally: main_job.Tally = getattr(result, name)
+    title = f"{result.model}, {result.dtype}, {result.device}, {result.threads} threads"
+    table = Table(title=title, title_justify="left", show_header=False)
+    for name, tally in {"converted": result.converted, "restrided": result.restrided, "kept": result.kept}.items():
         table.add_row(name, f"{tally.sites} weights, {tally.bytes / 1e6:.1f} MB")
     for left in result.left:
         table.add_row("left as it is", left)
-    if result.stock_convert_ms is None:
-        table.add_row("conversion", f"{result.convert_ms:.2f} ms (torch.nn.utils skips TorchScript layers)")
-    else:
-        table.add_row(
-            "conversion",
-            f"{result.convert_ms:.2f} ms; torch.nn.utils {result.stock_convert_ms:.2f} ms: "
-            f"{result.stock_over_ours:.1f}x ours",
-        )
+    stock = " (torch.nn.utils skips TorchScript layers)"
+    if result.stock_convert_ms is not None:
+        stock = f"; torch.nn.utils {result.stock_convert_ms:.2f} ms: {result.stock_over_ours:.1f}x ours"
+    table.add_row("conversion", f"{result.convert_ms:.2f} ms{stock}")
     before = result.forward_contiguous_ms
     for label, after in (
         ("weights converted", result.forward_converted_ms),

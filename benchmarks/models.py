@@ -1,0 +1,75 @@
+"""The models that are measured, where their weights come from, and which of those a conversion is about."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from torch_nhwc.cli import models as built_in
+from torch_nhwc.finding.find import find
+
+
+def mobilenet_v2() -> nn.Module:
+    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
+
+    return MobileNetV2ForImageClassification(MobileNetV2Config())
+
+
+def unet2d() -> nn.Module:
+    from diffusers import UNet2DConditionModel
+
+    return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "ResNet-50 (transformers)": lambda: built_in.resnet50().model,
+    "MobileNetV2 (transformers)": mobilenet_v2,
+    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": unet2d,
+    "3D UNet (monai)": lambda: built_in.unet3d(width=64).model,
+    "CogVideoX autoencoder (diffusers)": lambda: built_in.video_autoencoder((128, 256, 256, 512), 3).model,
+}
+
+
+def made(make: Callable[[], nn.Module], _: Path | None = None, device: str = "cpu") -> nn.Module:
+    """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
+    with torch.device("meta"):
+        model = make()
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for index, tensor in enumerate([*model.parameters(), *model.buffers()]):
+            tensor.fill_(index)
+    return model.eval()
+
+
+def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """A model from `torch.save` and `torch.load`."""
+    file = folder / "model.pt"
+    if not file.exists():
+        torch.save(made(make), file)
+    return torch.load(file, weights_only=False)
+
+
+def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """A model from `save_pretrained` and `from_pretrained`."""
+    if not (folder / "pretrained").exists():
+        made(make).save_pretrained(folder / "pretrained")
+    with torch.device("meta"):
+        model_class = type(make())
+    return model_class.from_pretrained(folder / "pretrained").eval()
+
+
+SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
+    "made": made,
+    "torch.load": torch_loaded,
+    "from_pretrained": pretrained,
+}
+
+
+def weights_of(model: nn.Module) -> list[Tensor]:
+    return [site.tensor for site in find(model).sites if site.tensor is not None]
+
+
+def moved_of(weights: list[Tensor]) -> list[Tensor]:
+    """Those of which the bytes move."""
+    return [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]

@@ -1,0 +1,28 @@
+"""The conversion of a single weight as data: what is measured at one point of a benchmark."""
+
+from typing import NamedTuple
+
+import torch
+
+from torch_nhwc.formats import CHANNELS_LAST
+
+
+class Point(NamedTuple):
+    """A conversion, and whether the compiler's is measured beside it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    back: bool = False
+    to: torch.dtype | None = None
+    with_compile: bool = False
+
+    @property
+    def formats(self) -> tuple[torch.memory_format, torch.memory_format]:
+        """From, and to."""
+        channels_last = CHANNELS_LAST[len(self.shape)]
+        return (channels_last, torch.contiguous_format) if self.back else (torch.contiguous_format, channels_last)
+
+    def described(self) -> dict[str, object]:
+        """In a result."""
+        dtype, to = (each and str(each).removeprefix("torch.") for each in (self.dtype, self.to))
+        return {"shape": list(self.shape), "dtype": dtype, "to": to, "back": self.back}
