@@ -7,7 +7,6 @@ from torch_nhwc.converting.report import Report
 from torch_nhwc.cpp_extension import cmake_prefix_path, extra_cflags, extra_cuda_cflags, include_paths
 from torch_nhwc.library import build_info, library_path
 from torch_nhwc.ops import (
-    Outcome,
     convert_weight,
     convert_weight_,
     convert_weights,
@@ -17,6 +16,7 @@ from torch_nhwc.ops import (
     lay_out_weights_,
     plan_weights,
 )
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import CompanionRow
 from torch_nhwc.planning.planner import plan
 from torch_nhwc.planning.plans import Plan

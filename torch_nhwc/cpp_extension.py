@@ -7,15 +7,30 @@ cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
 
 def include_paths() -> list[str]:
-    """The folders for `extra_include_paths`: below them lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`."""
+    """The folders for `extra_include_paths`: below them lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`.
+
+    Example:
+        >>> (pathlib.Path(torch_nhwc.include_paths()[0]) / "torch_nhwc/ops.h").exists()
+        True
+    """
     return [str(PACKAGE / "include")]
 
 
 def extra_cflags() -> list[str]:
-    """Flags for `extra_cflags`: the filter transpose wants optimisation, which the default build leaves out."""
+    """Flags for `extra_cflags`: the filter transpose wants optimisation, which the default build leaves out.
+
+    Example:
+        >>> torch_nhwc.extra_cflags()
+        ['-O3']
+    """
     return ["-O3"]
 
 
 def extra_cuda_cflags() -> list[str]:
-    """Flags for `extra_cuda_cflags`."""
+    """Flags for `extra_cuda_cflags`, for the same reason.
+
+    Example:
+        >>> torch_nhwc.extra_cuda_cflags()
+        ['-O3']
+    """
     return ["-O3"]

@@ -1,5 +1,6 @@
 """Memory formats of weights: their names, the ranks that they serve, and their strides."""
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -54,15 +55,13 @@ class Format(NamedTuple):
 
     def strides(self, shape: torch.Size) -> Strides:
         """The canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
-        key = shape, self.is_channels_last
-        strides = _strides.get(key)
-        if strides is None:
-            rank = len(shape) if self.is_channels_last else 0
-            wanted = CHANNELS_LAST.get(rank, torch.contiguous_format)
-            strides = _strides[key] = torch.empty(shape, device="meta", memory_format=wanted).stride()
-        return strides
+        return _canonical_strides(shape, self.name != "contiguous_format")
 
 
-_strides: dict[tuple[torch.Size, bool], Strides] = {}
+@cache
+def _canonical_strides(shape: torch.Size, is_channels_last: bool) -> Strides:
+    wanted = CHANNELS_LAST.get(len(shape) if is_channels_last else 0, torch.contiguous_format)
+    return torch.empty(shape, device="meta", memory_format=wanted).stride()
+
 
 CONTIGUOUS = Format("contiguous_format")

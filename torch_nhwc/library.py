@@ -29,6 +29,10 @@ def library_path() -> Path:
 
     Raises:
         ImportError: it was never built.
+
+    Example:
+        >>> torch_nhwc.library_path().suffix
+        '.so'
     """
     for path in PACKAGE.glob("libtorch_nhwc*.so"):
         return path
@@ -36,7 +40,12 @@ def library_path() -> Path:
 
 
 def build_info() -> BuildInfo:
-    """What the library was built with."""
+    """What the library was built with.
+
+    Example:
+        >>> torch_nhwc.build_info()["torch"].split("+")[0] == torch.__version__.split("+")[0]
+        True
+    """
     library_path()
     info: BuildInfo = json.loads((PACKAGE / "build_info.json").read_text())
     return info

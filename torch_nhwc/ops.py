@@ -4,69 +4,21 @@ The functions here add types to `torch.ops.nhwc.*`, and make a graph break of `t
 In TorchScript call `torch.ops.nhwc.*` itself.
 """
 
-import enum
 import functools
 import sys
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar, cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torch_nhwc import library
+from torch_nhwc.outcomes import Outcome, Storage
 
 library.load()
 
-Storage = Literal["auto", "fresh", "reuse", "detach"]
-_F = TypeVar("_F", bound=Callable[..., object])
-
-
-class Outcome(enum.IntEnum):
-    """What an in-place conversion did, or would do, to one weight. Negative: refused; only `plan_weights` says so."""
-
-    KEPT = 0
-    """In format already: nothing happened."""
-    RESTRIDED = 1
-    """The bytes were in order: only the strides changed."""
-    REUSED = 2
-    """The bytes were permuted in their own storage."""
-    FRESH = 3
-    """New storage."""
-    FRESH_HELD = 4
-    """New storage, because something else holds the old one."""
-    FRESH_FOREIGN = 5
-    """New storage, because the memory is not from the device's own allocator."""
-    FRESH_SHARED = 6
-    """New storage, because the memory is shared between processes."""
-
-    NOT_A_LEAF = -1
-    """The weight is computed from other tensors."""
-    TRACED = -2
-    """Traced, fake, functional or a tensor subclass, or a tracer is active."""
-    WRAPPED = -3
-    """Its gradient accumulator has post hooks: DDP or FSDP1 came first."""
-    PART_OF_LARGER_STORAGE = -4
-    """A view, or a slice of a flat parameter buffer."""
-    GRADIENT_IN_THE_WAY = -5
-    """Its gradient cannot follow."""
-    LAZY_VIEW = -6
-    """A conjugate or negative view that is not resolved."""
-    HELD = -7
-    """Under `"reuse"`, where `"auto"` says `FRESH_HELD`."""
-    FOREIGN = -8
-    """Under `"reuse"`, where `"auto"` says `FRESH_FOREIGN`."""
-    SHARED = -9
-    """Under `"reuse"`, where `"auto"` says `FRESH_SHARED`."""
-    NOT_PERMUTABLE = -10
-    """Under `"reuse"`: not dense, or no in-place kernel for the device."""
-
-    @property
-    def is_refusal(self) -> bool:
-        """Whether the operators would raise."""
-        return self < 0
-
-
 _OUTCOMES = {int(outcome): outcome for outcome in Outcome}  # faster than the enumeration itself, for long lists
+_F = TypeVar("_F", bound=Callable[..., object])
 
 
 def convert_weight(
@@ -88,6 +40,10 @@ def convert_weight(
         RuntimeError: the weight is not 4D or 5D, or the format is not one of its rank.
         NotImplementedError: the weight is sparse, quantized, nested or of another layout that is not strided.
         TypeError: the cast is not between floating types; `weight` is not a tensor, or `memory_format` is a name.
+
+    Example:
+        >>> torch_nhwc.convert_weight(torch.randn(8, 3, 3, 3), dtype=torch.bfloat16).stride()
+        (27, 1, 9, 3)
     """
     _expect("convert_weight", memory_format, weight)
     return cast(Tensor, torch.ops.nhwc.convert_weight(weight, memory_format, dtype=dtype))
@@ -96,10 +52,14 @@ def convert_weight(
 def convert_weights(
     weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
 ) -> list[Tensor]:
-    """`convert_weight` for a list: results in order; ranks, dtypes and devices may be mixed.
+    """Does what `convert_weight` does for a list: results in order; ranks, dtypes and devices may be mixed.
 
     Raises:
-        TypeError: `weights` is one tensor or a module, or as in `convert_weight`.
+        TypeError: `weights` is one tensor or a module; or what `convert_weight` raises, as the other errors are.
+
+    Example:
+        >>> [each.stride() for each in torch_nhwc.convert_weights([torch.ones(8, 3, 3, 3), torch.ones(8, 3, 1, 3, 3)])]
+        [(27, 1, 9, 3), (27, 1, 27, 9, 3)]
     """
     weights = _as_list("convert_weights", weights, memory_format)
     return cast(list[Tensor], torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype))
@@ -114,7 +74,7 @@ def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
     Args:
         out: of the weight's shape and device, in the canonical strides of `torch.contiguous_format` or of
             channels-last; its dtype is the one to cast to. It must not overlap the weight.
-        weight: as in `convert_weight`.
+        weight: `[O, I, *kernel]`, 4D or 5D, any strides and dtype.
 
     Returns:
         `out`.
@@ -122,6 +82,12 @@ def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
     Raises:
         RuntimeError: `out` is of another shape, device or strides, it overlaps the weight, or a gradient is needed.
         TypeError: the cast is not between floating types; `out` or `weight` is not a tensor.
+
+    Example:
+        >>> weight = torch.randn(8, 3, 3, 3)
+        >>> buffer = torch.empty(8, 3, 3, 3, memory_format=torch.channels_last)
+        >>> torch.equal(torch_nhwc.copy_weight_(buffer, weight), weight)
+        True
     """
     _expect("copy_weight_", None, out, weight)
     torch.ops.nhwc.copy_weight_(out, weight)
@@ -136,6 +102,10 @@ def cpu_capability() -> str:
 
     Raises:
         ValueError: the variable names a level that this CPU does not have.
+
+    Example:
+        >>> torch_nhwc.cpu_capability() in ("baseline", "avx2", "avx512", "avx512_vbmi", "neon")
+        True
     """
     return cast(str, torch.ops.nhwc.cpu_capability())
 
@@ -179,7 +149,13 @@ def _outside_of_graphs(function: _F) -> _F:
 def convert_weight_(
     weight: Tensor, memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
 ) -> Outcome:
-    """Brings a weight into a memory format by `.data` replacement: `convert_weights_` for one weight."""
+    """Brings a weight into a memory format by `.data` replacement: `convert_weights_` for one weight.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.randn(8, 3, 3, 3))
+        >>> torch_nhwc.convert_weight_(weight), weight.stride()
+        (<Outcome.REUSED: 2>, (27, 1, 9, 3))
+    """
     _expect("convert_weight_", memory_format, weight)
     return Outcome(torch.ops.nhwc.convert_weight_(weight, memory_format, storage=storage))
 
@@ -201,7 +177,7 @@ def convert_weights_(
 
     Args:
         weights: leaves of the autograd graph, 4D and 5D mixed.
-        memory_format: as in `convert_weight`, for every weight.
+        memory_format: `torch.contiguous_format`, or channels-last of the weights' rank; by default of each one's.
         storage: `"auto"` permutes the bytes in place where nothing else can see them and makes new storage elsewhere;
             `"fresh"` always makes new storage, pinned where it was pinned; `"reuse"` permutes in place or raises;
             `"detach"` is `"auto"`, except that a weight that is part of a larger storage leaves it for new storage.
@@ -215,9 +191,13 @@ def convert_weights_(
             FSDP1: convert first, then wrap); that is part of a larger storage, under `"auto"` and `"reuse"`; whose
             gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
             format; while a CUDA graph is captured on the weight's device.
-        NotImplementedError: as in `convert_weight`.
-        TypeError: `weights` is one tensor or a module, or as in `convert_weight`.
+        NotImplementedError: for a weight that is sparse, quantized, nested or of another layout that is not strided.
+        TypeError: `weights` is one tensor or a module; `memory_format` is a name.
         ValueError: `storage` is none of the four.
+
+    Example:
+        >>> torch_nhwc.convert_weights_([torch.randn(8, 3, 3, 3), torch.randn(8, 1, 3, 3)])
+        [<Outcome.REUSED: 2>, <Outcome.RESTRIDED: 1>]
     """
     listed = _as_list("convert_weights_", weights, memory_format)
     outcomes = torch.ops.nhwc.convert_weights_(listed, memory_format, storage=storage)
@@ -236,11 +216,16 @@ def lay_out_weights_(
     Args:
         weights: leaves of the autograd graph.
         strides: of each weight, one for each of its dimensions.
-        storage: as in `convert_weights_`.
+        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` has it.
 
     Raises:
-        RuntimeError: as `convert_weights_`; for another number of strides, and for strides by which elements overlap.
-        NotImplementedError, TypeError, ValueError: as `convert_weights_`.
+        RuntimeError: for another number of strides, for strides by which elements overlap, and where
+            `convert_weights_` raises, as the other errors are.
+
+    Example:
+        >>> weight = torch.randn(8, 3, 3, 3)
+        >>> torch_nhwc.lay_out_weights_([weight], [(1, 72, 24, 8)]), weight.stride()
+        ([<Outcome.FRESH: 3>], (1, 72, 24, 8))
     """
     flat = [stride for each in strides for stride in each]
     outcomes = torch.ops.nhwc.lay_out_weights_(_as_list("lay_out_weights_", weights), flat, storage=storage)
@@ -251,10 +236,20 @@ def lay_out_weights_(
 def plan_weights(
     weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
 ) -> list[Outcome]:
-    """What `convert_weights_` with the same arguments would do to each weight, refusals included.
+    """Says what `convert_weights_` with the same arguments would do to each weight, refusals included.
 
     Changes nothing, and leaves no reference to any storage behind.
+
+    Example:
+        >>> weight = torch.randn(8, 3, 3, 3, requires_grad=True)
+        >>> torch_nhwc.plan_weights([weight, weight * 2])
+        [<Outcome.REUSED: 2>, <Outcome.NOT_A_LEAF: -1>]
     """
     listed = _as_list("plan_weights", weights, memory_format)
     outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
+
+
+def sentence(reason: str) -> str:
+    """The sentence of a reason that C++ gives as well, by its name."""
+    return cast(str, torch.ops.nhwc.sentence(reason))

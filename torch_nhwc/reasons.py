@@ -2,6 +2,8 @@
 
 import enum
 
+from torch_nhwc.ops import sentence
+
 ORDER = "convert first, then make the optimizer, then wrap, then compile"
 
 
@@ -16,7 +18,15 @@ class Kind(enum.Enum):
 
 
 class Reason(enum.Enum):
-    """A code whose value is the sentence that follows a site's name in reports; `make docs` lists them in the guide."""
+    """Why a weight stays as it is, or what to know about one that changes.
+
+    The value is the sentence that follows the weight's name in reports. Those that C++ says as well are its own; `make
+    docs` writes all of them into the guide.
+
+    Example:
+        >>> torch_nhwc.Reason.IN_FORMAT.value
+        'its strides are the wanted ones already'
+    """
 
     kind: Kind
 
@@ -25,26 +35,19 @@ class Reason(enum.Enum):
         reason._value_, reason.kind = sentence, kind
         return reason
 
-    IN_FORMAT = Kind.KEPT, "its strides are the wanted ones already"
-    TIED = Kind.KEPT, "it is the same tensor as an earlier site's, and changes with it"
-    OTHER_RANK = Kind.KEPT, "the memory format is of the other rank: without one, both ranks convert"
-    FILTERED = Kind.KEPT, "filter_fn left it out"
+    IN_FORMAT = Kind.KEPT, sentence("IN_FORMAT")
+    TIED = Kind.KEPT, sentence("TIED")
+    OTHER_RANK = Kind.KEPT, sentence("OTHER_RANK")
+    FILTERED = Kind.KEPT, sentence("FILTERED")
     FAKE = Kind.KEPT, "it is a fake tensor: the plan is for the real one"
 
     META = Kind.REMARK, "it is on the meta device: only its strides change, where a real weight's bytes move"
     LAZY = Kind.REMARK, "it has no shape before the first forward, and is converted then"
     COPIED_EACH_FORWARD = (
         Kind.REMARK,
-        ("the weight is computed from it in another memory format, and copied into the wanted one before each forward"),
+        "the weight is computed from it in another memory format, and copied into the wanted one before each forward",
     )
-    COMPUTED_IN_FORWARD = (
-        Kind.REMARK,
-        (
-            "the weight that reaches the convolution is computed from it in forward: "
-            "torch.ops.nhwc.convert_weight there makes sure that it is in format"
-        ),
-    )
-
+    COMPUTED_IN_FORWARD = Kind.REMARK, sentence("COMPUTED_IN_FORWARD")
     OVERLAPPING = (
         Kind.REMARK,
         "its elements overlapped in memory (an expanded tensor): undoing gives contiguous strides",
@@ -52,82 +55,65 @@ class Reason(enum.Enum):
 
     COMPUTED = (
         Kind.REFUSED,
-        (
-            "its weight is computed from other tensors (by a property, or a parametrization that cannot be evaluated by "
-            "itself): use torch.ops.nhwc.convert_weight where it is computed"
-        ),
+        "its weight is computed from other tensors (by a property, or a parametrization that cannot be evaluated by "
+        "itself): use torch.ops.nhwc.convert_weight where it is computed",
     )
     ON_THE_FLY = (
         Kind.REFUSED,
-        ("a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there"),
+        "a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there",
     )
-    NO_WEIGHT = Kind.REFUSED, "its weight is not a tensor"
-    PACKED = Kind.REFUSED, "its weight is packed (quantized, or for oneDNN): convert before packing"
-    FROZEN = Kind.REFUSED, "its weight is a constant of a frozen TorchScript module: convert before freezing"
+    NO_WEIGHT = Kind.REFUSED, sentence("NO_WEIGHT")
+    PACKED = Kind.REFUSED, sentence("PACKED")
+    FROZEN = Kind.REFUSED, sentence("FROZEN")
     DDP = Kind.REFUSED, f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"
     FSDP1 = (
         Kind.REFUSED,
-        (
-            f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER}; but leave the model contiguous where "
-            "optimizer state is to be loaded, since FSDP1 loads that of channels-last weights permuted"
-        ),
+        f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER}; but leave the model contiguous where "
+        "optimizer state is to be loaded, since FSDP1 loads that of channels-last weights permuted",
     )
     FSDP2 = (
         Kind.REFUSED,
-        (
-            "fully_shard has sharded it; FSDP2 takes contiguous parameters only, so that today no order works: "
-            "leave this model contiguous"
-        ),
+        "fully_shard has sharded it; FSDP2 takes contiguous parameters only, so that today no order works: "
+        "leave this model contiguous",
     )
     ENGINE = Kind.REFUSED, f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}"
     COMPILED = Kind.REFUSED, f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
     OFFLOADED = (
         Kind.REFUSED,
-        (
-            "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU "
-            "(from a disk they come back contiguous)"
-        ),
+        "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU "
+        "(from a disk they come back contiguous)",
     )
     FLATTENING_OPTIMIZER = (
         Kind.REFUSED,
         "the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory",
     )
-    NOT_A_LEAF = Kind.REFUSED, "it is not a leaf of the autograd graph: convert the tensors that it is computed from"
-    SUBCLASS = Kind.REFUSED, "it is a tensor subclass, or a tracer is active: convert before wrapping and tracing"
-    WRAPPED = Kind.REFUSED, f"its gradient accumulator has post hooks, as DDP and FSDP leave there: {ORDER}"
-    PART_OF_LARGER_STORAGE = (
-        Kind.REFUSED,
-        (
-            "it is part of a larger storage (a view, or a flat buffer of parameters) that it would leave: "
-            "ask for storage='detach' or 'fresh' if that is meant"
-        ),
-    )
-    GRADIENT_IN_THE_WAY = (
-        Kind.REFUSED,
-        (
-            "its gradient cannot follow (it is part of a larger storage or of a graph, of another shape, or not strided): "
-            "set .grad to None first"
-        ),
-    )
-    LAZY_VIEW = Kind.REFUSED, "it is a lazy conjugate or negative view: resolve it first"
-    HELD = Kind.REFUSED, "something else holds its storage, and storage='reuse' was asked for"
-    FOREIGN = Kind.REFUSED, "its memory is not from the device's own allocator, and storage='reuse' was asked for"
-    SHARED = Kind.REFUSED, "its memory is shared or mapped, and storage='reuse' was asked for"
-    NOT_PERMUTABLE = (
-        Kind.REFUSED,
-        ("its strides are not dense, or the device has no in-place kernel, and storage='reuse' was asked for"),
-    )
+    NOT_A_LEAF = Kind.REFUSED, sentence("NOT_A_LEAF")
+    SUBCLASS = Kind.REFUSED, sentence("TRACED")
+    WRAPPED = Kind.REFUSED, sentence("WRAPPED")
+    PART_OF_LARGER_STORAGE = Kind.REFUSED, sentence("PART_OF_LARGER_STORAGE")
+    GRADIENT_IN_THE_WAY = Kind.REFUSED, sentence("GRADIENT_IN_THE_WAY")
+    LAZY_VIEW = Kind.REFUSED, sentence("LAZY_VIEW")
+    HELD = Kind.REFUSED, sentence("HELD")
+    FOREIGN = Kind.REFUSED, sentence("FOREIGN")
+    SHARED = Kind.REFUSED, sentence("SHARED")
+    NOT_PERMUTABLE = Kind.REFUSED, sentence("NOT_PERMUTABLE")
     STATE_IN_THE_WAY = (
         Kind.REFUSED,
         "its optimizer state or averaged copy cannot follow, and a step would then be silently wrong",
     )
-    UNSUPPORTED = Kind.REFUSED, "the operators do not take it (sparse, nested, released, or of an unexpected rank)"
+    UNSUPPORTED = (
+        Kind.REFUSED,
+        "the operators do not take it (sparse, nested, released, or of an unexpected rank)",
+    )
 
     OTHER_SHAPE = (
         Kind.COMPANION,
-        ("this state is of another shape than its weight (factored, or a flat history), and has no layout to share"),
+        "this state is of another shape than its weight (factored, or a flat history), and has no layout to share",
     )
-    OTHER_KIND = Kind.COMPANION, "this state is a tensor subclass or packed (8-bit), and is left to its optimizer"
+    OTHER_KIND = (
+        Kind.COMPANION,
+        "this state is a tensor subclass or packed (8-bit), and is left to its optimizer",
+    )
 
     VIEWS_PARAMETERS = (
         Kind.MODEL,
@@ -135,8 +121,6 @@ class Reason(enum.Enum):
     )
     INSTANCE_NORM = (
         Kind.MODEL,
-        (
-            "PyTorch's gradient of instance norm on a CPU is wrong where a channels-last one arrives and the batch is 1: "
-            "train with larger batches, or use GroupNorm with one group for each channel"
-        ),
+        "PyTorch's gradient of instance norm on a CPU is wrong where a channels-last one arrives and the batch is 1: "
+        "train with larger batches, or use GroupNorm with one group for each channel",
     )

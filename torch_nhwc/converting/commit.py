@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from torch_nhwc.ops import Outcome
+from torch_nhwc.outcomes import Outcome
 
 
 class Edit(NamedTuple):

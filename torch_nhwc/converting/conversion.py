@@ -15,7 +15,7 @@ from torch_nhwc.converting.report import Report, report_of
 from torch_nhwc.converting.undoing import Undo
 from torch_nhwc.finding.find import find
 from torch_nhwc.finding.site import Found
-from torch_nhwc.ops import Storage
+from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import Sources, sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow

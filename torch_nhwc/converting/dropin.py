@@ -9,7 +9,7 @@ from torch import nn
 from torch_nhwc.converting.preparing import prepare
 from torch_nhwc.finding.layers import walk_layers
 from torch_nhwc.formats import CHANNELS_LAST, Format
-from torch_nhwc.ops import Outcome
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Sources
 from torch_nhwc.planning.deciding import Request, decide, outcomes_of
 from torch_nhwc.planning.following import follow

@@ -8,13 +8,14 @@ from typing import Any
 from torch_nhwc.converting.preparing import Changes
 from torch_nhwc.converting.undoing import Undo
 from torch_nhwc.memory import place_of
-from torch_nhwc.ops import Outcome
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import CompanionRow
 from torch_nhwc.planning.deciding import Decision, Request
 from torch_nhwc.planning.following import Following
 from torch_nhwc.planning.planner import plan_of
 from torch_nhwc.planning.plans import Plan, row_as_data
 from torch_nhwc.planning.rendering import render
+from torch_nhwc.reasons import Reason
 from torch_nhwc.text import amount, paragraphs
 
 
@@ -26,7 +27,6 @@ class Report:
         plan: what was decided, and done unless `dry_run`.
         outcomes: for each row of the plan, what the operators did to the weight: whether its bytes were permuted where
             they were, or went to new storage and why. `None` where the operators were not called.
-        companions: what was done to gradients, optimizer state and averaged copies, and what stays as it is.
         remarks: sentences on the whole.
         new_bytes: the new storage that was needed, all of it allocated before any old one is given back; beyond it,
             permuting in place takes room for one filter and thread.
@@ -41,12 +41,17 @@ class Report:
 
     plan: Plan
     outcomes: tuple[Outcome | None, ...]
-    companions: list[CompanionRow]
     remarks: tuple[str, ...]
     new_bytes: int
     seconds: float
     dry_run: bool
+    _companions: list[tuple[str, str, Outcome | None, Reason | None]]
     _undo: Undo
+
+    @property
+    def companions(self) -> list[CompanionRow]:
+        """What was done to gradients, optimizer state and averaged copies, and what stays as it is."""
+        return [CompanionRow(*each) for each in self._companions]
 
     def revert(self, optimizer: Any = None, ema: Any = None) -> None:
         """Lays the present values out in the strides from before the conversion, companions included, all or nothing.
@@ -136,13 +141,13 @@ def report_of(
     return Report(
         plan=plan_of(following.decisions, request),
         outcomes=tuple(None if dry_run else _outcome(each) for each in following.decisions),
-        companions=[
-            CompanionRow(each.weight.name, each.label, None if dry_run or each.reason else each.outcome, each.reason)
-            for each in following.companions
-        ],
         remarks=tuple(following.remarks),
         new_bytes=sum(fresh.values()),  # exact aliases once
         seconds=seconds,
         dry_run=dry_run,
+        _companions=[
+            (each.weight.name, each.label, None if dry_run or each.reason else each.outcome, each.reason)
+            for each in following.companions
+        ],
         _undo=undo,
     )

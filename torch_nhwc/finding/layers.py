@@ -43,7 +43,7 @@ def walk_layers(model: nn.Module) -> Found:
         else:
             found += scripted.find(path, module)
         if wrapped is not None:
-            found = [site if site.reason is Reason.PACKED else site._replace(reason=wrapped) for site in found]
+            found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
     return Found(model, sites, set(kinds))
 

@@ -83,7 +83,7 @@ def add_sites(found: Found, example_inputs: Any) -> Found:
     used = {id(use.weight) for use in uses}
     computed_in = {use.path for use in uses if id(use.weight) not in owners}
     seen = [
-        site._replace(reason=Reason.COMPUTED_IN_FORWARD)
+        site.because(Reason.COMPUTED_IN_FORWARD)
         if site.reason is None and site.name == "weight" and site.path in computed_in and id(site.tensor) not in used
         else site
         for site in sites

@@ -1,5 +1,6 @@
 """The site: what every stage of a conversion is about."""
 
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from torch import Tensor, nn
@@ -7,7 +8,8 @@ from torch import Tensor, nn
 from torch_nhwc.reasons import Reason
 
 
-class Site(NamedTuple):
+@dataclass(slots=True)  # made faster than a tuple with names
+class Site:
     """One weight of one convolution in a model, or the reason why there is none to convert."""
 
     path: str
@@ -29,6 +31,10 @@ class Site(NamedTuple):
     def full_name(self) -> str:
         """As in the state dict."""
         return f"{self.path}.{self.name}" if self.path else self.name
+
+    def because(self, reason: Reason | None) -> "Site":
+        """The same site with another reason."""
+        return replace(self, reason=reason)
 
     def __str__(self) -> str:
         return f"{self.path!r} ({self.layer})" if self.path else f"the module itself ({self.layer})"

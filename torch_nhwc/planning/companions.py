@@ -13,7 +13,7 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.formats import Strides
 from torch_nhwc.modules import wrapping
-from torch_nhwc.ops import Outcome
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.reasons import Reason
 
 # Types whose bytes are what they seem.
@@ -22,7 +22,8 @@ _PLAIN = (Tensor, nn.Parameter)
 _CODES = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
-class Weight(NamedTuple):
+@dataclass(slots=True)
+class Weight:
     """A weight whose companions are looked for."""
 
     name: str
@@ -168,11 +169,18 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
     for optimizer in sources.optimizers:
         states = optimizer.state
         for weight in weights:
-            state, shape = states.get(weight.tensor), weight.tensor.shape
+            state = states.get(weight.tensor)
             if state is None:
                 continue
+            shape, dtype = weight.tensor.shape, weight.tensor.dtype
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
-                if type(value) is Tensor and value.shape == shape and _reason_to_stay(value) is None:
+                # What most state is, first: models have thousands of weights.
+                if (
+                    type(value) is Tensor
+                    and value.dtype is dtype
+                    and value.shape == shape
+                    and _reason_to_stay(value) is None
+                ):
                     found.append(Companion(weight, key, value))
                 elif type(value) is not Tensor or value.dim() > 0:
                     found += [Companion(weight, *each) for each in _matching({key: value}, shape)]

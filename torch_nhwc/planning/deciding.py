@@ -11,7 +11,8 @@ from torch_nhwc.finding.site import Site
 from torch_nhwc.formats import Format
 from torch_nhwc.memory import place_of
 from torch_nhwc.modules import computed, wrapping
-from torch_nhwc.ops import Outcome, Storage, plan_weights
+from torch_nhwc.ops import plan_weights
+from torch_nhwc.outcomes import Outcome, Storage
 from torch_nhwc.planning.plans import Plan
 from torch_nhwc.planning.rows import Action, PlanRow, as_text
 from torch_nhwc.reasons import Kind, Reason
@@ -153,7 +154,7 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
 def _with_bars(sites: Sequence[Site], filter_fn: FilterFunction | None) -> Sequence[Site]:
     """The sites, each with the reason that keeps it: what keeps a site keeps all others over the same memory."""
     if filter_fn is not None:
-        sites = [site if filter_fn(site.module, site.path) else site._replace(reason=Reason.FILTERED) for site in sites]
+        sites = [site if filter_fn(site.module, site.path) else site.because(Reason.FILTERED) for site in sites]
     barred = {
         place_of(site.tensor): site.reason
         for site in sites
@@ -162,23 +163,23 @@ def _with_bars(sites: Sequence[Site], filter_fn: FilterFunction | None) -> Seque
     if not barred:
         return sites
     return [
-        site if site.tensor is None else site._replace(reason=barred.get(place_of(site.tensor), site.reason))
-        for site in sites
+        site if site.tensor is None else site.because(barred.get(place_of(site.tensor), site.reason)) for site in sites
     ]
 
 
 def _row(site: Site, action: Action, reason: Reason | None, wanted: Format) -> PlanRow:
-    path, name, layer, rank, groups, _, tensor, _ = site
+    tensor = site.tensor
     if tensor is None:
-        return PlanRow(path, name, layer, rank, None, groups, None, None, None, None, 0, action, reason)
+        nothing = (None, site.groups, None, None, None, None, 0)
+        return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, action, reason)
     shape = tensor.shape
     return PlanRow(
-        path,
-        name,
-        layer,
-        rank,
+        site.path,
+        site.name,
+        site.layer,
+        site.rank,
         tuple(shape),
-        groups,
+        site.groups,
         as_text(tensor.dtype),
         as_text(tensor.device),
         tensor.stride(),

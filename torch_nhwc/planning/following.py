@@ -7,7 +7,7 @@ from torch import nn
 from torch_nhwc.finding.site import Found
 from torch_nhwc.memory import place_of
 from torch_nhwc.modules import optimizers
-from torch_nhwc.ops import Outcome
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions
 from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
 from torch_nhwc.planning.rows import Action

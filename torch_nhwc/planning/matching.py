@@ -36,7 +36,7 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
                     f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
                     f"the plan has {row.shape} of {row.dtype}"
                 )
-        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site._replace(reason=row.reason))
+        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site.because(row.reason))
     for site in sites.values():
         raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
     return found._replace(sites=matched)

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from torch_nhwc.finding.find import find
-from torch_nhwc.ops import Storage
+from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch_nhwc.ops import Storage
+from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.rendering import render
 from torch_nhwc.planning.rows import Action, PlanRow
 from torch_nhwc.reasons import Reason

@@ -19,7 +19,12 @@ _T = TypeVar("_T")
 
 
 class Deviation(NamedTuple):
-    """A tensor that is not laid out as the plan has it, or a site that ranks have planned differently."""
+    """A tensor that is not laid out as the plan has it, or a weight that ranks have planned differently.
+
+    Example:
+        >>> print(torch_nhwc.Deviation("weight", "grad", (27, 9, 3, 1), (27, 1, 9, 3), rank=None))
+        grad of 'weight' has strides (27, 9, 3, 1), expected (27, 1, 9, 3)
+    """
 
     site: str
     """The full name of the weight."""

@@ -8,7 +8,8 @@ from torch import nn
 from torch_nhwc.converting.conversion import carry_out, request_of
 from torch_nhwc.converting.report import Report
 from torch_nhwc.memory import lies_as
-from torch_nhwc.ops import Storage, lay_out_weights_
+from torch_nhwc.ops import lay_out_weights_
+from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import CompanionRow, Weight, find_companions, sources_of
 from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Plan
