@@ -9,11 +9,20 @@ from torch import Tensor, nn
 from torch_nhwc.reasons import Reason
 
 _RANKS = {"Conv2d": 4, "ConvTranspose2d": 4, "Conv3d": 5, "ConvTranspose3d": 5}
-# All take the weight second and the stride, as long as the kernel's dimensions, fourth.
+# What convolves, with the rank of its weight; 0 where it serves all, and the stride or padding, as long as the kernel's
+# dimensions, is its fourth argument. The weight is its second. The C++ walk has the same table: module/graph_walk.h.
 _CONVOLUTIONS = {
-    **{f"aten::{name}": rank for name, rank in (("conv2d", 4), ("conv_transpose2d", 4))},
-    **{f"aten::{name}": rank for name, rank in (("conv3d", 5), ("conv_transpose3d", 5))},
-    **dict.fromkeys(("aten::convolution", "aten::_convolution", "prim::mkldnn_convolution"), 0),
+    **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
+    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d"), 5),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution_mode"), 0),
+    **dict.fromkeys(("aten::mkldnn_convolution", "prim::mkldnn_convolution"), 0),
+}
+# An object holds the weight of these.
+_PACKED = {
+    "mkldnn_prepacked::conv2d_run": 4,
+    **{f"quantized::conv2d{kind}": 4 for kind in ("", "_relu", "_add", "_add_relu", "_dynamic")},
+    **{f"quantized::conv3d{kind}": 5 for kind in ("", "_relu", "_dynamic")},
+    **{f"quantized::conv_transpose{rank - 2}d{kind}": rank for rank in (4, 5) for kind in ("", "_dynamic")},
 }
 # What gives the same weight: in another dtype, as autocast does, or as a tensor that is not `None`.
 _PASSING_ON = ("aten::to", "aten::detach", "prim::unchecked_cast", "nhwc::convert_weight")
@@ -40,8 +49,9 @@ def find(module: nn.Module) -> list[Found]:
     for path, child in reversed(modules):
         lines = [line for where, line in nameless if not path or where.startswith(f"{path}.")]
         for line, each in _reaching_a_convolution(path, child):
-            if each[-1] is None:
-                found.setdefault(f"{each[0]}.{each[1]}", each)
+            if not each[1].startswith("<"):
+                if each[-1] is not Reason.PACKED or f"{each[0]}.weight" not in found:
+                    found.setdefault(f"{each[0]}.{each[1]}", each)
             elif line not in lines:
                 found[f"{each[0]}.{each[1]}"] = each
                 nameless.append((path, line))
@@ -66,40 +76,61 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found
     """Each with the line of source where the convolution is called."""
     layer, count = module.original_name, 0
     for method in module._c._method_names():
-        graph = module._c._get_method(method).graph.copy()
-        torch._C._jit_pass_inline(graph)
-        for node in (node for kind in _CONVOLUTIONS for node in graph.findAllNodes(kind)):
-            rank = _CONVOLUTIONS[node.kind()] or _length(node.inputsAt(3)) + 2
+        for node, known in _convolutions(module._c._get_method(method).graph, [[]]):
+            is_packed = node.kind() in _PACKED
+            rank = _PACKED.get(node.kind()) or _CONVOLUTIONS[node.kind()] or _length(node.inputsAt(3)) + 2
             if rank not in (4, 5):
                 continue
-            weight, is_laid_out = node.inputsAt(1).node(), False
-            while weight.kind() in _PASSING_ON:
-                is_laid_out = is_laid_out or weight.kind() == "nhwc::convert_weight"
-                weight = weight.inputsAt(0).node()
+            objects = [each for each in node.inputs() if each.type().kind() == "ClassType"] if is_packed else []
+            weight, is_laid_out = (objects or [node.inputsAt(1)])[0], False
+            while weight.node().kind() in _PASSING_ON:
+                is_laid_out = is_laid_out or weight.node().kind() == "nhwc::convert_weight"
+                weight = weight.node().inputsAt(0)
             line = str(node.sourceRange())
-            names = _attribute(weight)
+            names = _attribute(weight, known)
             if names:
                 owner = module
                 for name in names[:-1]:
                     owner = getattr(owner, name)
                 where = ".".join(filter(None, (path, *names[:-1])))
-                tensor = getattr(owner, names[-1])
-                yield line, (where, names[-1], owner.original_name, rank, owner, tensor, None)
+                tensor = None if is_packed else getattr(owner, names[-1])
+                is_packed = is_packed or tensor.layout != torch.strided
+                found = (tensor, None) if not is_packed else (None, Reason.PACKED)
+                yield line, (where, names[-1], owner.original_name, rank, owner, *found)
             elif names is None and not is_laid_out:
-                is_constant = weight.kind() in _CONSTANTS
+                is_constant = weight.node().kind() in _CONSTANTS
                 name = f"<{'constant' if is_constant else 'computed'} {count}>"
                 count += 1
-                reason = Reason.FROZEN if is_constant else Reason.ON_THE_FLY
-                yield line, (path, name, layer, rank, module, None, reason)
+                constant = weight.toIValue() if weight.node().kind() == "prim::Constant" and not is_packed else None
+                reason = Reason.PACKED if is_packed else Reason.FROZEN if is_constant else Reason.ON_THE_FLY
+                yield line, (path, name, layer, rank, module, constant, reason)
 
 
-def _attribute(node: Any) -> list[str] | None:
-    """The names that lead from the module to what a node gives; none for an argument; `None` where it is computed."""
+Names = list[str] | None
+
+
+def _convolutions(graph: Any, passed: list[Names]) -> Iterator[tuple[Any, dict[str, Names]]]:
+    """The convolutions of a graph and of what it forks, and what is known of their graph's inputs."""
+    graph = graph.copy()
+    torch._C._jit_pass_inline(graph)
+    known = dict(zip((each.debugName() for each in graph.inputs()), passed))
+    for kind in (*_CONVOLUTIONS, *_PACKED):
+        for node in graph.findAllNodes(kind):
+            yield node, known
+    for node in graph.findAllNodes("prim::fork"):
+        yield from _convolutions(node.g("Subgraph"), [_attribute(each, known) for each in node.inputs()])
+
+
+def _attribute(value: Any, known: dict[str, Names]) -> Names:
+    """The names that lead from the module to a value of a graph; none for an argument; `None` where it is computed."""
     names: list[str] = []
-    while node.kind() == "prim::GetAttr":
-        names.insert(0, node.s("name"))
-        node = node.input().node()
-    return names if node.kind() == "prim::Param" else None
+    while value.node().kind() in ("prim::GetAttr", "prim::unchecked_cast"):
+        if value.node().kind() == "prim::GetAttr":
+            names.insert(0, value.node().s("name"))
+        value = value.node().input()
+    if value.node().kind() != "prim::Param":
+        return None
+    return [*(known.get(value.debugName()) or []), *names]
 
 
 def _length(value: Any) -> int:

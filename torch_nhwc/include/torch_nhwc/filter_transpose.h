@@ -8,16 +8,16 @@
 //   back:              filter_transpose(source, destination, O, K, I)
 //
 // Needs C++17 and no other library. No allocation, no threads, no static state: split `filters` to use several threads.
-// The code is for the instruction set that the file is compiled for, see cpu_level.h; matrix_transpose.h has the ways
-// through a matrix, zip_network.h the shuffles.
+// The code is for the instruction set that the file is compiled for, see cpu/level.h; cpu/matrix_transpose.h has the
+// ways through a matrix, cpu/zip_network.h the shuffles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "torch_nhwc/cpu_level.h"
-#include "torch_nhwc/matrix_transpose.h"
+#include "torch_nhwc/cpu/level.h"
+#include "torch_nhwc/cpu/matrix_transpose.h"
 #include "torch_nhwc/version.h"
 
 namespace nhwc {
@@ -117,7 +117,8 @@ void filter_transpose(const From* source, To* destination, std::int64_t filters,
 /// place.
 ///
 /// @param data     `filters * rows * columns` elements of a trivially copyable type, overwritten.
-/// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`.
+/// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`. Not used, and may be null,
+///                 for filters of up to `detail::buffer_bytes`.
 template <typename Element, int register_bytes = NHWC_REGISTER_BYTES>
 void filter_transpose_in_place(Element* data, Element* scratch, std::int64_t filters, std::int64_t rows,
                                std::int64_t columns) {

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -42,6 +43,28 @@ enum class Outcome : std::int64_t {
   shared = -9,                  ///< "reuse" only: where "auto" says fresh_shared
   not_permutable = -10,         ///< "reuse" only: not dense, or no in-place kernel for the device
 };
+
+/// The name of an outcome in capitals, as in Python; of a refusal it is also the name of its `sentence`.
+inline std::string_view name_of(Outcome outcome) {
+  constexpr std::string_view names[] = {"NOT_PERMUTABLE",
+                                        "SHARED",
+                                        "FOREIGN",
+                                        "HELD",
+                                        "LAZY_VIEW",
+                                        "GRADIENT_IN_THE_WAY",
+                                        "PART_OF_LARGER_STORAGE",
+                                        "WRAPPED",
+                                        "TRACED",
+                                        "NOT_A_LEAF",
+                                        "KEPT",
+                                        "RESTRIDED",
+                                        "REUSED",
+                                        "FRESH",
+                                        "FRESH_HELD",
+                                        "FRESH_FOREIGN",
+                                        "FRESH_SHARED"};
+  return names[static_cast<std::int64_t>(outcome) - static_cast<std::int64_t>(Outcome::not_permutable)];
+}
 
 namespace ops_detail {
 
@@ -150,6 +173,16 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
   static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
   return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
+}
+
+/// The sentence that says why a weight is left as it is, and what to do, as it follows the name of a weight or a site.
+///
+/// @param reason  the name of an outcome that is a refusal, or of another reason; csrc/weights/sentences.cpp has all.
+/// @throws c10::ValueError for another name.
+inline std::string sentence(std::string_view reason) {
+  using Signature = std::string(c10::string_view);
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::sentence", "").typed<Signature>();
+  return op.call(reason);
 }
 
 }  // namespace nhwc
