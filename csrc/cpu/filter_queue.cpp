@@ -11,7 +11,7 @@
 #include "cpu/dispatch.h"
 #include "cpu/pages.h"
 #include "torch_nhwc/filter_transpose.h"
-#include "weights/filter_order.h"
+#include "weights/memory_format.h"
 
 namespace nhwc::cpu {
 namespace {

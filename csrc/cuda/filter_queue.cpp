@@ -11,7 +11,7 @@
 
 #include "cuda/filter_kernels.h"
 #include "torch_nhwc/cuda/launch_plan.h"
-#include "weights/filter_order.h"
+#include "weights/memory_format.h"
 
 namespace nhwc::cuda {
 namespace {

@@ -12,7 +12,6 @@
 
 #include "cuda/filter_queue.h"
 #include "weights/arguments.h"
-#include "weights/filter_order.h"
 #include "weights/sentences.h"
 #include "writing/weight_queue.h"
 
@@ -90,16 +89,17 @@ at::Tensor restrided(const at::Tensor& tensor, const Strides& strides) {
 
 // Changes that are made together: their bytes, on the CPU in one parallel region, then their metadata.
 struct Batch {
+  at::Device device;
   std::vector<const Change*> changes = {};
   WeightQueue queue = {};
 };
 
-// All that is left to do, in this order: what is written to new memory of devices, then a batch for each device, then
-// those of the CPU. Devices may fail. While new memory is written nothing is seen of that; later a device that fails
-// takes its own weights with it, and every other weight is converted or as it was.
+// All that is left to do, in this order: what is written to new memory of devices, then their batches, one for each
+// device, then those of the CPU. Devices may fail. While new memory is written nothing is seen of that; later a device
+// that fails takes its own weights with it, and every other weight is converted or as it was.
 struct Commit {
   WeightQueue device_writes = {};
-  std::vector<Batch> device_batches = {}, batches = std::vector<Batch>(1);
+  std::vector<Batch> batches = {};
 };
 
 // Each batch gives the old memory of its weights back before the next one first touches its new memory: the system
@@ -111,29 +111,25 @@ constexpr int64_t fresh_bytes_of_a_batch = 8 << 20;
 Commit prepare(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
   Commit commit;
-  auto& [device_writes, device_batches, batches] = commit;
   int64_t fresh_bytes = 0;
-  const auto write = [&](const at::Tensor& tensor, const at::Tensor& out) {
-    const at::NoGradGuard no_grad;
-    if (tensor.is_cpu()) fresh_bytes += static_cast<int64_t>(out.nbytes());
-    (tensor.is_cpu() ? batches.back().queue : device_writes).write_or_queue(tensor.detach(), out);
-  };
   const auto batch_of = [&](at::Device device) -> Batch& {
-    if (device.is_cpu()) {
-      if (fresh_bytes <= fresh_bytes_of_a_batch) return batches.back();
-      fresh_bytes = 0;
-      return batches.emplace_back();
-    }
-    const auto found = std::find_if(device_batches.begin(), device_batches.end(), [&](const Batch& batch) {
-      return batch.changes.front()->tensor.device() == device;
-    });
-    return found != device_batches.end() ? *found : device_batches.emplace_back();
+    const bool is_full = device.is_cpu() && fresh_bytes > fresh_bytes_of_a_batch;
+    const auto last = std::find_if(commit.batches.rbegin(), commit.batches.rend(),
+                                   [&](const Batch& batch) { return batch.device == device; });
+    if (last != commit.batches.rend() && !is_full) return *last;
+    if (is_full) fresh_bytes = 0;
+    return commit.batches.emplace_back(Batch{device});
   };
   for (Change& change : changes) {
     const at::Tensor& tensor = change.tensor;
     Batch& batch = batch_of(tensor.device());
     batch.changes.push_back(&change);
     const ReplacementGuard guard(tensor);
+    const auto write = [&](const at::Tensor& out) {
+      const at::NoGradGuard no_grad;
+      if (tensor.is_cpu()) fresh_bytes += static_cast<int64_t>(out.nbytes());
+      (tensor.is_cpu() ? batch.queue : commit.device_writes).write_or_queue(tensor, out);
+    };
     if (is_fresh(change.outcome)) {
       // Aliases hold their storage together.
       if (tensor.storage().use_count() > 1) {
@@ -146,22 +142,23 @@ Commit prepare(std::vector<Change>& changes) {
         }
         neighbours.push_back(&change);
       }
-      const auto options = tensor.options().pinned_memory(tensor.is_cpu() && tensor.is_pinned());
+      // To ask takes as long as the rest: what is merely held is in the allocator's own memory, which is not pinned.
+      const bool may_be_pinned = tensor.is_cpu() && change.outcome != Outcome::fresh_held;
+      const auto options = tensor.options().pinned_memory(may_be_pinned && tensor.is_pinned());
       change.replacement = empty_weight(tensor.sizes(), change.strides, options);
-      write(tensor, change.replacement);
+      write(change.replacement);
     } else {
       change.replacement = restrided(tensor, change.strides);
     }
     if (change.is_staged()) {
       change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
-      write(tensor, change.staged);
+      write(change.staged);
     } else if (change.outcome == Outcome::reused) {
       batch.queue.add_permutation(tensor);
     }
   }
-  device_writes.allocate();
-  for (Batch& batch : device_batches) batch.queue.allocate();
-  for (Batch& batch : batches) batch.queue.allocate();
+  commit.device_writes.allocate();
+  for (Batch& batch : commit.batches) batch.queue.allocate();
   return commit;
 }
 
@@ -195,8 +192,11 @@ void run(const Batch& batch) {
 
 void run(const Commit& commit) {
   commit.device_writes.run();
-  for (const Batch& batch : commit.device_batches) run(batch);
-  for (const Batch& batch : commit.batches) run(batch);
+  for (const bool is_cpu : {false, true}) {
+    for (const Batch& batch : commit.batches) {
+      if (batch.device.is_cpu() == is_cpu) run(batch);
+    }
+  }
 }
 
 }  // namespace

@@ -64,16 +64,17 @@ bool are_same_places(const at::Tensor& weight, at::IntArrayRef strides) {
   return true;
 }
 
-// Reuse where nothing else can see the bytes, else the reason against it. The order matters: what is shared is foreign
-// too, and what is foreign is often held as well.
-Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides) {
+// Reuse where nothing else can see the bytes, else the reason for fresh memory, or for a refusal. The order matters:
+// what is shared is foreign too, and what is foreign is often held as well.
+Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides, bool is_refused) {
   const c10::DataPtr& memory = weight.storage().data_ptr();
-  if (is_shared(memory)) return Outcome::fresh_shared;
-  if (is_foreign(memory)) return Outcome::fresh_foreign;
-  if (weight.storage().use_count() != 1) return Outcome::fresh_held;
-  const bool is_permutable =
-      weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight);
-  return is_permutable ? Outcome::reused : Outcome::fresh;
+  if (is_shared(memory)) return is_refused ? Outcome::shared : Outcome::fresh_shared;
+  if (is_foreign(memory)) return is_refused ? Outcome::foreign : Outcome::fresh_foreign;
+  if (weight.storage().use_count() != 1) return is_refused ? Outcome::held : Outcome::fresh_held;
+  if (weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight)) {
+    return Outcome::reused;
+  }
+  return is_refused ? Outcome::not_permutable : Outcome::fresh;
 }
 
 Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
@@ -84,16 +85,7 @@ Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, Storag
   const bool moves_nothing =
       weight.numel() == 0 || are_same_places(weight, strides) ||
       (weight.is_meta() && weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides));
-  if (moves_nothing) return Outcome::restrided;
-  const Outcome outcome = reuse_or_reason(weight, strides);
-  if (policy != StoragePolicy::reuse) return outcome;
-  switch (outcome) {
-    case Outcome::fresh_shared: return Outcome::shared;
-    case Outcome::fresh_foreign: return Outcome::foreign;
-    case Outcome::fresh_held: return Outcome::held;
-    case Outcome::fresh: return Outcome::not_permutable;
-    default: return outcome;
-  }
+  return moves_nothing ? Outcome::restrided : reuse_or_reason(weight, strides, policy == StoragePolicy::reuse);
 }
 
 }  // namespace

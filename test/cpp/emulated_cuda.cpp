@@ -13,7 +13,6 @@
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch_nhwc/cuda/launch_plan.h>
-#include <torch_nhwc/cuda/long_filter.h>
 #include <torch_nhwc/cuda/tile.h>
 
 #include <algorithm>

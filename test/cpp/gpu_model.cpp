@@ -6,7 +6,6 @@
 // of 4 bytes and serves 128 bytes at a time: a warp in one go for accesses of up to 4 bytes, by half warps for 8, by
 // quarter warps for 16; each go costs as many passes as the most words asked of one bank.
 #include <torch_nhwc/cuda/launch_plan.h>
-#include <torch_nhwc/cuda/long_filter.h>
 #include <torch_nhwc/cuda/tile.h>
 
 #include <algorithm>

@@ -42,29 +42,22 @@
 // The level's name, and the bytes of its vector registers.
 #if NHWC_SMALLEST_SHUFFLED == 0
 #define NHWC_CPU_LEVEL plain_loops
-#define NHWC_REGISTER_BYTES 16
 #elif NHWC_X86_LEVEL == 5
 #define NHWC_CPU_LEVEL avx512_bf16
-#define NHWC_REGISTER_BYTES 64
 #elif NHWC_X86_LEVEL == 4
 #define NHWC_CPU_LEVEL avx512_vbmi
-#define NHWC_REGISTER_BYTES 64
 #elif NHWC_X86_LEVEL == 3
 #define NHWC_CPU_LEVEL avx512
-#define NHWC_REGISTER_BYTES 64
 #elif NHWC_X86_LEVEL == 2
 #define NHWC_CPU_LEVEL avx2
-#define NHWC_REGISTER_BYTES 32
 #elif defined(__ARM_NEON)
 #define NHWC_CPU_LEVEL neon
-#define NHWC_REGISTER_BYTES 16
 #elif defined(__SSSE3__)
 #define NHWC_CPU_LEVEL ssse3
-#define NHWC_REGISTER_BYTES 16
 #else
 #define NHWC_CPU_LEVEL baseline
-#define NHWC_REGISTER_BYTES 16
 #endif
+#define NHWC_REGISTER_BYTES (NHWC_SMALLEST_SHUFFLED == 0 || NHWC_X86_LEVEL < 2 ? 16 : NHWC_X86_LEVEL == 2 ? 32 : 64)
 
 #if defined(__GNUC__)
 #define NHWC_ALWAYS_INLINE __attribute__((always_inline)) inline

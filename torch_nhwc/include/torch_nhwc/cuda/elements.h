@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "torch_nhwc/casts.h"
 #include "torch_nhwc/cuda/launch.h"
@@ -25,29 +26,10 @@ struct alignas(8) Pair {
 namespace detail {
 
 template <unsigned bytes>
-struct BitsOf;
-template <>
-struct BitsOf<1> {
-  using type = std::uint8_t;
-};
-template <>
-struct BitsOf<2> {
-  using type = std::uint16_t;
-};
-template <>
-struct BitsOf<4> {
-  using type = std::uint32_t;
-};
-template <>
-struct BitsOf<8> {
-  using type = Pair;
-};
-template <>
-struct BitsOf<16> {
-  using type = Quad;
-};
-template <unsigned bytes>
-using Bits = typename BitsOf<bytes>::type;
+using Bits = std::conditional_t<
+    bytes == 1, std::uint8_t,
+    std::conditional_t<bytes == 2, std::uint16_t,
+                       std::conditional_t<bytes == 4, std::uint32_t, std::conditional_t<bytes == 8, Pair, Quad>>>>;
 
 // One element on its way, as bits.
 template <Elements elements>

@@ -87,7 +87,7 @@ class Tile {
       case Way::gather: return load_linear(filters_.columns, count() * (16 / to_bytes), thread);
       case Way::scatter: return move_bundles<true>(thread);
       case Way::filters: return load_linear(filters_.columns, count() * filters_.rows, thread);
-      case Way::rectangle: return load_rectangle(thread);
+      case Way::rectangle: return move_rectangle<true>(thread);
       case Way::copy: return;
     }
   }
@@ -97,7 +97,7 @@ class Tile {
       case Way::gather: return move_bundles<false>(thread);
       case Way::scatter: return store_linear(thread);
       case Way::filters: return store_filters(thread);
-      case Way::rectangle: return store_rectangle(thread);
+      case Way::rectangle: return move_rectangle<false>(thread);
       case Way::copy: return copy(thread);
     }
   }
@@ -327,24 +327,21 @@ class Tile {
             least(width, filters_.columns - column),
             width | 1};
   }
-  NHWC_HOST_DEVICE void load_rectangle(std::uint32_t thread) const {
+  template <bool is_load>
+  NHWC_HOST_DEVICE void move_rectangle(std::uint32_t thread) const {
     const Rectangle part = rectangle();
-    const char* source = filters_.source + part.filter * filter_size() * from_bytes;
     for (std::uint32_t i = thread; i < part.height * part.width; i += threads_of_a_block) {
-      const std::uint32_t row = i / part.width, column = i % part.width;
-      const std::uint64_t place = std::uint64_t{part.row + row} * filters_.columns + part.column + column;
-      const To element = detail::cast<elements>(access_.template load<From>(source + place * from_bytes));
-      access_.store_shared(shared_, (row * part.pitch + column) * to_bytes, element);
-    }
-  }
-  NHWC_HOST_DEVICE void store_rectangle(std::uint32_t thread) const {
-    const Rectangle part = rectangle();
-    char* destination = filters_.destination + part.filter * filter_size() * to_bytes;
-    for (std::uint32_t i = thread; i < part.height * part.width; i += threads_of_a_block) {
-      const std::uint32_t column = i / part.height, row = i % part.height;
-      const std::uint64_t place = std::uint64_t{part.column + column} * filters_.rows + part.row + row;
-      const To element = access_.template load_shared<To>(shared_, (row * part.pitch + column) * to_bytes);
-      access_.store(destination + place * to_bytes, element);
+      const std::uint32_t row = is_load ? i / part.width : i % part.height;
+      const std::uint32_t column = is_load ? i % part.width : i / part.height;
+      const std::uint32_t in_tile = (row * part.pitch + column) * to_bytes;
+      const std::uint64_t filter = part.filter * filter_size(), down = part.row + row, across = part.column + column;
+      if constexpr (is_load) {
+        const char* from = filters_.source + (filter + down * filters_.columns + across) * from_bytes;
+        access_.store_shared(shared_, in_tile, detail::cast<elements>(access_.template load<From>(from)));
+      } else {
+        char* to = filters_.destination + (filter + across * filters_.rows + down) * to_bytes;
+        access_.store(to, access_.template load_shared<To>(shared_, in_tile));
+      }
     }
   }
 

@@ -52,9 +52,8 @@ inline std::vector<std::int64_t> target_strides_of(at::IntArrayRef sizes,
 
 // Whether the format is one that a weight of this rank can have.
 inline bool serves_rank(std::optional<at::MemoryFormat> memory_format, std::int64_t rank) {
-  if (memory_format == at::MemoryFormat::ChannelsLast) return rank == 4 || rank == 0;
-  if (memory_format == at::MemoryFormat::ChannelsLast3d) return rank == 5 || rank == 0;
-  return true;
+  if (rank == 0 || !memory_format || memory_format == at::MemoryFormat::Contiguous) return true;
+  return rank == (memory_format == at::MemoryFormat::ChannelsLast ? 4 : 5);
 }
 
 // What the operators would raise for every weight alike, and for the lack of the library.

@@ -13,7 +13,6 @@
 #include <string>
 #include <string_view>
 #include <tuple>
-#include <unordered_map>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -23,39 +22,25 @@
 namespace nhwc {
 namespace module_detail {
 
-// An operator of TorchScript that convolves. The Python walk, scripted.py, has the same table.
+// An operator of TorchScript that convolves.
 struct Convolution {
   std::int64_t rank;  // of its weight, 0 where it serves all ranks
   bool is_packed;     // whether an object holds the weight, instead of the operator's second argument
 };
 
-inline const Convolution* find_convolution(c10::Symbol kind) {
-  static const std::unordered_map<std::string, Convolution> convolutions = {
-      {"aten::conv2d", {4, false}},
-      {"aten::conv3d", {5, false}},
-      {"aten::conv_transpose2d", {4, false}},
-      {"aten::conv_transpose3d", {5, false}},
-      {"aten::convolution", {0, false}},
-      {"aten::_convolution", {0, false}},
-      {"aten::_convolution_mode", {0, false}},
-      {"aten::mkldnn_convolution", {0, false}},
-      {"prim::mkldnn_convolution", {0, false}},
-      {"mkldnn_prepacked::conv2d_run", {4, true}},
-      {"quantized::conv2d", {4, true}},
-      {"quantized::conv2d_add", {4, true}},
-      {"quantized::conv2d_add_relu", {4, true}},
-      {"quantized::conv2d_dynamic", {4, true}},
-      {"quantized::conv2d_relu", {4, true}},
-      {"quantized::conv3d", {5, true}},
-      {"quantized::conv3d_dynamic", {5, true}},
-      {"quantized::conv3d_relu", {5, true}},
-      {"quantized::conv_transpose2d", {4, true}},
-      {"quantized::conv_transpose2d_dynamic", {4, true}},
-      {"quantized::conv_transpose3d", {5, true}},
-      {"quantized::conv_transpose3d_dynamic", {5, true}},
-  };
-  const auto found = convolutions.find(kind.toQualString());
-  return found == convolutions.end() ? nullptr : &found->second;
+// The Python walk, scripted.py, knows the same.
+inline std::optional<Convolution> find_convolution(c10::Symbol kind) {
+  static const std::string convolutions =
+      " aten::conv2d aten::conv3d aten::conv_transpose2d aten::conv_transpose3d aten::convolution aten::_convolution "
+      "aten::_convolution_mode aten::mkldnn_convolution prim::mkldnn_convolution mkldnn_prepacked::conv2d_run "
+      "quantized::conv2d quantized::conv2d_relu quantized::conv2d_add quantized::conv2d_add_relu "
+      "quantized::conv2d_dynamic quantized::conv3d quantized::conv3d_relu quantized::conv3d_dynamic "
+      "quantized::conv_transpose2d quantized::conv_transpose2d_dynamic quantized::conv_transpose3d "
+      "quantized::conv_transpose3d_dynamic ";
+  const std::string name = kind.toQualString();
+  if (convolutions.find(" " + name + " ") == std::string::npos) return std::nullopt;
+  const auto has = [&name](const char* part) { return name.find(part) != std::string::npos; };
+  return Convolution{has("2d") ? 4 : has("3d") ? 5 : 0, has("quantized::") || has("prepacked::")};
 }
 
 // The tensors that the graphs of a TorchScript module convolve with. To a graph, everything begins with its inputs: a
@@ -93,7 +78,7 @@ class GraphWalk {
 
   void visit(const torch::jit::Block& block, const Inputs& inputs) {
     for (const Node* node : block.nodes()) {
-      if (const Convolution* convolution = find_convolution(node->kind())) add(*node, *convolution, inputs);
+      if (const auto convolution = find_convolution(node->kind())) add(*node, *convolution, inputs);
       for (const torch::jit::Block* inner : node->blocks()) visit(*inner, inputs);
       if (node->kind() == c10::prim::fork) {
         Inputs passed;
@@ -107,7 +92,7 @@ class GraphWalk {
     const Value* weight = &weight_argument(node, convolution);
     bool is_laid_out = false;
     for (; is_passed_on(*weight); weight = weight->node()->input(0)) {
-      is_laid_out = is_laid_out || weight->node()->kind() == convert_weight_symbol();
+      is_laid_out = is_laid_out || weight->node()->kind() == convert_weight_;
     }
     const auto attribute = locate(*weight, inputs);
     const bool is_argument = weight->node()->kind() == c10::prim::Param;
@@ -135,16 +120,11 @@ class GraphWalk {
     if (seen_.emplace(owner, site.name, site.reason).second) sites_.push_back(std::move(site));
   }
 
-  static c10::Symbol convert_weight_symbol() {
-    static const auto symbol = c10::Symbol::fromQualString("nhwc::convert_weight");
-    return symbol;
-  }
-
   // Whether a value is the same weight as its node's first input: in another dtype, as autocast does, or not `None`.
   static bool is_passed_on(const Value& value) {
     const c10::Symbol kind = value.node()->kind();
     return kind == c10::aten::to || kind == c10::aten::detach || kind == c10::prim::unchecked_cast ||
-           kind == convert_weight_symbol();
+           kind == convert_weight_;
   }
 
   static std::optional<c10::IValue> constant_of(const Value& value) {
@@ -224,6 +204,8 @@ class GraphWalk {
     }
     return {path, name, node.kind().toUnqualString(), 0, {}};
   }
+
+  inline static const auto convert_weight_ = c10::Symbol::fromQualString("nhwc::convert_weight");
 
   std::vector<Site> sites_;
   std::set<std::tuple<const void*, std::string, std::string_view>> seen_;  // owner, name and reason of the sites

@@ -55,13 +55,8 @@ inline std::string join(const std::string& path, const std::string& name) {
 }  // namespace module_detail
 
 inline std::ostream& operator<<(std::ostream& out, Action action) {
-  switch (action) {
-    case Action::convert: return out << "convert";
-    case Action::restride: return out << "restride";
-    case Action::keep: return out << "keep";
-    case Action::refuse: return out << "refuse";
-  }
-  return out;
+  constexpr const char* names[] = {"convert", "restride", "keep", "refuse"};
+  return out << names[static_cast<int>(action)];
 }
 
 inline std::string ModuleReport::summary() const {
