@@ -104,22 +104,22 @@ def extension():
     headers = cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")
     system = [flag for folder in headers for flag in ("-isystem", folder)]
     warnings = ["-Wall", "-Wextra", "-Werror"]
-    folders = ["csrc", "csrc/autograd", "csrc/meta", "csrc/vmap", "csrc/cpu", "csrc/cpu/levels"]
-    sources = [str(path.relative_to(ROOT)) for folder in folders for path in sorted((ROOT / folder).glob("*.cpp"))]
+    other = ROOT / "csrc" / ("no_cuda" if WITH_CUDA else "cuda")
+    sources = [
+        str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "csrc").rglob("*.c*"))
+        if path.suffix in (".cpp", ".cu") and path.parent != other
+    ]
     flags = {"cxx": ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-fopenmp", *warnings, *system]}
-    macros = []
     kind = cpp_extension.CppExtension
     if WITH_CUDA:
         kind = cpp_extension.CUDAExtension
-        sources += [str(path.relative_to(ROOT)) for path in sorted((ROOT / "csrc/cuda").glob("*.c*"))]
         host = ",".join(["-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"])
         flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", host, "--Werror", "all-warnings", *system]
-        macros.append(("TORCH_NHWC_WITH_CUDA", None))
     return kind(
         "torch_nhwc.libtorch_nhwc",
         sources,
         include_dirs=[str(ROOT / "torch_nhwc/include"), str(ROOT / "csrc")],
-        define_macros=macros,
         extra_compile_args=flags,
         # Without a soname of its own, linkers and CMake would not take the library by its path.
         extra_link_args=["-s", "-fopenmp", "-Wl,-soname,libtorch_nhwc.abi3.so"],

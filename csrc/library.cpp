@@ -13,4 +13,5 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("copy_weight_(Tensor(a!) self, Tensor weight) -> ()", compliant);
   m.def("plan_weights(Tensor[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
   m.def("cpu_capability() -> str", compliant);
+  m.def("sentence(str reason) -> str", compliant);
 }

@@ -37,7 +37,7 @@ class Reason(enum.Enum):
 
     IN_FORMAT = Kind.KEPT, sentence("IN_FORMAT")
     TIED = Kind.KEPT, sentence("TIED")
-    OTHER_RANK = Kind.KEPT, sentence("OTHER_RANK")
+    OTHER_RANK = Kind.KEPT, f"{sentence('OTHER_RANK')}: without one, both ranks convert"
     FILTERED = Kind.KEPT, sentence("FILTERED")
     FAKE = Kind.KEPT, "it is a fake tensor: the plan is for the real one"
 
@@ -62,7 +62,7 @@ class Reason(enum.Enum):
         Kind.REFUSED,
         "a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there",
     )
-    NO_WEIGHT = Kind.REFUSED, sentence("NO_WEIGHT")
+    NO_WEIGHT = Kind.REFUSED, "its weight is not a tensor"
     PACKED = Kind.REFUSED, sentence("PACKED")
     FROZEN = Kind.REFUSED, sentence("FROZEN")
     DDP = Kind.REFUSED, f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"

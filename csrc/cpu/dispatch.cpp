@@ -1,4 +1,4 @@
-#include "dispatch.h"
+#include "cpu/dispatch.h"
 
 #include <c10/util/Exception.h>
 
@@ -69,24 +69,20 @@ std::string_view environment(const char* name) {
 }
 
 Level choose_level() {
-  const std::vector<Level> levels = all_levels();
+  std::vector<Level> levels = all_levels();
+  std::erase_if(levels, [](const Level& level) { return !level.is_supported; });
   const std::string_view asked = environment("TORCH_NHWC_CPU_CAPABILITY");
   const std::string_view bound = environment("ATEN_CPU_CAPABILITY");
-  const auto is_known = [&](const Level& level) { return level.aten_name == bound; };
-  const bool is_bounded = std::any_of(levels.begin(), levels.end(), is_known);
-  const Level* best = nullptr;
   std::string supported;
-  bool is_past_bound = false;
   for (const Level& level : levels) {
-    if (!level.is_supported) continue;
     if (level.name == asked) return level;
     supported += (supported.empty() ? "" : ", ") + std::string(level.name);
-    if (is_bounded && best && best->aten_name == bound && level.aten_name != bound) is_past_bound = true;
-    if (!is_past_bound) best = &level;
   }
   TORCH_CHECK_VALUE(asked.empty(), "TORCH_NHWC_CPU_CAPABILITY: expected one of those that this CPU has (", supported,
                     "), got '", asked, "'");
-  return *best;
+  const auto best =
+      std::find_if(levels.rbegin(), levels.rend(), [&](const Level& level) { return level.aten_name == bound; });
+  return best != levels.rend() ? *best : levels.back();
 }
 
 const Level& chosen_level() {

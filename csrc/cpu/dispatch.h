@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "filter_kernels.h"
+#include "cpu/filter_kernels.h"
 
 namespace nhwc::cpu {
 

@@ -1,4 +1,4 @@
-#include "pages.h"
+#include "cpu/pages.h"
 
 #if defined(__linux__)
 #include <sys/mman.h>

@@ -3,7 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
-#include "torch_nhwc/launch_plan.h"
+#include "torch_nhwc/cuda/launch.h"
 
 namespace nhwc::cuda::kernels {
 

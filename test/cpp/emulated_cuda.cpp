@@ -12,8 +12,8 @@
 // The library is also loaded in the place of libcuda.so.1, whose functions PyTorch looks for without calling them.
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
-#include <torch_nhwc/launch_plan.h>
-#include <torch_nhwc/tile.h>
+#include <torch_nhwc/cuda/launch_plan.h>
+#include <torch_nhwc/cuda/tile.h>
 
 #include <algorithm>
 #include <cstdint>

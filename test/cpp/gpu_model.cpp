@@ -5,7 +5,8 @@
 // The model: a warp's access to global memory costs the sectors of 32 bytes that it touches. Shared memory has 32 banks
 // of 4 bytes and serves 128 bytes at a time: a warp in one go for accesses of up to 4 bytes, by half warps for 8, by
 // quarter warps for 16; each go costs as many passes as the most words asked of one bank.
-#include <torch_nhwc/tile.h>
+#include <torch_nhwc/cuda/launch_plan.h>
+#include <torch_nhwc/cuda/tile.h>
 
 #include <algorithm>
 #include <cstdint>

@@ -36,7 +36,7 @@ CXX = os.environ.get("CXX", "c++")
 
 
 class Weight(Structure):
-    """As in launch_plan.h, like the next two; pointers are numbers."""
+    """As in cuda/launch.h, like the next two; pointers are numbers."""
 
     _fields_ = [("source", c_uint64), ("destination", c_uint64)]
     _fields_ += [("filters", c_int64), ("rows", c_int64), ("columns", c_int64), ("elements", c_uint8)]

@@ -1,5 +1,6 @@
 // The walk over modules. Without arguments, prints "ok" where everything is as it should be. With the paths of two
-// archives, converts the first, prints the report and writes the second.
+// archives, converts the first, prints the report and writes the second. With the path of one, and what to make of the
+// module first ("loaded", "frozen" or "optimized"), converts it and prints the report.
 #include <torch/script.h>
 #include <torch/torch.h>
 #include <torch_nhwc/module.h>
@@ -335,9 +336,21 @@ void convert_archive(const std::string& from, const std::string& to) {
   module.save(to);
 }
 
+void report_archive(const std::string& from, const std::string& prepared) {
+  auto module = torch::jit::load(from);
+  module.eval();
+  if (prepared == "frozen") module = torch::jit::freeze(module);
+  if (prepared == "optimized") module = torch::jit::optimize_for_inference(module);
+  std::cout << nhwc::convert_weights_(module);
+}
+
 }  // namespace
 
 int main(int count, char** arguments) {
+  if (count == 4 && std::string(arguments[1]) == "report") {
+    report_archive(arguments[2], arguments[3]);
+    return 0;
+  }
   if (count == 3) {
     convert_archive(arguments[1], arguments[2]);
     return 0;

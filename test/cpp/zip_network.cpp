@@ -1,7 +1,7 @@
 // Proves the zip networks: for every register width, element size and number of columns, in both directions. What a
 // shuffle does to one tile it does to all, so one tile whose bytes tell where they come from is a proof. Driven by
 // test_cpp.py. Prints the number of proven networks, and "ok".
-#include <torch_nhwc/matrix_transpose.h>
+#include <torch_nhwc/cpu/matrix_transpose.h>
 
 #include <cstdio>
 #include <cstdlib>

@@ -9,25 +9,25 @@ LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
 }
 RANKS = {layer.__name__: rank for rank, layers in LAYERS.items() for layer in layers}
 
-# The operators, with the rank of their weight, or 0 where they serve all ranks: those of layers of one dimension, too.
-# All take the weight second and the stride, as long as the kernel's dimensions, fourth.
+# The operators, with the rank of their weight; 0 where they serve all ranks, those of one dimension too, and their fourth
+# argument, the stride or the padding, is as long as the kernel's dimensions. The weight is the second. The C++ walk over
+# graphs has the same table: include/torch_nhwc/module/graph_walk.h.
 OPERATORS = {
-    "aten::conv2d": 4,
-    "aten::conv3d": 5,
-    "aten::conv_transpose2d": 4,
-    "aten::conv_transpose3d": 5,
-    "aten::convolution": 0,
-    "aten::_convolution": 0,
-    "prim::mkldnn_convolution": 0,
+    **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
+    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d"), 5),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution_mode"), 0),
+    **dict.fromkeys(("aten::mkldnn_convolution", "prim::mkldnn_convolution"), 0),
+}
+# Those whose weight is held by an object.
+PACKED = {
+    "mkldnn_prepacked::conv2d_run": 4,
+    **{f"quantized::conv2d{kind}": 4 for kind in ("", "_relu", "_add", "_add_relu", "_dynamic")},
+    **{f"quantized::conv3d{kind}": 5 for kind in ("", "_relu", "_dynamic")},
+    **{f"quantized::conv_transpose{rank - 2}d{kind}": rank for rank in (4, 5) for kind in ("", "_dynamic")},
 }
 
 # What gives the same weight under another name, in another dtype, as autocast does, or as a tensor that is not `None`.
 PASSING_ON = {
-    "aten::alias",
-    "aten::clone",
-    "aten::detach",
-    "aten::to",
-    "aten::_to_copy",
-    "prim::unchecked_cast",
-    "nhwc::convert_weight",
+    *("aten::alias", "aten::clone", "aten::detach", "aten::to", "aten::_to_copy"),
+    *("prim::unchecked_cast", "nhwc::convert_weight"),
 }

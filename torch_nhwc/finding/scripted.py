@@ -6,11 +6,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.finding.convolutions import OPERATORS, PASSING_ON, RANKS
+from torch_nhwc.finding.convolutions import OPERATORS, PACKED, PASSING_ON, RANKS
 from torch_nhwc.finding.site import Site
 from torch_nhwc.reasons import Reason
 
 _CONSTANTS = ("prim::Constant", "prim::ConstantMKLDNNTensor")
+_Names = list[str] | None
 
 
 def find(prefix: str, module: nn.Module) -> list[Site]:
@@ -34,11 +35,12 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
     for path, child in reversed(modules):
         lines = [line for where, line in nameless if path == prefix or where.startswith(f"{path}.")]
         for line, site in _reaching_a_convolution(path, child):
-            if site.reason is None:
+            if site.name.startswith("<"):
+                if line not in lines:
+                    found[site.full_name] = site
+                    nameless.append((path, line))
+            elif site.reason is not Reason.PACKED or ".".join(filter(None, (site.path, "weight"))) not in found:
                 found.setdefault(site.full_name, site)
-            elif line not in lines:
-                found[site.full_name] = site
-                nameless.append((path, line))
     order = {path: index for index, (path, _) in enumerate(modules)}
     return sorted(found.values(), key=lambda site: order[site.path])
 
@@ -58,41 +60,60 @@ def _layer(path: str, module: nn.Module) -> Iterator[Site]:
 
 def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Site]]:
     """Each with the line of source where the convolution is called."""
-    layer, count = module.original_name, 0
+    count = 0
     for method in module._c._method_names():
-        graph = module._c._get_method(method).graph.copy()
-        torch._C._jit_pass_inline(graph)
-        for node in (node for kind in OPERATORS for node in graph.findAllNodes(kind)):
-            rank = OPERATORS[node.kind()] or _length(node.inputsAt(3)) + 2
+        for node, known in _convolutions(module._c._get_method(method).graph, [[]]):
+            is_packed = node.kind() in PACKED
+            rank = PACKED.get(node.kind()) or OPERATORS[node.kind()] or _length(node.inputsAt(3)) + 2
             if rank not in (4, 5):
                 continue
-            weight, is_laid_out = node.inputsAt(1).node(), False
-            while weight.kind() in PASSING_ON:
-                is_laid_out = is_laid_out or weight.kind() == "nhwc::convert_weight"
-                weight = weight.inputsAt(0).node()
+            objects = [each for each in node.inputs() if each.type().kind() == "ClassType"] if is_packed else []
+            weight, is_laid_out = (objects or [node.inputsAt(1)])[0], False
+            while weight.node().kind() in PASSING_ON:
+                is_laid_out = is_laid_out or weight.node().kind() == "nhwc::convert_weight"
+                weight = weight.node().inputsAt(0)
             line = str(node.sourceRange())
-            names = _attribute(weight)
+            names = _attribute(weight, known)
             if names:
                 owner = module
                 for name in names[:-1]:
                     owner = getattr(owner, name)
-                where, tensor = ".".join(filter(None, (path, *names[:-1]))), getattr(owner, names[-1])
-                yield line, Site(where, names[-1], owner.original_name, rank, 0, owner, tensor, None)
+                where = ".".join(filter(None, (path, *names[:-1])))
+                tensor = None if is_packed else getattr(owner, names[-1])
+                is_strided = tensor is not None and tensor.layout == torch.strided
+                weight_or_why = (tensor, None) if is_strided else (None, Reason.PACKED)
+                yield line, Site(where, names[-1], owner.original_name, rank, 0, owner, *weight_or_why)
             elif names is None and not is_laid_out:
-                is_constant = weight.kind() in _CONSTANTS
+                is_constant = weight.node().kind() in _CONSTANTS
                 name = f"<{'constant' if is_constant else 'computed'} {count}>"
                 count += 1
-                reason = Reason.FROZEN if is_constant else Reason.ON_THE_FLY
-                yield line, Site(path, name, layer, rank, 0, module, None, reason)
+                constant = weight.toIValue() if weight.node().kind() == "prim::Constant" and not is_packed else None
+                reason = Reason.PACKED if is_packed else Reason.FROZEN if is_constant else Reason.ON_THE_FLY
+                yield line, Site(path, name, module.original_name, rank, 0, module, constant, reason)
 
 
-def _attribute(node: Any) -> list[str] | None:
-    """The names that lead from the module to what a node gives; none for an argument; `None` where it is computed."""
+def _convolutions(graph: Any, passed: list[_Names]) -> Iterator[tuple[Any, dict[str, _Names]]]:
+    """The convolutions of a graph and of what it forks, and what is known of their graph's inputs."""
+    graph = graph.copy()
+    torch._C._jit_pass_inline(graph)
+    known = dict(zip((each.debugName() for each in graph.inputs()), passed))
+    for kind in (*OPERATORS, *PACKED):
+        for node in graph.findAllNodes(kind):
+            yield node, known
+    for node in graph.findAllNodes("prim::fork"):
+        yield from _convolutions(node.g("Subgraph"), [_attribute(each, known) for each in node.inputs()])
+
+
+def _attribute(value: Any, known: dict[str, _Names]) -> _Names:
+    """The names that lead from the module to a value of a graph; none for an argument; `None` where it is computed."""
     names: list[str] = []
-    while node.kind() == "prim::GetAttr":
-        names.insert(0, node.s("name"))
-        node = node.input().node()
-    return names if node.kind() == "prim::Param" else None
+    while value.node().kind() in ("prim::GetAttr", "prim::unchecked_cast"):
+        if value.node().kind() == "prim::GetAttr":
+            names.insert(0, value.node().s("name"))
+        value = value.node().input()
+    if value.node().kind() != "prim::Param":
+        return None
+    return [*(known.get(value.debugName()) or []), *names]
 
 
 def _length(value: Any) -> int:

@@ -1,11 +1,11 @@
 // AVX2, with the extensions that came before or with it.
-#include "before_level.h"
+#include "cpu/levels/before_level.h"
 
 #if defined(__x86_64__)
 #define NHWC_X86_LEVEL 2
 NHWC_TARGET("avx2,fma,bmi2,f16c")
 
-#include "make_filter_kernels.h"
+#include "cpu/levels/make_filter_kernels.h"
 
 namespace nhwc::cpu::levels {
 

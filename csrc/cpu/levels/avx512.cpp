@@ -1,11 +1,11 @@
 // AVX-512 as every CPU that has it outside of the first accelerators: F, BW, DQ and VL.
-#include "before_level.h"
+#include "cpu/levels/before_level.h"
 
 #if defined(__x86_64__)
 #define NHWC_X86_LEVEL 3
 NHWC_TARGET("avx2,fma,bmi2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
-#include "make_filter_kernels.h"
+#include "cpu/levels/make_filter_kernels.h"
 
 namespace nhwc::cpu::levels {
 

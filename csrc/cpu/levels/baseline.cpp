@@ -1,6 +1,6 @@
 // The instruction set of everything else: SSE2 on x86-64, NEON on 64-bit Arm.
-#include "before_level.h"
-#include "make_filter_kernels.h"
+#include "cpu/levels/before_level.h"
+#include "cpu/levels/make_filter_kernels.h"
 
 namespace nhwc::cpu::levels {
 

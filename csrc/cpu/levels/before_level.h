@@ -11,7 +11,7 @@
 #include <immintrin.h>
 #endif
 
-#include "../filter_kernels.h"
+#include "cpu/filter_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

@@ -5,7 +5,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "torch_nhwc/cpu_level.h"
+#include "torch_nhwc/cpu/level.h"
 
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {

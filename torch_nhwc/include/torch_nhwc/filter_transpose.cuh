@@ -16,8 +16,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "torch_nhwc/launch_plan.h"
-#include "torch_nhwc/tile.h"
+#include "torch_nhwc/cuda/launch_plan.h"
+#include "torch_nhwc/cuda/tile.h"
 #include "torch_nhwc/version.h"
 
 namespace nhwc {

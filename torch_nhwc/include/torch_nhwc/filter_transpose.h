@@ -8,16 +8,16 @@
 //   back:              filter_transpose(source, destination, O, K, I)
 //
 // Needs C++17 and no other library. No allocation, no threads, no static state: split `filters` to use several threads.
-// The code is for the instruction set that the file is compiled for, see cpu_level.h; matrix_transpose.h has the ways
-// through a matrix, zip_network.h the shuffles.
+// The code is for the instruction set that the file is compiled for, see cpu/level.h; cpu/matrix_transpose.h has the
+// ways through a matrix, cpu/zip_network.h the shuffles.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
 #include <type_traits>
 
-#include "torch_nhwc/cpu_level.h"
-#include "torch_nhwc/matrix_transpose.h"
+#include "torch_nhwc/cpu/level.h"
+#include "torch_nhwc/cpu/matrix_transpose.h"
 #include "torch_nhwc/version.h"
 
 namespace nhwc {
@@ -70,6 +70,19 @@ inline void copy_and_prefetch(const char* from, char* to, Index bytes, Index ahe
   std::memcpy(to + i, from + i, static_cast<std::size_t>(bytes - i));
 }
 
+template <int register_bytes, typename Way>
+void transpose_filters(const typename Way::From* source, typename Way::To* destination, Index filters, Index rows,
+                       Index columns, Stores stores, const Way& way) {
+  const auto* from = reinterpret_cast<const char*>(source);
+  auto* to = reinterpret_cast<char*>(destination);
+  if (filters * rows * columns == 0) return;
+  if (rows == 1 || columns == 1) return way(from, to, filters * rows * columns);
+  const bool streams = stores == Stores::non_temporal &&
+                       can_stream<sizeof(typename Way::To), register_bytes>(destination, rows, columns);
+  transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, way);
+  if (streams) finish_stream();
+}
+
 }  // namespace detail
 
 /// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`. With one row or
@@ -82,15 +95,8 @@ template <typename Element, int register_bytes = NHWC_REGISTER_BYTES>
 void filter_transpose(const Element* source, Element* destination, std::int64_t filters, std::int64_t rows,
                       std::int64_t columns, Stores stores = Stores::cached) {
   static_assert(std::is_trivially_copyable_v<Element>, "filters are moved as bytes");
-  const auto* from = reinterpret_cast<const char*>(source);
-  auto* to = reinterpret_cast<char*>(destination);
-  const detail::Keep<Element> keep{};
-  if (filters * rows * columns == 0) return;
-  if (rows == 1 || columns == 1) return keep(from, to, filters * rows * columns);
-  const bool streams =
-      stores == Stores::non_temporal && detail::can_stream<sizeof(Element), register_bytes>(destination, rows, columns);
-  detail::transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, keep);
-  if (streams) detail::finish_stream();
+  detail::transpose_filters<register_bytes>(source, destination, filters, rows, columns, stores,
+                                            detail::Keep<Element>{});
 }
 
 /// The same, with every element converted by `cast` on the way.
@@ -102,22 +108,16 @@ template <typename From, typename To, typename Cast = StaticCast<To>, int regist
 void filter_transpose(const From* source, To* destination, std::int64_t filters, std::int64_t rows,
                       std::int64_t columns, const Cast& cast = {}, Stores stores = Stores::cached) {
   static_assert(std::is_trivially_copyable_v<To>, "filters are moved as bytes");
-  const auto* from = reinterpret_cast<const char*>(source);
-  auto* to = reinterpret_cast<char*>(destination);
-  const detail::Cast<From, To, Cast> way{cast};
-  if (filters * rows * columns == 0) return;
-  if (rows == 1 || columns == 1) return way(from, to, filters * rows * columns);
-  const bool streams =
-      stores == Stores::non_temporal && detail::can_stream<sizeof(To), register_bytes>(destination, rows, columns);
-  detail::transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, way);
-  if (streams) detail::finish_stream();
+  detail::transpose_filters<register_bytes>(source, destination, filters, rows, columns, stores,
+                                            detail::Cast<From, To, Cast>{cast});
 }
 
 /// Transposes `filters` consecutive row-major matrices from `rows` x `columns` to `columns` x `rows`, each in its
 /// place.
 ///
 /// @param data     `filters * rows * columns` elements of a trivially copyable type, overwritten.
-/// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`.
+/// @param scratch  room for one filter, `rows * columns` elements; must not overlap `data`. Not used, and may be null,
+///                 for filters of up to `detail::buffer_bytes`.
 template <typename Element, int register_bytes = NHWC_REGISTER_BYTES>
 void filter_transpose_in_place(Element* data, Element* scratch, std::int64_t filters, std::int64_t rows,
                                std::int64_t columns) {

@@ -14,8 +14,8 @@
 #include <cstddef>
 #include <utility>
 
+#include "torch_nhwc/cuda/launch_plan.h"
 #include "torch_nhwc/filter_transpose.cuh"
-#include "torch_nhwc/launch_plan.h"
 
 // Whether kernels may take 32 KB of arguments: from CUDA 12.1 on, where no GPU older than sm_70 is compiled for.
 #if !defined(NHWC_LARGE_ARGUMENTS)

@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <vector>
 
@@ -43,7 +44,23 @@ enum class Outcome : std::int64_t {
   not_permutable = -10,         ///< "reuse" only: not dense, or no in-place kernel for the device
 };
 
+/// The name of an outcome in capitals, as in Python; of a refusal it is also the name of its `sentence`.
+inline std::string_view name_of(Outcome outcome) {
+  constexpr std::string_view refusals[] = {
+      "NOT_A_LEAF", "TRACED",  "WRAPPED", "PART_OF_LARGER_STORAGE", "GRADIENT_IN_THE_WAY", "LAZY_VIEW",
+      "HELD",       "FOREIGN", "SHARED",  "NOT_PERMUTABLE"};
+  constexpr std::string_view names[] = {"KEPT",       "RESTRIDED",     "REUSED",      "FRESH",
+                                        "FRESH_HELD", "FRESH_FOREIGN", "FRESH_SHARED"};
+  const auto value = static_cast<std::int64_t>(outcome);
+  return value < 0 ? refusals[-1 - value] : names[value];
+}
+
 namespace ops_detail {
+
+template <typename Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
 
 inline std::vector<Outcome> as_outcomes(const std::vector<std::int64_t>& values) {
   std::vector<Outcome> outcomes;
@@ -66,7 +83,7 @@ inline std::vector<Outcome> as_outcomes(const std::vector<std::int64_t>& values)
 inline at::Tensor convert_weight(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                  std::optional<at::ScalarType> dtype = std::nullopt) {
   using Signature = at::Tensor(const at::Tensor&, std::optional<at::MemoryFormat>, std::optional<at::ScalarType>);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::convert_weight");
   return op.call(weight, memory_format, dtype);
 }
 
@@ -76,7 +93,7 @@ inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
                                                std::optional<at::ScalarType> dtype = std::nullopt) {
   using Signature =
       std::vector<at::Tensor>(at::TensorList, std::optional<at::MemoryFormat>, std::optional<at::ScalarType>);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::convert_weights");
   return op.call(weights, memory_format, dtype);
 }
 
@@ -88,7 +105,7 @@ inline std::vector<at::Tensor> convert_weights(at::TensorList weights,
 ///         values alone are copied.
 inline void copy_weight_(const at::Tensor& out, const at::Tensor& weight) {
   using Signature = void(const at::Tensor&, const at::Tensor&);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::copy_weight_", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::copy_weight_");
   op.call(out, weight);
 }
 
@@ -115,8 +132,7 @@ inline std::vector<Outcome> convert_weights_(at::TensorList weights,
                                              std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                              std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weights_", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::convert_weights_");
   return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
@@ -124,7 +140,7 @@ inline std::vector<Outcome> convert_weights_(at::TensorList weights,
 inline Outcome convert_weight_(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                std::string_view storage = "auto") {
   using Signature = std::int64_t(const at::Tensor&, std::optional<at::MemoryFormat>, c10::string_view);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::convert_weight_", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::convert_weight_");
   return static_cast<Outcome>(op.call(weight, memory_format, storage));
 }
 
@@ -137,8 +153,7 @@ inline Outcome convert_weight_(const at::Tensor& weight, std::optional<at::Memor
 inline std::vector<Outcome> lay_out_weights_(at::TensorList weights, at::IntArrayRef strides,
                                              std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, at::IntArrayRef, c10::string_view);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::lay_out_weights_", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::lay_out_weights_");
   return ops_detail::as_outcomes(op.call(weights, strides, storage));
 }
 
@@ -148,8 +163,18 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
                                          std::optional<at::MemoryFormat> memory_format = std::nullopt,
                                          std::string_view storage = "auto") {
   using Signature = std::vector<std::int64_t>(at::TensorList, std::optional<at::MemoryFormat>, c10::string_view);
-  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::plan_weights", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::plan_weights");
   return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
+}
+
+/// The sentence that says why a weight is left as it is, and what to do, as it follows the name of a weight or a site.
+///
+/// @param reason  the name of an outcome that is a refusal, or of another reason; csrc/weights/sentences.cpp has all.
+/// @throws c10::ValueError for another name.
+inline std::string sentence(std::string_view reason) {
+  using Signature = std::string(c10::string_view);
+  static const auto op = ops_detail::find<Signature>("nhwc::sentence");
+  return op.call(reason);
 }
 
 }  // namespace nhwc

@@ -1,0 +1,129 @@
+#include "in_place/storage_reuse.h"
+
+#include <ATen/EmptyTensor.h>
+#include <ATen/MapAllocator.h>
+#include <c10/core/Allocator.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+
+#include "weights/memory_format.h"
+#include "writing/weight_queue.h"
+
+namespace nhwc {
+namespace {
+
+// Tensors that stand for something else than their own bytes.
+constexpr c10::DispatchKeySet traced_keys({
+    c10::DispatchKey::Python,
+    c10::DispatchKey::Functionalize,
+    c10::DispatchKey::FuncTorchBatched,
+    c10::DispatchKey::FuncTorchGradWrapper,
+    c10::DispatchKey::BatchedNestedTensor,
+    c10::DispatchKey::Batched,
+});
+constexpr c10::DispatchKeySet lazy_view_keys({
+    c10::DispatchKey::Conjugate,
+    c10::DispatchKey::Negative,
+    c10::DispatchKey::ZeroTensor,
+});
+
+// DDP and FSDP1 hang their reducers there, and keep views of the gradient in the strides of the moment of wrapping:
+// gradients would be permuted silently from then on. Hooks made by register_post_accumulate_grad_hook do not count, and
+// a hook of the user's own in this place cannot be told from a reducer.
+bool has_accumulator_post_hooks(const at::Tensor& weight) {
+  const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
+  return accumulator && !accumulator->post_hooks().empty();
+}
+
+bool is_part_of_larger_storage(const at::Tensor& weight) {
+  const size_t span = at::detail::computeStorageNbytes(weight.sizes(), weight.strides(), weight.element_size());
+  return weight.storage_offset() != 0 || weight.storage().nbytes() > span;
+}
+
+bool is_shared(const c10::DataPtr& memory) {
+  return at::MapAllocator::fromDataPtr(memory) || at::RefcountedMapAllocator::fromDataPtr(memory);
+}
+
+bool is_foreign(const c10::DataPtr& memory) {
+  const c10::Allocator* allocator = c10::GetAllocator(memory.device().type());
+  return !allocator || !allocator->raw_deleter() || memory.get_deleter() != allocator->raw_deleter();
+}
+
+bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
+  return at::detail::computeStorageNbytes(size, strides, 1) == static_cast<size_t>(c10::multiply_integers(size)) &&
+         is_non_overlapping(size, strides);
+}
+
+// Whether other strides mean the same places for all elements: they differ where a size is 1, if anywhere.
+bool are_same_places(const at::Tensor& weight, at::IntArrayRef strides) {
+  for (int64_t d = 0; d < weight.dim(); ++d) {
+    if (weight.size(d) > 1 && weight.stride(d) != strides[d]) return false;
+  }
+  return true;
+}
+
+// Reuse where nothing else can see the bytes, else the reason for fresh memory, or for a refusal. The order matters:
+// what is shared is foreign too, and what is foreign is often held as well.
+Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides, bool is_refused) {
+  const c10::DataPtr& memory = weight.storage().data_ptr();
+  if (is_shared(memory)) return is_refused ? Outcome::shared : Outcome::fresh_shared;
+  if (is_foreign(memory)) return is_refused ? Outcome::foreign : Outcome::fresh_foreign;
+  if (weight.storage().use_count() != 1) return is_refused ? Outcome::held : Outcome::fresh_held;
+  if (weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight)) {
+    return Outcome::reused;
+  }
+  return is_refused ? Outcome::not_permutable : Outcome::fresh;
+}
+
+Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
+  if (policy == StoragePolicy::fresh) return Outcome::fresh;
+  if (is_part_of_larger_storage(weight)) {
+    return policy == StoragePolicy::detach ? Outcome::fresh : Outcome::part_of_larger_storage;
+  }
+  const bool moves_nothing =
+      weight.numel() == 0 || are_same_places(weight, strides) ||
+      (weight.is_meta() && weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides));
+  return moves_nothing ? Outcome::restrided : reuse_or_reason(weight, strides, policy == StoragePolicy::reuse);
+}
+
+}  // namespace
+
+StoragePolicy parse_storage_policy(const char* op, std::string_view storage) {
+  if (storage == "auto") return StoragePolicy::automatic;
+  if (storage == "fresh") return StoragePolicy::fresh;
+  if (storage == "reuse") return StoragePolicy::reuse;
+  if (storage == "detach") return StoragePolicy::detach;
+  TORCH_CHECK_VALUE(false, op, ": expected storage to be 'auto', 'fresh', 'reuse' or 'detach', got '", storage, "'");
+}
+
+bool is_tracing() {
+  using Mode = c10::impl::TorchDispatchModeKey;
+  const auto is_active = [](Mode mode) { return c10::impl::TorchDispatchModeTLS::get_mode(mode).has_value(); };
+  return torch::jit::tracer::isTracing() || is_active(Mode::FAKE) || is_active(Mode::PROXY) ||
+         is_active(Mode::FUNCTIONAL);
+}
+
+Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
+  if (weight.key_set().has_any(traced_keys)) return Outcome::traced;
+  if (weight.key_set().has_any(lazy_view_keys)) return Outcome::lazy_view;
+  if (!weight.is_leaf()) return Outcome::not_a_leaf;
+  if (weight.strides() == strides) return Outcome::kept;
+  if (has_accumulator_post_hooks(weight)) return Outcome::wrapped;
+  return decide_storage(weight, strides, policy);
+}
+
+Outcome decide_gradient_outcome(const at::Tensor& weight, at::IntArrayRef strides, Outcome outcome_of_weight) {
+  if (is_refusal(outcome_of_weight) || !weight.grad().defined()) return Outcome::kept;
+  const at::Tensor& gradient = weight.grad();
+  const bool is_plain = gradient.layout() == at::kStrided && !gradient.grad_fn() &&
+                        !gradient.key_set().has_any(traced_keys | lazy_view_keys) && gradient.sizes() == weight.sizes();
+  if (is_plain && gradient.strides() == strides) return Outcome::kept;
+  const Outcome outcome =
+      is_plain ? decide_storage(gradient, strides, StoragePolicy::automatic) : Outcome::gradient_in_the_way;
+  if (!is_refusal(outcome)) return outcome;
+  return outcome_of_weight == Outcome::kept ? Outcome::kept : Outcome::gradient_in_the_way;
+}
+
+}  // namespace nhwc

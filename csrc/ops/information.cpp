@@ -1,0 +1,19 @@
+// The operators that take no weights: what the library says of itself.
+#include <torch/library.h>
+
+#include "cpu/dispatch.h"
+#include "weights/sentences.h"
+
+namespace nhwc {
+namespace {
+
+std::string sentence_kernel(c10::string_view reason) { return sentence_of(reason); }
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
+  m.impl("cpu_capability", TORCH_FN(cpu::capability));
+  m.impl("sentence", TORCH_FN(sentence_kernel));
+}
+
+}  // namespace nhwc

@@ -1,0 +1,27 @@
+"""The program that walks over modules in C++, built once."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+import torch_nhwc as nhwc
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """What a build without CMake does."""
+    path = tmp_path_factory.mktemp("module") / "module"
+    libraries = Path(torch.__file__).parent / "lib"
+    flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
+    flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+    flags += [f"-I{folder}" for folder in nhwc.include_paths()]
+    links = ["-Wl,--no-as-needed", nhwc.library_path(), f"-Wl,-rpath,{nhwc.library_path().parent}"]
+    links += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    subprocess.run([os.environ.get("CXX", "c++"), *flags, HERE / "module.cpp", "-o", path, *links], check=True)
+    return path

@@ -1,0 +1,26 @@
+"""The sentences that say why a weight is left as it is: one table for reports and errors."""
+
+import pytest
+import torch
+
+from torch_nhwc import Outcome
+
+REASONS = [outcome.name for outcome in Outcome if outcome.is_refusal]
+REASONS += ["IN_FORMAT", "TIED", "OTHER_RANK", "FILTERED", "NO_WEIGHT", "COMPUTED_IN_FORWARD", "PACKED", "FROZEN"]
+
+
+@pytest.mark.parametrize("reason", REASONS)
+def test_every_refusal_and_every_reason_of_the_walks_has_a_sentence(reason):
+    sentence = torch.ops.nhwc.sentence(reason)
+    assert sentence[0].islower()
+    assert not sentence.endswith(".")
+    assert "\n" not in sentence
+
+
+def test_sentences_differ():
+    assert len({torch.ops.nhwc.sentence(reason) for reason in REASONS}) == len(REASONS)
+
+
+def test_another_name_raises():
+    with pytest.raises(ValueError, match="nhwc::sentence: expected the name of a reason, as IN_FORMAT, got 'kept'"):
+        torch.ops.nhwc.sentence("kept")

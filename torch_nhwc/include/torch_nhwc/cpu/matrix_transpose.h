@@ -1,0 +1,349 @@
+// Transposes of row-major matrices, with an optional cast: how matrices of every shape are cut into the tiles of the
+// zip network.
+//
+//   one side of up to 27         strips: tiles of all of the short side, one after the other along the long side
+//   ... whose lines collide      the same, in parts through a buffer in cache
+//   ... both sides very short    many matrices together are one long strip
+//   both sides longer            square tiles
+//   no network for this element  plain loops
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+#include <utility>
+
+#include "torch_nhwc/cpu/level.h"
+#include "torch_nhwc/cpu/zip_network.h"
+
+namespace nhwc {
+inline namespace NHWC_CPU_LEVEL {
+namespace detail {
+
+using Index = std::int64_t;
+
+// Room on the stack, well within a first-level cache.
+constexpr Index buffer_bytes = 8192;
+
+/// Elements that stay what they are.
+template <typename Element>
+struct Keep {
+  using From = Element;
+  using To = Element;
+  NHWC_ALWAYS_INLINE void operator()(const char* source, char* destination, Index count) const {
+    std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(Element));
+  }
+};
+
+/// Elements that are cast on their way, one by one or, where the cast has a way for that, many at a time.
+template <typename FromType, typename ToType, typename Function>
+struct Cast {
+  using From = FromType;
+  using To = ToType;
+  const Function& function;
+
+  NHWC_ALWAYS_INLINE void operator()(const char* source, char* destination, Index count) const {
+    const auto* from = reinterpret_cast<const From*>(source);
+    auto* to = reinterpret_cast<To*>(destination);
+    if constexpr (std::is_invocable_v<const Function&, const From*, To*, Index>) {
+      function(from, to, count);
+    } else {
+      for (Index i = 0; i < count; ++i) to[i] = function(from[i]);
+    }
+  }
+};
+
+/// `count` matrices of `rows` x `columns` elements, one behind the other, and where their transposes go. A pitch is the
+/// distance in elements between consecutive rows of a matrix.
+struct Matrices {
+  const char* source;
+  char* destination;
+  Index count, rows, columns;
+  Index source_pitch, destination_pitch;
+  bool non_temporal;
+
+  bool is_wide() const { return rows < columns; }
+  Index short_side() const { return is_wide() ? rows : columns; }
+  Index long_side() const { return is_wide() ? columns : rows; }
+};
+
+/// Short strips of rows, so that the cache lines that they share stay in cache from column to column.
+template <typename Way>
+void transpose_by_loops(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To), strip = 64;
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    for (Index begin = 0; begin < matrices.rows; begin += strip) {
+      const Index end = begin + strip < matrices.rows ? begin + strip : matrices.rows;
+      for (Index column = 0; column < matrices.columns; ++column) {
+        for (Index row = begin; row < end; ++row) {
+          way(source + (row * matrices.source_pitch + column) * from_size,
+              destination + (column * matrices.destination_pitch + row) * to_size, 1);
+        }
+      }
+    }
+    source += matrices.rows * matrices.columns * from_size;
+    destination += matrices.rows * matrices.columns * to_size;
+  }
+}
+
+#if NHWC_SMALLEST_SHUFFLED > 0
+
+// A side of this length or shorter is as many registers of one tile.
+constexpr int longest_short_side = 27;
+
+// The same for elements of a size: those of 16 bytes are rare, and well served by squares.
+constexpr int longest_strip_of(int size) { return size < 16 ? longest_short_side : 16; }
+
+/// Loads a tile's registers from `count` rows that are `step` bytes apart, or from consecutive elements.
+template <int count, bool is_dense, typename Way, typename Vector>
+NHWC_ALWAYS_INLINE void load_tile(Vector* tile, const Way& way, const char* source, [[maybe_unused]] Index step) {
+  using To = typename Way::To;
+  constexpr Index elements = sizeof(Vector) / sizeof(To);
+  if constexpr (std::is_same_v<Way, Keep<To>>) {
+#pragma GCC unroll 32
+    for (int v = 0; v < count; ++v, source += is_dense ? sizeof(Vector) : step) {
+      std::memcpy(&tile[v], source, sizeof(Vector));
+    }
+  } else {
+    alignas(64) char cast[count * sizeof(Vector)];
+    if constexpr (is_dense) {
+      way(source, cast, count * elements);
+    } else {
+      for (int v = 0; v < count; ++v) way(source + v * step, cast + v * sizeof(Vector), elements);
+    }
+    load_tile<count, true>(tile, Keep<To>{}, cast, 0);
+  }
+}
+
+/// Stores a tile's registers to `count` rows that are `step` bytes apart.
+template <int count, typename Vector>
+NHWC_ALWAYS_INLINE void store_tile(const Vector* tile, char* destination, Index step,
+                                   [[maybe_unused]] bool non_temporal) {
+#if NHWC_X86_LEVEL >= 3
+  if constexpr (sizeof(Vector) == 64) {
+    if (non_temporal) {
+#pragma GCC unroll 32
+      for (int v = 0; v < count; ++v, destination += step) {
+        _mm512_stream_si512(reinterpret_cast<__m512i*>(destination), reinterpret_cast<__m512i>(tile[v]));
+      }
+      return;
+    }
+  }
+#endif
+#pragma GCC unroll 32
+  for (int v = 0; v < count; ++v, destination += step) std::memcpy(destination, &tile[v], sizeof(Vector));
+}
+
+/// Tiles along the long side. The last one overlaps the one before it.
+template <typename Way, int width, int tile_columns, bool is_wide>
+void transpose_strips(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  using Tile = Register<to_size, width>;
+  const Index length = is_wide ? matrices.columns : matrices.rows;
+  const Index source_step = matrices.source_pitch * from_size;
+  const Index destination_step = is_wide ? width : matrices.destination_pitch * to_size;
+  const bool non_temporal = matrices.non_temporal;
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    for (Index begin = 0; begin < length; begin += Tile::elements) {
+      if (begin > length - Tile::elements) begin = length - Tile::elements;
+      const Index dense = begin * tile_columns;
+      typename Tile::Vector tile[tile_columns];
+      load_tile<tile_columns, !is_wide>(tile, way, source + (is_wide ? begin : dense) * from_size, source_step);
+      transpose_tile<Tile, tile_columns, is_wide>(tile);
+      store_tile<tile_columns>(tile, destination + (is_wide ? dense : begin) * to_size, destination_step, non_temporal);
+    }
+    source += length * tile_columns * from_size;
+    destination += length * tile_columns * to_size;
+  }
+}
+
+/// `transpose_strips` for the short side of these matrices, which is at least 2 and at most `longest_short_side`.
+template <typename Way, int width, int... offset>
+auto strips_of(const Matrices& matrices, std::integer_sequence<int, offset...>) {
+  using Function = void (*)(const Matrices&, const Way&);
+  static constexpr Function tall[] = {transpose_strips<Way, width, offset + 2, false>...};
+  static constexpr Function wide[] = {transpose_strips<Way, width, offset + 2, true>...};
+  return (matrices.is_wide() ? wide : tall)[matrices.short_side() - 2];
+}
+template <typename Way, int width>
+auto strips_of(const Matrices& matrices) {
+  constexpr int longest = longest_strip_of(sizeof(typename Way::To));
+  return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest - 1>{});
+}
+
+// A part is at least one register long, whatever the short side and the elements, up to twice as large as their casts.
+static_assert(buffer_bytes / (longest_short_side * 2 * 16) >= 64 / 16 && buffer_bytes / (longest_short_side * 2) >= 64);
+
+/// The size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 where that fits.
+inline Index even_part(Index length, Index room) {
+  const Index parts = (length + room - 1) / room, even = (length + parts - 1) / parts;
+  const Index rounded = (even + 63) / 64 * 64;
+  return rounded <= room && rounded <= length ? rounded : even;
+}
+
+/// Strips in parts: the rows far apart are gathered or scattered by linear copies from or to a buffer.
+template <typename Way, int width>
+void transpose_in_parts(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  const bool is_wide = matrices.is_wide();
+  const Index short_side = matrices.short_side(), long_side = matrices.long_side();
+  const Index size = is_wide ? from_size : to_size;
+  const Index part = even_part(long_side, buffer_bytes / (short_side * size));
+  const auto transpose = strips_of<Way, width>(matrices);
+  alignas(64) char buffer[buffer_bytes];
+  const auto copy_rows = [&](const char* from, Index from_pitch, char* to, Index to_pitch) {
+    for (Index row = 0; row < short_side; ++row) {
+      std::memcpy(to + row * to_pitch * size, from + row * from_pitch * size, static_cast<std::size_t>(part * size));
+    }
+  };
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    for (Index begin = 0; begin < long_side; begin += part) {
+      if (begin > long_side - part) begin = long_side - part;
+      const Index dense = begin * short_side;
+      if (is_wide) {
+        copy_rows(source + begin * from_size, matrices.source_pitch, buffer, part);
+        transpose({buffer, destination + dense * to_size, 1, short_side, part, part, short_side, false}, way);
+      } else {
+        transpose({source + dense * from_size, buffer, 1, part, short_side, short_side, part, false}, way);
+        copy_rows(buffer, part, destination + begin * to_size, matrices.destination_pitch);
+      }
+    }
+    source += short_side * long_side * from_size;
+    destination += short_side * long_side * to_size;
+  }
+}
+
+/// Copies `bytes` bytes, or as many as `at_once` where there is room for them.
+template <int at_once>
+NHWC_ALWAYS_INLINE void copy_piece(const char* from, char* to, Index bytes, bool has_room) {
+  if (has_room) {
+    std::memcpy(to, from, at_once);
+  } else {
+    std::memcpy(to, from, static_cast<std::size_t>(bytes));
+  }
+}
+
+/// Dense matrices that are shorter than a register: the rows of many together are one long strip each, in a buffer.
+template <typename Way, int width>
+void transpose_together(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  // Pieces are moved as whole registers, in ascending order, so that each covers what the one before it left behind
+  // its end; the buffer's rows have room for that.
+  constexpr Index room = width / to_size;
+  constexpr Index larger = from_size < to_size ? to_size : from_size;
+  const bool is_wide = matrices.is_wide();
+  const Index short_side = matrices.short_side(), long_side = matrices.long_side();
+  const Index size = is_wide ? from_size : to_size, piece = long_side * size;
+  const Index together = buffer_bytes / (short_side * piece);
+  const auto transpose = strips_of<Way, width>(matrices);
+  alignas(64) char buffer[buffer_bytes + longest_short_side * room * larger];
+  for (Index first = 0; first < matrices.count; first += together) {
+    const Index count = first + together < matrices.count ? together : matrices.count - first;
+    const char* source = matrices.source + first * short_side * long_side * from_size;
+    char* destination = matrices.destination + first * short_side * long_side * to_size;
+    const Index strip = count * long_side, pitch = strip + room;
+    if (strip < room) {
+      Matrices rest = matrices;
+      rest.source = source, rest.destination = destination, rest.count = matrices.count - first;
+      return transpose_by_loops(rest, way);
+    }
+    if (!is_wide) transpose({source, buffer, 1, strip, short_side, short_side, pitch, false}, way);
+    Index dense = 0;
+    const Index last_with_room = count * short_side * piece - room * size;
+    for (Index matrix = 0; matrix < count; ++matrix) {
+      for (Index row = 0; row < short_side; ++row, dense += piece) {
+        char* in_buffer = buffer + row * pitch * size + matrix * piece;
+        if (is_wide) {
+          copy_piece<room * from_size>(source + dense, in_buffer, piece, dense <= last_with_room);
+        } else {
+          copy_piece<room * to_size>(in_buffer, destination + dense, piece, dense <= last_with_room);
+        }
+      }
+    }
+    if (is_wide) transpose({buffer, destination, 1, short_side, strip, pitch, short_side, false}, way);
+  }
+}
+
+/// Whether lines that are `pitch` bytes apart fall into so few sets of a first-level cache, of 8 ways of 4096 bytes as
+/// most have, that they push each other out before they are complete.
+inline bool lines_collide(Index lines, Index pitch) {
+  constexpr Index ways = 8, way_bytes = 4096, line_bytes = 64;
+  if (lines * pitch < ways * way_bytes) return false;
+  Index in_first_set = 0;
+  for (Index line = 0; line < lines; ++line) in_first_set += line * pitch % way_bytes < line_bytes;
+  return in_first_set >= ways;
+}
+
+/// Square tiles, one row in each register. Blocks of whole cache lines are read and written at once. They run along the
+/// short side, which makes one side of the copy linear, unless that is the source and the destination's lines collide.
+template <typename Way, int width>
+void transpose_squares(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  using Tile = Register<to_size, width>;
+  constexpr Index side = Tile::elements, line = side * to_size < 64 ? 64 / to_size : side;
+  const Index rows = matrices.rows, columns = matrices.columns;
+  const Index source_step = matrices.source_pitch * from_size, destination_step = matrices.destination_pitch * to_size;
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  const auto transpose_block = [&](Index first_row, Index first_column) {
+    for (Index row = first_row; row < rows && row < first_row + line; row += side) {
+      if (row > rows - side) row = rows - side;
+      for (Index column = first_column; column < columns && column < first_column + line; column += side) {
+        if (column > columns - side) column = columns - side;
+        typename Tile::Vector tile[side];
+        load_tile<side, false>(tile, way, source + row * source_step + column * from_size, source_step);
+        transpose_tile<Tile, side, false>(tile);
+        store_tile<side>(tile, destination + column * destination_step + row * to_size, destination_step, false);
+      }
+    }
+  };
+  const bool is_columnwise = matrices.is_wide() || lines_collide(columns, destination_step);
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    if (is_columnwise) {
+      for (Index column = 0; column < columns; column += line) {
+        for (Index row = 0; row < rows; row += line) transpose_block(row, column);
+      }
+    } else {
+      for (Index row = 0; row < rows; row += line) {
+        for (Index column = 0; column < columns; column += line) transpose_block(row, column);
+      }
+    }
+    source += rows * columns * from_size;
+    destination += rows * columns * to_size;
+  }
+}
+
+#endif  // NHWC_SMALLEST_SHUFFLED > 0
+
+/// Whether there is a network for an element of this size.
+constexpr bool is_shuffled(int size) {
+  return NHWC_SMALLEST_SHUFFLED > 0 && size >= NHWC_SMALLEST_SHUFFLED && size <= 16 && (size & (size - 1)) == 0;
+}
+
+/// Transposes with registers of `width` bytes. Both sides are at least 2.
+template <int width, typename Way>
+void transpose(const Matrices& matrices, const Way& way) {
+#if NHWC_SMALLEST_SHUFFLED > 0
+  constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  // The buffers are large enough for casts to elements of half the size, not for narrower ones.
+  if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {
+    constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
+    if (matrices.short_side() > longest_strip_of(to_size)) return transpose_squares<Way, square_width>(matrices, way);
+    if (matrices.long_side() < width / to_size) return transpose_together<Way, width>(matrices, way);
+    const Index pitch = matrices.is_wide() ? matrices.source_pitch * from_size : matrices.destination_pitch * to_size;
+    const bool collide = !matrices.non_temporal && lines_collide(matrices.short_side(), pitch);
+    return collide ? transpose_in_parts<Way, width>(matrices, way) : strips_of<Way, width>(matrices)(matrices, way);
+  }
+#endif
+  transpose_by_loops(matrices, way);
+}
+
+}  // namespace detail
+}  // namespace NHWC_CPU_LEVEL
+}  // namespace nhwc
