@@ -94,10 +94,9 @@ def run_in(checkout: Path, samples: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "walk.json"
         command = [sys.executable, checkout / "benchmarks/bench_walk.py", "--samples", str(samples), "--out", out]
-        environment = os.environ | {"PYTHONPATH": str(checkout)}
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=os.environ | {"PYTHONPATH": str(checkout)})
         measured = json.loads(out.read_text())
-    rows = [*measured["results"], *([measured["single"]] if "single" in measured else [])]
+    rows = measured["results"] + ([measured["single"]] if "single" in measured else [])
     return {f"{row['shape']} {call}": times["min"] for row in rows for call, times in row["times"].items()}
 
 

@@ -26,12 +26,8 @@ def processor() -> str:
 def caches() -> dict[str, str]:
     """The sizes of the caches of one CPU."""
     folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
-    return {
-        f"L{(folder / 'level').read_text().strip()} {(folder / 'type').read_text().strip()}": (folder / "size")
-        .read_text()
-        .strip()
-        for folder in folders
-    }
+    read = [{name: (folder / name).read_text().strip() for name in ("level", "type", "size")} for folder in folders]
+    return {f"L{cache['level']} {cache['type']}": cache["size"] for cache in read}
 
 
 def huge_pages() -> str:

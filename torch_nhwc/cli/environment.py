@@ -5,7 +5,8 @@ import sys
 
 import torch
 
-from torch_nhwc import library, ops
+from torch_nhwc.library import build_info, library_path
+from torch_nhwc.ops import cpu_capability
 from torch_nhwc.version import __version__
 
 
@@ -14,13 +15,13 @@ def describe() -> dict[str, object]:
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     return {
         "torch_nhwc": __version__,
-        "library": library.library_path().name,
-        "built with": dict(library.build_info()),
+        "library": library_path().name,
+        "built with": dict(build_info()),
         "torch": torch.__version__,
         "torch's CUDA": torch.version.cuda,
         "GPUs": gpus,
         "torch's CPU capability": torch.backends.cpu.get_cpu_capability(),
-        "CPU capability": ops.cpu_capability(),
+        "CPU capability": cpu_capability(),
         "threads": torch.get_num_threads(),
         "python": sys.version.split()[0],
         "platform": platform.platform(),
