@@ -38,7 +38,7 @@ inline void find_sites(const torch::nn::Module& module, const std::string& path,
   if (!seen.insert(&module).second) return;
   if (const auto* weight = weight_of<Conv2dImpl, Conv3dImpl, ConvTranspose2dImpl, ConvTranspose3dImpl>(module)) {
     sites.push_back({path, "weight", module.name(), weight->defined() ? weight->dim() : 0, *weight,
-                     weight->defined() ? "" : "NO_WEIGHT"});
+                     weight->defined() ? "" : "UNDEFINED"});
   }
   for (const auto& child : module.named_children()) {
     find_sites(*child.value(), join(path, child.key()), seen, sites);

@@ -123,7 +123,8 @@ class GraphWalk {
   // Whether a value is the same weight as its node's first input: in another dtype, as autocast does, or not `None`.
   static bool is_passed_on(const Value& value) {
     const c10::Symbol kind = value.node()->kind();
-    return kind == c10::aten::to || kind == c10::aten::detach || kind == c10::prim::unchecked_cast ||
+    return kind == c10::aten::to || kind == c10::aten::_to_copy || kind == c10::aten::detach ||
+           kind == c10::aten::alias || kind == c10::aten::clone || kind == c10::prim::unchecked_cast ||
            kind == convert_weight_;
   }
 
