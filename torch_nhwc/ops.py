@@ -225,7 +225,7 @@ def lay_out_weights_(
     Example:
         >>> weight = torch.randn(8, 3, 3, 3)
         >>> torch_nhwc.lay_out_weights_([weight], [(1, 72, 24, 8)]), weight.stride()
-        ([<Outcome.FRESH: 3>], (1, 72, 24, 8))
+        ([<Outcome.REUSED: 2>], (1, 72, 24, 8))
     """
     flat = [stride for each in strides for stride in each]
     outcomes = torch.ops.nhwc.lay_out_weights_(_as_list("lay_out_weights_", weights), flat, storage=storage)
