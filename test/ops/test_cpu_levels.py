@@ -35,7 +35,7 @@ SHAPES += [
 
 def run(program, **environment):
     clean = {name: value for name, value in os.environ.items() if name not in VARIABLES}
-    environment["PYTHONPATH"] = str(Path(__file__).parent.parent)
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
     return subprocess.run([sys.executable, *program], env=clean | environment, capture_output=True, text=True)
 
 
