@@ -1,4 +1,4 @@
-"""What every test shares: the devices, one thread, and a compile cache that no earlier build of the library has filled."""
+"""What every test shares: devices, one thread, and a compile cache that no earlier build of the library has filled."""
 
 import os
 import tempfile
