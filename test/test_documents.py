@@ -20,8 +20,11 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(*languages):
-    """The blocks in these languages, each of a group as long as there are languages, one right behind the other."""
-    found = []
+    """The blocks in these languages, each of a group as long as there are languages, one right behind the other.
+
+    To compile against torch's headers takes half a minute: of the groups that do, the first is for `make test`.
+    """
+    found, marks = [], []
     for document in DOCUMENTS:
         text = document.read_text()
         matches = list(BLOCK.finditer(text))
@@ -29,7 +32,10 @@ def blocks(*languages):
             group = matches[index : index + len(languages)]
             if tuple(match[1] for match in group) == languages:
                 line = text[: group[0].start()].count("\n") + 1
-                found.append(pytest.param(*(match[2] for match in group), id=f"{document.name}:{line}"))
+                compiles = any("#include" in match[2] for match in group)
+                id = f"{document.name}:{line}"
+                found.append(pytest.param(*(match[2] for match in group), marks=marks if compiles else [], id=id))
+                marks = [pytest.mark.exhaustive] if compiles else marks
     return found
 
 
@@ -106,6 +112,7 @@ COMMANDS = {
 BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
+@pytest.mark.exhaustive  # the demo measures: a minute
 @pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])
 def test_console_blocks_run(commands):
     for command in typed(commands):
