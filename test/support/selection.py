@@ -3,6 +3,11 @@
 import pytest
 
 
+def exhaustive(*values):
+    """One set of parameters that `make test` leaves out."""
+    return pytest.param(*values, marks=pytest.mark.exhaustive)
+
+
 def some_of(parameters, *fast):
-    """All of the parameters, of which those that are not among `fast` are exhaustive."""
-    return [each if each in fast else pytest.param(each, marks=pytest.mark.exhaustive) for each in parameters]
+    """All of the parameters, each of one value, of which those that are not among `fast` are exhaustive."""
+    return [each if each in fast else exhaustive(each) for each in parameters]
