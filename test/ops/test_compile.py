@@ -1,11 +1,13 @@
 """opcheck, torch.compile, torch.export and FakeTensor: equal results in equal strides, or one clear error."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 import reference
 import torch
+from selection import exhaustive
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.optests import OpCheckError
 
@@ -57,8 +59,10 @@ def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op, dev
         torch.library.opcheck(overload, *arguments, test_utils="test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [*itertools.product(BACKENDS[:2], [False, True]), ("inductor", False), exhaustive("inductor", True)],
+)
 def test_h27_compiled_and_eager_agree_in_values_strides_and_gradients(backend, dynamic):
     def layer(w, x):
         weight = torch.ops.nhwc.convert_weight(w)
