@@ -1,10 +1,13 @@
 """Every code block of the README and the docs runs, and every figure is the benchmark's."""
 
 import inspect
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cmake_build
@@ -47,13 +50,31 @@ def test_every_block_has_a_language_that_a_test_runs():
     assert len(blocks("cuda")) == len(blocks("cuda", "console"))
 
 
+# Processes that have imported torch already, which takes longer than most blocks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch_nhwc"])
+
+
+def run_block(path, output):
+    """What such a process does."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(path.parent)
+    warnings.simplefilter("ignore")
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     (tmp_path / "block.py").write_text(code)  # TorchScript reads the source of what it compiles
-    subprocess.run([sys.executable, tmp_path / "block.py"], check=True, env=environment)
+    process = PROCESSES.Process(target=run_block, args=(tmp_path / "block.py", tmp_path / "output"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "output").read_text()
 
 
+@pytest.mark.exhaustive  # test_cpp.py and test_module.py compile the same for `make test`
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(("project", "code", "commands"), blocks("cmake", "cpp", "console"))
 def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
