@@ -7,20 +7,29 @@ SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) \
   $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))
 
 bin := $(VENV)/bin
+# Each starts with half of the tests, so that what a file's tests share is mostly made once.
+two := --numprocesses 2 --dist worksteal
 export TORCH_NHWC_VENV := $(VENV)
 # Programs of packages, such as ninja, wherever the packages are: here, or beside an interpreter that PATH does not name.
 beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTHON)))))
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test lint bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive lint bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
 
-# Two at a time: most tests keep one core busy, and many compile.
+# Every behaviour, in 8 minutes on two cores. Two at a time: most tests keep one core busy, and many compile.
 test: $(VENV)/has-test $(VENV)/built
-	$(bin)/python -m pytest --numprocesses 2
+	$(bin)/python -m pytest $(two) -m "not exhaustive"
+
+# Every case of it as well: sanitizers, every instruction set, emulated CPUs, long generated runs.
+test-all: test test-exhaustive
+
+# What `make test` leaves out, and nothing else.
+test-exhaustive: $(VENV)/has-test $(VENV)/built
+	$(bin)/python -m pytest $(two) -m exhaustive
 
 lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/ruff check .
@@ -40,7 +49,7 @@ bench: $(VENV)/has-test $(VENV)/built
 matrix: $(addprefix matrix-,$(MATRIX))
 
 matrix-%:
-	$(MAKE) test VENV=.matrix/$* TORCH=$*
+	$(MAKE) test-all VENV=.matrix/$* TORCH=$*
 
 # SSE2 on an old CPU and NEON on 64-bit Arm, under qemu; fails where qemu-user or the cross compiler are missing.
 test-emulated: $(VENV)/built

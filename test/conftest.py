@@ -1,4 +1,4 @@
-"""What every test shares: the devices, and a compile cache that no earlier build of the library has filled."""
+"""What every test shares: devices, one thread, and a compile cache that no earlier build of the library has filled."""
 
 import os
 import tempfile
@@ -13,15 +13,23 @@ import torch
 # Convolutions are compared with each other as float32, which TensorFloat-32 is not.
 torch.backends.cudnn.allow_tf32 = False
 
-REQUIRE_GPU = os.environ.get("TORCH_NHWC_REQUIRE_GPU") == "1"
+LEFT_OUT = pytest.StashKey()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    if torch.cuda.is_available() or REQUIRE_GPU:
+    """Leaves out what only a GPU can run, where there is none; test_gpu.py says how much that is."""
+    config.stash[LEFT_OUT] = []
+    if torch.cuda.is_available() or os.environ.get("TORCH_NHWC_REQUIRE_GPU") == "1":
         return
-    for item in items:
-        if item.get_closest_marker("cuda"):
-            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+    config.stash[LEFT_OUT] = [item for item in items if item.get_closest_marker("cuda")]
+    items[:] = [item for item in items if not item.get_closest_marker("cuda")]
+
+
+@pytest.fixture
+def left_out(request):
+    """The tests that need a GPU, and were not collected because there is none."""
+    return request.config.stash[LEFT_OUT]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
@@ -33,3 +41,12 @@ def device(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Small models run fastest on one thread, above all on a machine that others use."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

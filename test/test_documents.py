@@ -1,10 +1,13 @@
 """Every code block of the README and the docs runs, and every figure is the benchmark's."""
 
 import inspect
+import multiprocessing
 import os
 import re
+import runpy
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import cmake_build
@@ -20,8 +23,11 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def blocks(*languages):
-    """The blocks in these languages, each of a group as long as there are languages, one right behind the other."""
-    found = []
+    """The blocks in these languages, each of a group as long as there are languages, one right behind the other.
+
+    To compile against torch's headers takes half a minute: of the groups that do, the first is for `make test`.
+    """
+    found, marks = [], []
     for document in DOCUMENTS:
         text = document.read_text()
         matches = list(BLOCK.finditer(text))
@@ -29,7 +35,10 @@ def blocks(*languages):
             group = matches[index : index + len(languages)]
             if tuple(match[1] for match in group) == languages:
                 line = text[: group[0].start()].count("\n") + 1
-                found.append(pytest.param(*(match[2] for match in group), id=f"{document.name}:{line}"))
+                compiles = any("#include" in match[2] for match in group)
+                id = f"{document.name}:{line}"
+                found.append(pytest.param(*(match[2] for match in group), marks=marks if compiles else [], id=id))
+                marks = [pytest.mark.exhaustive] if compiles else marks
     return found
 
 
@@ -41,13 +50,31 @@ def test_every_block_has_a_language_that_a_test_runs():
     assert len(blocks("cuda")) == len(blocks("cuda", "console"))
 
 
+# Processes that have imported torch already, which takes longer than most blocks.
+PROCESSES = multiprocessing.get_context("forkserver")
+PROCESSES.set_forkserver_preload(["torch_nhwc"])
+
+
+def run_block(path, output):
+    """What such a process does."""
+    with open(output, "w") as file:
+        os.dup2(file.fileno(), sys.stdout.fileno())
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(path.parent)
+    warnings.simplefilter("ignore")
+    runpy.run_path(str(path), run_name="__main__")
+
+
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
-    environment = os.environ | {"TORCH_EXTENSIONS_DIR": str(tmp_path), "PYTHONWARNINGS": "ignore"}
     (tmp_path / "block.py").write_text(code)  # TorchScript reads the source of what it compiles
-    subprocess.run([sys.executable, tmp_path / "block.py"], check=True, env=environment)
+    process = PROCESSES.Process(target=run_block, args=(tmp_path / "block.py", tmp_path / "output"))
+    process.start()
+    process.join()
+    assert process.exitcode == 0, (tmp_path / "output").read_text()
 
 
+@pytest.mark.exhaustive  # test_cpp.py and test_module.py compile the same for `make test`
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(("project", "code", "commands"), blocks("cmake", "cpp", "console"))
 def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
@@ -106,6 +133,7 @@ COMMANDS = {
 BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
+@pytest.mark.exhaustive  # the demo measures: a minute
 @pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])
 def test_console_blocks_run(commands):
     for command in typed(commands):

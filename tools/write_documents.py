@@ -12,7 +12,8 @@ def main() -> None:
     rows = [f"| `{reason.name}` | {reason.value} |" for reason in Reason]
     before, _, rest = GUIDE.read_text().partition(BEGIN)
     _, _, after = rest.partition(END)
-    GUIDE.write_text("\n".join([f"{before}{BEGIN}", "| code | the site ... |", "| --- | --- |", *rows, f"{END}{after}"]))
+    table = [BEGIN, "| code | the site ... |", "| --- | --- |", *rows, END]
+    GUIDE.write_text(before + "\n".join(table) + after)
 
 
 if __name__ == "__main__":

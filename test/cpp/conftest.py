@@ -19,6 +19,7 @@ def program(tmp_path_factory):
     path = tmp_path_factory.mktemp("module") / "module"
     libraries = Path(torch.__file__).parent / "lib"
     flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-include", "torch_nhwc/module.h"]  # first, so that it is seen to need no other header
     flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
     flags += [f"-I{folder}" for folder in nhwc.include_paths()]
     links = ["-Wl,--no-as-needed", nhwc.library_path(), f"-Wl,-rpath,{nhwc.library_path().parent}"]

@@ -13,6 +13,7 @@ import cmake_build
 import cuda_build
 import pytest
 import torch
+from selection import some_of
 from torch.utils import cpp_extension
 
 import torch_nhwc as nhwc
@@ -37,7 +38,8 @@ def test_torch_free_headers_compile_alone_as_cpp17_without_torch(header, tmp_pat
     compile_alone(header, "c++17", tmp_path)
 
 
-@pytest.mark.parametrize("header", HEADERS)
+# module.h takes half a minute; test_module.py compiles it as well.
+@pytest.mark.parametrize("header", some_of(HEADERS, *TORCH_FREE, "torch_nhwc/ops.h"))
 def test_every_public_header_compiles_alone(header, tmp_path):
     # torch's own headers want C++20 from 2.12 on; ours are clean under C++17 wherever torch's are.
     standard = "c++17" if torch.__version__ < "2.12" else "c++20"
@@ -93,7 +95,7 @@ def run_programs(names: Sequence[str], *arguments: Any, **options: Any) -> None:
             done.result()
 
 
-@pytest.mark.parametrize("level", CPU_LEVELS)
+@pytest.mark.parametrize("level", some_of(CPU_LEVELS, "baseline"))
 def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: Path) -> None:
     missing = set(CPU_LEVELS[level]) - cpu_flags()
     if missing:
@@ -101,6 +103,7 @@ def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: 
     run_programs(PROGRAMS, tmp_path, CXX, "-O1", *(f"-m{part}" for part in CPU_LEVELS[level]), step=3)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("level", ["baseline", "best"])
 def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_path: Path) -> None:
     available = [parts for parts in CPU_LEVELS.values() if set(parts) <= cpu_flags()]
@@ -110,11 +113,13 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
     run_programs(programs, tmp_path, CXX, "-O1", *SANITIZERS, *(f"-m{part}" for part in parts), step=2)
 
 
+@pytest.mark.exhaustive
 def test_the_gpu_model_is_clean_under_the_sanitizers(tmp_path: Path) -> None:
     run_program("gpu_model", tmp_path, CXX, "-O1", *SANITIZERS)
 
 
 @pytest.mark.emulated
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("compiler", "emulator"),
     [
@@ -155,7 +160,7 @@ def test_the_library_needs_no_python():
     assert not re.search(r" U _?Py", symbols)
 
 
-@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+@pytest.mark.parametrize("architecture", some_of(["80", "90", "100"], "90"))
 def test_the_cuda_kernels_need_no_torch_and_stay_in_registers(architecture, tmp_path):
     keep = ["--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.o"]
     report = cuda_build.nvcc(ROOT / "csrc/cuda/filter_kernels.cu", "c++17", architecture, "-Xptxas", "-v", *keep)

@@ -628,7 +628,10 @@ class World:
         self.ended = [json.loads(path.read_text()) if path.exists() else {} for path in results]
 
 
-@pytest.fixture(scope="module", params=[2, 3], ids=["two ranks", "three ranks"])
+THREE = pytest.param(3, marks=pytest.mark.exhaustive)
+
+
+@pytest.fixture(scope="module", params=[2, THREE], ids=["two ranks", "three ranks"])
 def ranks(request, tmp_path_factory):
     return World(request.param, tmp_path_factory.mktemp("ranks"))
 

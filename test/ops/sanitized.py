@@ -6,7 +6,7 @@ python test/ops/sanitized.py [device]
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
 from exactness import check

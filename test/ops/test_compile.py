@@ -1,11 +1,13 @@
 """opcheck, torch.compile, torch.export and FakeTensor: equal results in equal strides, or one clear error."""
 
+import itertools
 import subprocess
 import sys
 
 import pytest
 import reference
 import torch
+from selection import exhaustive
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.optests import OpCheckError
 
@@ -22,6 +24,7 @@ SAMPLES = {
     "3d": lambda: torch.randn(4, 3, 3, 2, 3),
 }
 BACKENDS = ["eager", "aot_eager", "inductor"]
+SHAPES = [(4, 3, 3, 3), (6, 5, 3, 3), (8, 7, 5, 5), (4, 3, 1, 1), (4, 1, 3, 3)]
 
 
 @pytest.fixture(autouse=True)
@@ -57,30 +60,35 @@ def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op, dev
         torch.library.opcheck(overload, *arguments, test_utils="test_aot_dispatch_dynamic")
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_h27_compiled_and_eager_agree_in_values_strides_and_gradients(backend, dynamic):
+COMPILED = [
+    # Inductor's compiler takes five seconds each.
+    case if case[0] != "inductor" or case == ("inductor", False, (4, 3, 3, 3)) else exhaustive(*case)
+    for case in itertools.product(BACKENDS, [False, True], SHAPES)
+]
+
+
+@pytest.mark.parametrize(("backend", "dynamic", "shape"), COMPILED, ids=str)
+def test_h27_compiled_and_eager_agree_in_values_strides_and_gradients(backend, dynamic, shape):
     def layer(w, x):
         weight = torch.ops.nhwc.convert_weight(w)
         back = torch.ops.nhwc.convert_weight(weight, torch.contiguous_format, dtype=torch.float64)
         (listed,) = torch.ops.nhwc.convert_weights([w * 2])
         return torch.nn.functional.conv2d(x, weight), weight, back, listed
 
-    for shape in ((4, 3, 3, 3), (6, 5, 3, 3), (8, 7, 5, 5), (4, 3, 1, 1), (4, 1, 3, 3)):
-        for memory_format in (torch.contiguous_format, torch.channels_last):
-            w = nhwc.convert_weight(torch.randn(shape), memory_format).requires_grad_()
-            eager = w.detach().clone().requires_grad_()
-            x = torch.randn(2, shape[1], 8, 8)
-            torch._dynamo.reset()  # there is a limit to the variants of one function
-            compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
-            actual, expected = compiled(w, x), layer(eager, x)
-            torch.testing.assert_close(actual, expected)
-            assert [a.stride() for a in actual[1:]] == [e.stride() for e in expected[1:]]
-            actual[0].sum().backward()
-            expected[0].sum().backward()
-            torch.testing.assert_close(w.grad, eager.grad)
-            if 1 not in shape:  # AccumulateGrad overlooks the strides of sizes of 1
-                assert w.grad.stride() == eager.grad.stride()
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        w = nhwc.convert_weight(torch.randn(shape), memory_format).requires_grad_()
+        eager = w.detach().clone().requires_grad_()
+        x = torch.randn(2, shape[1], 8, 8)
+        torch._dynamo.reset()  # there is a limit to the variants of one function
+        compiled = torch.compile(layer, backend=backend, dynamic=dynamic, fullgraph=True)
+        actual, expected = compiled(w, x), layer(eager, x)
+        torch.testing.assert_close(actual, expected)
+        assert [a.stride() for a in actual[1:]] == [e.stride() for e in expected[1:]]
+        actual[0].sum().backward()
+        expected[0].sum().backward()
+        torch.testing.assert_close(w.grad, eager.grad)
+        if 1 not in shape:  # AccumulateGrad overlooks the strides of sizes of 1
+            assert w.grad.stride() == eager.grad.stride()
 
 
 def test_fake_and_symbolic_tensors_get_exact_strides():

@@ -5,14 +5,11 @@ import reference
 import sanitized
 import torch
 from exactness import check
-from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from reference import ALL_DTYPES, DTYPES, FLOATING_DTYPES, SHAPES, SOURCES, arrange, assert_same, random_weight
 
 import torch_nhwc as nhwc
-
-# A device is a word: examples cannot spoil it for each other.
-ANY_DEVICE = {"deadline": None, "suppress_health_check": [HealthCheck.function_scoped_fixture]}
 
 
 def formats(weight):
@@ -68,47 +65,56 @@ def torch_cast(weight, memory_format, dtype):
     return reference.convert_weight(weight.to(dtype), memory_format)
 
 
-@settings(max_examples=1500, **ANY_DEVICE)
-@given(
-    shape=st.tuples(st.integers(0, 9), st.integers(0, 70), *[st.integers(0, 6)] * 2)
-    | st.tuples(st.integers(0, 5), st.integers(0, 40), *[st.integers(0, 4)] * 3),
-    order=st.randoms(use_true_random=False),
-    steps=st.lists(st.integers(1, 2), min_size=5, max_size=5),
-    offset=st.integers(0, 5),
-    dtype=st.sampled_from(ALL_DTYPES),
-    channels_last=st.booleans(),
-    threads=st.sampled_from([1, 2]),
-)
-def test_generated_weights(shape, order, steps, offset, dtype, channels_last, threads, device):
+@pytest.mark.parametrize("examples", [100, pytest.param(1500, marks=pytest.mark.exhaustive)])
+def test_generated_weights(examples, device):
     """Any order of dimensions in memory, any steps between elements, any offset."""
-    dims = list(range(len(shape)))
-    order.shuffle(dims)
-    stride = [0] * len(shape)
-    step = 1
-    for d in dims:
-        step *= steps[d]
-        stride[d] = step
-        step *= max(shape[d], 1)
-    weight = random_weight((step + offset + 1,), dtype, device).as_strided(shape, stride, offset)
-    memory_format = reference.FORMATS[len(shape)] if channels_last else torch.contiguous_format
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        assert_same(nhwc.convert_weight(weight, memory_format), reference.convert_weight(weight, memory_format))
-    finally:
-        torch.set_num_threads(before)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        shape=st.tuples(st.integers(0, 9), st.integers(0, 70), *[st.integers(0, 6)] * 2)
+        | st.tuples(st.integers(0, 5), st.integers(0, 40), *[st.integers(0, 4)] * 3),
+        order=st.randoms(use_true_random=False),
+        steps=st.lists(st.integers(1, 2), min_size=5, max_size=5),
+        offset=st.integers(0, 5),
+        dtype=st.sampled_from(ALL_DTYPES),
+        channels_last=st.booleans(),
+        threads=st.sampled_from([1, 2]),
+    )
+    def converts(shape, order, steps, offset, dtype, channels_last, threads):
+        dims = list(range(len(shape)))
+        order.shuffle(dims)
+        stride = [0] * len(shape)
+        step = 1
+        for d in dims:
+            step *= steps[d]
+            stride[d] = step
+            step *= max(shape[d], 1)
+        weight = random_weight((step + offset + 1,), dtype, device).as_strided(shape, stride, offset)
+        memory_format = reference.FORMATS[len(shape)] if channels_last else torch.contiguous_format
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            assert_same(nhwc.convert_weight(weight, memory_format), reference.convert_weight(weight, memory_format))
+        finally:
+            torch.set_num_threads(before)
+
+    converts()
 
 
-@seed(0)
-@settings(max_examples=150, **ANY_DEVICE)
-@given(
-    filters=st.integers(1, 70),
-    channels=st.one_of(st.integers(1, 40), st.sampled_from([63, 65, 127, 130, 257])),
-    kernel=st.lists(st.integers(1, 8), min_size=2, max_size=3),
-    dtype=st.sampled_from(ALL_DTYPES),
-)
-def test_generated_shapes_by_every_way(filters, channels, kernel, dtype, device):
-    check((filters, channels, *kernel), dtype, device=device)
+@pytest.mark.parametrize("examples", [30, pytest.param(150, marks=pytest.mark.exhaustive)])
+def test_generated_shapes_by_every_way(examples, device):
+    @seed(0)
+    @settings(max_examples=examples, deadline=None)
+    @given(
+        filters=st.integers(1, 70),
+        channels=st.one_of(st.integers(1, 40), st.sampled_from([63, 65, 127, 130, 257])),
+        kernel=st.lists(st.integers(1, 8), min_size=2, max_size=3),
+        dtype=st.sampled_from(ALL_DTYPES),
+    )
+    def converts(filters, channels, kernel, dtype):
+        check((filters, channels, *kernel), dtype, device=device)
+
+    converts()
 
 
 def test_the_program_that_sanitizers_watch_finds_every_conversion_right(device):

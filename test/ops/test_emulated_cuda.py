@@ -44,6 +44,7 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "libcuda.so.1"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("memory", ["cached", "uncached"])
 def test_the_operators_on_emulated_devices(memory: str, runtime: Path) -> None:
     uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if memory == "uncached" else {}

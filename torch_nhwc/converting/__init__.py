@@ -1,4 +1,4 @@
 """Carrying a plan out, all or nothing, and taking it back: the verbs that change models.
 
-Nothing here decides what is to change: `planning` does. Looking after a model that was converted is `upkeep`'s.
+What is to change is decided in `planning`; looking after a model that was converted belongs to `upkeep`.
 """

@@ -8,7 +8,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import torch_nhwc as nhwc
-from torch_nhwc import Outcome, conversion
+from torch_nhwc import Outcome
+from torch_nhwc.converting import preparing
 
 STOCK = nn.utils.convert_conv2d_weight_memory_format
 OPTIMIZERS = {
@@ -70,7 +71,7 @@ def count_calls(monkeypatch):
         calls.append(list(tensors))
         return nhwc.convert_weights_(tensors, *arguments, **options)
 
-    monkeypatch.setattr(conversion, "convert_weights_", counted)
+    monkeypatch.setattr(preparing, "convert_weights_", counted)
     return calls
 
 

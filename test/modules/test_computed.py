@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome, Reason
-from torch_nhwc.computed import LayOut, LayOutHook
+from torch_nhwc.hooks import LayOut, LayOutHook
 
 
 class Scaled(nn.Module):

@@ -10,6 +10,8 @@ from torch import nn
 
 import torch_nhwc as nhwc
 
+CL = torch.channels_last
+
 
 class Entry(nn.Module):
     """Gives back what it got."""
@@ -105,3 +107,45 @@ def test_converting_back_takes_the_hook_away():
     assert not model._forward_pre_hooks
     report.revert()
     assert len(model._forward_pre_hooks) == 1
+
+
+class Recorder(nn.Module):
+    """Keeps the strides of what comes in."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 3)
+
+    def forward(self, x, *, volume=None, rest=()):
+        self.seen = [tuple(t.stride()) for t in (x, volume, *rest) if t is not None]
+        return self.layer(x)
+
+
+class TestInputFormat:
+    """A forward pre-hook brings activations into channels-last at the model's entry."""
+
+    def test_reaches_positional_keyword_and_nested_inputs(self):
+        model = Recorder()
+        nhwc.convert_(model, input_format="channels_last")
+        x, volume = torch.randn(1, 3, 8, 8), torch.randn(1, 2, 4, 4, 4)
+        expected = model.layer(x)
+        actual = model(x, volume=volume, rest=[x, torch.randn(3, 3)])
+        assert model.seen == [(192, 1, 24, 3), (128, 1, 32, 8, 2), (192, 1, 24, 3), (3, 1)]
+        assert actual.is_contiguous(memory_format=CL)
+        torch.testing.assert_close(actual, expected)
+
+    def test_survives_deepcopy_and_pickle_and_is_added_once(self):
+        model = Recorder()
+        report = nhwc.convert_(model, input_format="channels_last")
+        nhwc.convert_(model, input_format="channels_last")
+        for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert len(copied._forward_pre_hooks) == 1
+            nhwc.convert_(copied, input_format="channels_last")
+            assert len(copied._forward_pre_hooks) == 1
+            copied(torch.randn(1, 3, 8, 8))
+            assert copied.seen == [(192, 1, 24, 3)]
+        report.revert()
+        assert not model._forward_pre_hooks
+        assert not model._forward_pre_hooks_with_kwargs
+        model(torch.randn(1, 3, 8, 8))
+        assert model.seen == [(192, 64, 8, 1)]

@@ -297,7 +297,7 @@ def test_parameters_and_buffers_that_reach_a_convolution_are_sites_when_example_
         ("0.blur", "Raw", 4),
     ]
     assert_converts(model, lambda each: each(x), names=names, example_inputs=x)
-    report = plan.apply(model)
+    report = nhwc.convert_(model, plan=plan)
     assert [row.action for row in report.plan.rows] == [Action.CONVERT, Action.CONVERT, Action.RESTRIDE]
     assert_weights_arrive_in(None, model, x)
 
@@ -316,7 +316,7 @@ def test_a_weight_that_is_standardised_in_forward_converts_with_a_remark():
     plan = nhwc.plan(model, example_inputs=x)
     assert [row.reason for row in plan.rows] == [Reason.COMPUTED_IN_FORWARD, None]
     assert_converts(model, lambda each: each(x), names=["0.weight", "1.weight"], example_inputs=x)
-    plan.apply(model, strict=True)
+    nhwc.convert_(model, strict=True, plan=plan)
     assert_weights_arrive_in(None, model, x)
 
 

@@ -200,14 +200,14 @@ def test_an_error_in_the_operator_undoes_the_edits(monkeypatch):
     report = scene.convert()
     converted, pointers = scene.layout(), scene.pointers()
     with monkeypatch.context() as patched:
-        patched.setattr(torch_nhwc.report, "lay_out_weights_", fails)
+        patched.setattr(torch_nhwc.converting.undoing, "lay_out_weights_", fails)
         with pytest.raises(RuntimeError, match="the operator fails"):
             report.revert()
     assert (scene.layout(), scene.pointers()) == (converted, pointers)
     report.revert()
 
     reverted, pointers = scene.layout(), scene.pointers()
-    monkeypatch.setattr(torch_nhwc.conversion, "convert_weights_", fails)
+    monkeypatch.setattr(torch_nhwc.converting.preparing, "convert_weights_", fails)
     with pytest.raises(RuntimeError, match="the operator fails"):
         scene.convert()
     assert (scene.layout(), scene.pointers()) == (reverted, pointers)

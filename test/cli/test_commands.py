@@ -1,4 +1,4 @@
-"""The main job and the command line."""
+"""The command line: what it reads, prints and refuses."""
 
 import json
 import os
@@ -7,45 +7,15 @@ import sys
 
 import pytest
 import torch
+from selection import exhaustive
 from torch import nn
 
 import torch_nhwc
-from torch_nhwc.cli import demo, models
 
 
 def command_line(*arguments, **options):
     command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
-
-
-@pytest.mark.parametrize("name", models.MODELS)
-def test_real_models_convert_with_unchanged_outputs(name):
-    result = demo.run(models.MODELS[name](), repeats=1)
-    assert result.unchanged
-    assert result.weights_equal
-    assert result.converted.sites > 10
-    assert result.restrided.sites > 0
-    assert result.kept.sites == 0
-    assert not result.left
-    assert result.stock_over_ours == result.stock_convert_ms / result.convert_ms
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
-def test_other_dtypes(dtype, device):
-    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 1), nn.Conv2d(8, 8, 3))
-    result = demo.run(models.Example("small", model, torch.randn(2, 3, 16, 16)), device, dtype, repeats=1)
-    assert (result.converted.sites, result.restrided.sites) == (2, 1)
-    assert result.unchanged
-
-
-def test_a_wrong_conversion_would_show(monkeypatch):
-    def spoil(model, memory_format=None):
-        with torch.no_grad():
-            next(model.parameters()).add_(1)
-
-    monkeypatch.setattr(demo, "_convert", spoil)
-    model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    assert not demo.run(models.Example("spoilt", model, torch.randn(1, 3, 8, 8)), repeats=1).unchanged
 
 
 class Scaled(nn.Conv2d):
@@ -72,21 +42,9 @@ def factory_without_module():
     return 3
 
 
-def test_a_tied_weight_counts_once_and_the_baseline_is_contiguous():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.Conv2d(3, 3, 3, padding=1)).to(
-        memory_format=torch.channels_last
-    )
-    model[1].weight = model[0].weight
-    with torch.no_grad():
-        model[0].weight[0, 0, 0, 0] = float("nan")
-    result = demo.run(models.Example("tied", model, torch.randn(1, 3, 8, 8)), repeats=1)
-    assert result.converted == demo.Tally(1, 324)
-    assert result.weights_equal
-
-
 def test_the_command_line_reads_a_factory_and_prints_json():
     environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
-    arguments = ["demo", "--factory", "test_demo:factory", "--json", "--repeats", 1]
+    arguments = ["demo", "--factory", "test_commands:factory", "--json", "--repeats", 1]
     run = command_line(*arguments, "--input-shape", "1,3,8,8", env=environment)
     (result,) = json.loads(run.stdout)
     assert result["unchanged"]
@@ -115,12 +73,12 @@ def test_the_command_line_reads_torchscript_and_prints_a_table(tmp_path):
     ("arguments", "message"),
     [
         (["--device", "cuda:99"], "'cuda:99' cannot be used"),
-        (["--device", "abacus"], "'abacus' cannot be used"),
+        exhaustive(["--device", "abacus"], "'abacus' cannot be used"),
         (["--torchscript", "x.pt", "--factory", "a:b", "--input-shape", "1"], "name two models"),
-        (["--input-shape", "1,-3"], "expected sizes such as 1,3,224,224, got '1,-3'"),
-        (["--dtype", "int8"], "expected one of float64, float32, float16, bfloat16, got 'int8'"),
+        exhaustive(["--input-shape", "1,-3"], "expected sizes such as 1,3,224,224, got '1,-3'"),
+        exhaustive(["--dtype", "int8"], "expected one of float64, float32, float16, bfloat16, got 'int8'"),
         (["--model", "alexnet"], "expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
-        (["--torchscript", "x.pt"], "--torchscript needs --input-shape"),
+        exhaustive(["--torchscript", "x.pt"], "--torchscript needs --input-shape"),
         (["--input-shape", "a,b"], "expected sizes such as 1,3,224,224, got 'a,b'"),
     ],
 )
@@ -135,9 +93,9 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
     ("arguments", "message"),
     [
         (["--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
-        (["--factory", "no_such_module:f"], "expected module:callable, got 'no_such_module:f'"),
-        (["--factory", "json"], "expected module:callable, got 'json'"),
-        (["--factory", "test_demo:factory_without_module"], "to return a module, or a module and its input tensor"),
+        exhaustive(["--factory", "no_such_module:f"], "expected module:callable, got 'no_such_module:f'"),
+        exhaustive(["--factory", "json"], "expected module:callable, got 'json'"),
+        (["--factory", "test_commands:factory_without_module"], "to return a module, or a module and its input tensor"),
         (["--torchscript", __file__, "--input-shape", "1"], "is not a TorchScript archive"),
     ],
 )
@@ -159,7 +117,7 @@ def test_env_tells_what_a_bug_report_needs(option):
     ("missing", "arguments", "extra"),
     [
         ("typer", ["demo"], "cli"),
-        ("rich", ["demo"], "cli"),
+        exhaustive("rich", ["demo"], "cli"),
         ("transformers", ["demo", "--model", "resnet50"], "models"),
     ],
 )

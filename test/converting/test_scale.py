@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.sites import walk
+from torch_nhwc.modules.walk import walk
 
 
 def wide(count):

@@ -110,3 +110,14 @@ def copied(model):
         if isinstance(weight, torch.Tensor) and not isinstance(weight, nn.Parameter):
             module.weight = weight.detach()
     return copy.deepcopy(model)
+
+
+def state_of(model):
+    """The values of every tensor of a model."""
+    return {name: tensor.clone() for name, tensor in tensors(model).items()}
+
+
+def assert_as_it_was(model, before, layout):
+    assert list(tensors(model)) == list(before)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in tensors(model).items())
+    assert layouts(model) == layout

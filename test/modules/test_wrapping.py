@@ -1,10 +1,6 @@
-"""What has been wrapped, compiled or flattened already: recognised, with the order that works."""
+"""What has been wrapped or compiled already: recognised, with the order that works."""
 
 import copy
-import os
-import subprocess
-import sys
-import textwrap
 import warnings
 
 import pytest
@@ -16,8 +12,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import torch_nhwc as nhwc
 from torch_nhwc.reasons import ORDER
-
-STOCK = nn.utils.convert_conv2d_weight_memory_format
 
 
 @pytest.fixture(scope="module")
@@ -149,55 +143,6 @@ def test_training_engines_are_recognised_by_name_and_package():
     nhwc.convert_(namesake(network()), strict=True)
 
 
-def test_h07_lbfgs_refuses_its_weights_that_would_move_and_steps_on():
-    model, free = network(), nn.Conv2d(3, 4, 3)
-    both = nn.ModuleList([model, free])
-    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
-
-    def closure():
-        optimizer.zero_grad()
-        loss = model(torch.ones(2, 3, 8, 8)).square().mean()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    with pytest.warns(UserWarning, match="the optimizer takes a view"):
-        report = nhwc.convert_(both, optimizer=optimizer)
-    reasons = {row.full_name: row.reason for row in report.plan.rows}
-    assert reasons == {
-        "0.0.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
-        "0.3.weight": None,  # 1x1: no bytes move
-        "0.4.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
-        "1.weight": None,
-    }
-    optimizer.step(closure)
-
-    STOCK(model, torch.channels_last)
-    with pytest.raises(RuntimeError, match="view size is not compatible"):  # what plain PyTorch does
-        optimizer.step(closure)
-
-
-class NormalisesByChannel(torch.optim.SGD):
-    """Like AdamP: takes a view of each filter."""
-
-    def step(self, closure=None):
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.div_(parameter.grad.view(parameter.shape[0], -1).norm())
-        return super().step(closure)
-
-
-def test_h07_optimizers_whose_code_takes_views_are_remarked_on():
-    model = network()
-    optimizer = NormalisesByChannel(model.parameters(), lr=0.1)
-    report = nhwc.convert_(model, optimizer=optimizer)
-    assert report.remarks == (f"NormalisesByChannel: {nhwc.Reason.VIEWS_PARAMETERS.value}",)
-    assert report.remarks[0].split(":")[0] in str(report)
-    model = network()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert nhwc.convert_(model, optimizer=plain).remarks == ()
-
-
 @pytest.mark.usefixtures("process_group")
 def test_convert_optimizer_wrap_compile_trains_as_without_converting():
     x = torch.randn(6, 2, 3, 8, 8)
@@ -235,26 +180,3 @@ def test_offloaded_weights_are_left_with_their_reason():
     with pytest.warns(UserWarning, match="kept elsewhere and put back before each forward"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
-
-
-def test_a_conversion_imports_neither_the_compiler_nor_distributed_engines():
-    script = """
-        import sys
-        import torch
-
-        before = set(sys.modules)
-        import torch_nhwc as nhwc
-
-        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.LazyConv3d(4, 3))
-        # Without an optimizer and example inputs: torch's own optimizers and dispatch modes import the compiler.
-        report = nhwc.convert_(model, ema={"0.weight": model[0].weight.detach().clone()})
-        str(report), report.to_json()
-        report.revert()
-        nhwc.plan(model).apply(model)
-        heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor")
-        heavy += ("torch.ao.nn.quantized", "accelerate", "apex", "deepspeed", "transformers", "sympy")
-        loaded = [name for name in heavy if name in set(sys.modules) - before]
-        assert not loaded, loaded
-    """
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True, env=environment)

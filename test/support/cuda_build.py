@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 import torch_nhwc as nhwc
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def toolkit():

@@ -1,0 +1,213 @@
+"""Converting a model in place: what the verb takes, what it refuses, and what is said to whom."""
+
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+from functools import partial
+
+import pytest
+import torch
+from snapshots import assert_unchanged, in_format, network, refused_view, snapshot, strides
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import Reason
+
+CL, CL3D = torch.channels_last, torch.channels_last_3d
+
+
+class TestArguments:
+    """What convert_ and plan take."""
+
+    @pytest.mark.parametrize(
+        ("memory_format", "ranks"),
+        [
+            (None, {4, 5}),
+            (CL, {4}),
+            ("channels_last", {4}),
+            ("torch.channels_last", {4}),
+            (CL3D, {5}),
+            ("channels_last_3d", {5}),
+        ],
+        ids=str,
+    )
+    def test_a_memory_format_means_the_sites_of_its_rank(self, memory_format, ranks):
+        model = network()
+        report = nhwc.convert_(model, memory_format)
+        for row in report.plan.rows:
+            assert (row.reason is Reason.OTHER_RANK) == (row.rank not in ranks)
+        for name, is_in_format in in_format(model).items():
+            assert is_in_format == (model.get_parameter(name).dim() in ranks)
+
+    @pytest.mark.parametrize("memory_format", [torch.contiguous_format, "contiguous_format"])
+    def test_contiguous_format_is_the_way_back_for_both_ranks(self, memory_format):
+        model = network()
+        before = strides(model)
+        nhwc.convert_(model)
+        nhwc.convert_(model, memory_format)
+        assert strides(model) == before
+
+    @pytest.mark.parametrize("memory_format", [torch.preserve_format, "nhwc", 3, ""])
+    def test_another_memory_format_raises(self, memory_format):
+        for verb in (nhwc.plan, nhwc.convert_):
+            with pytest.raises(ValueError, match="expected memory_format to be None or one of contiguous_format, ch"):
+                verb(network(), memory_format)
+
+    @pytest.mark.parametrize("model", [None, torch.zeros(3), [nn.Conv2d(3, 3, 3)]], ids=["None", "tensor", "list"])
+    def test_what_is_no_module_raises(self, model):
+        for verb in (nhwc.plan, nhwc.convert_, lambda model: nhwc.convert_(model, plan=nhwc.plan(network()))):
+            with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (NoneType|Tensor|list)"):
+                verb(model)
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            (
+                {"input_format": torch.contiguous_format},
+                "expected input_format to be None or 'channels_last', got torch",
+            ),
+            ({"storage": "inplace"}, "expected storage to be one of auto, fresh, reuse, detach, got 'inplace'"),
+            ({"memory_format": torch.optim.SGD([torch.zeros(1)])}, r"got SGD \(give optimizers and others by name\)"),
+            ({"storage": "new"}, "storage"),
+        ],
+    )
+    def test_other_arguments_raise_before_anything_changes(self, options, message):
+        model = network()
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=message):
+            nhwc.convert_(model, **options)
+        assert_unchanged(model, before)
+
+    def test_a_filter_sees_every_layer_with_its_path(self):
+        model = network()
+        seen = {}
+        report = nhwc.convert_(model, filter_fn=lambda module, path: seen.setdefault(path, module) is model["first"])
+        assert seen == {path: model.get_submodule(path) for path in ("first", "blocks.0", "blocks.1", "volume")}
+        assert [row.reason for row in report.plan.rows] == [None, *[Reason.FILTERED] * 3]
+        assert sum(in_format(model).values()) == 1
+
+    def test_a_filter_that_raises_changes_nothing(self):
+        model = network()
+        before = snapshot(model)
+        with pytest.raises(ZeroDivisionError):
+            nhwc.convert_(model, filter_fn=lambda module, path: path != "volume" or 1 // 0)
+        assert_unchanged(model, before)
+
+    def test_the_root_may_be_the_layer(self):
+        layer = nn.Conv2d(3, 4, 3)
+        report = nhwc.convert_(layer, filter_fn=lambda module, path: path == "")
+        assert (report.plan.rows[0].path, report.plan.rows[0].full_name) == ("", "weight")
+        assert layer.weight.stride() == (27, 1, 9, 3)
+
+    def test_a_dry_run_reports_and_does_nothing(self):
+        model = network()
+        before = snapshot(model)
+        report = nhwc.convert_(model, dry_run=True, input_format="channels_last")
+        assert_unchanged(model, before)
+        assert not model._forward_pre_hooks
+        assert report.dry_run
+        assert set(report.outcomes) == {None}
+        assert report.plan == nhwc.plan(model)
+        report.revert()
+        assert_unchanged(model, before)
+
+    @pytest.mark.parametrize("storage", ["auto", "fresh", "reuse", "detach"])
+    def test_storage_is_that_of_the_operators(self, storage):
+        model = network()
+        pointers = {name: p.data_ptr() for name, p in model.named_parameters()}
+        report = nhwc.convert_(model, storage=storage)
+        moved = {name for name, p in model.named_parameters() if p.data_ptr() != pointers[name]}
+        assert moved == (set(in_format(model)) if storage == "fresh" else set())
+        assert (report.new_bytes > 0) == (storage == "fresh")
+
+
+class TestRefusals:
+    """A refused site does not stop the others, and is told about once."""
+
+    @pytest.mark.parametrize("verb", ["convert_", "apply", "channels_last"])
+    def test_warn_once_at_the_callers_line(self, verb):
+        model = nn.Sequential(nn.Conv2d(3, 3, 3), refused_view(), refused_view())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            if verb == "convert_":
+                nhwc.convert_(model)
+            elif verb == "apply":
+                nhwc.convert_(model, plan=nhwc.plan(model))
+            else:
+                with nhwc.channels_last(model):
+                    pass
+        assert [str(each.filename) for each in caught] == [__file__]
+        text = str(caught[0].message)
+        assert text.startswith(
+            "torch_nhwc: 2 of 3 sites stay as they are: '1.weight' (Conv2d), '2.weight' (Conv2d): it"
+        )
+
+    def test_name_three_sites_and_count_the_others(self):
+        model = nn.Sequential(*(refused_view() for _ in range(5)))
+        with pytest.warns(
+            UserWarning, match=r"5 of 5 sites .*'0.weight'.*'1.weight'.*'2.weight' \(Conv2d\) and 2 more: it is"
+        ):
+            nhwc.convert_(model)
+
+    @pytest.mark.parametrize("verb", ["convert_", "apply"])
+    def test_raise_before_any_write_if_strict(self, verb):
+        model = nn.Sequential(nn.Conv2d(3, 3, 3), refused_view())
+        before = snapshot(model)
+        call = partial(nhwc.convert_, plan=nhwc.plan(model)) if verb == "apply" else nhwc.convert_
+        with pytest.raises(RuntimeError, match=r"'1.weight' \(Conv2d\): .* \(nothing was changed, since strict=True\)"):
+            call(model, strict=True)
+        assert_unchanged(model, before)
+
+    def test_that_are_errors_change_nothing(self):
+        model = nn.Sequential(nn.Conv2d(3, 3, 3), refused_view())
+        before = snapshot(model)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            with pytest.raises(UserWarning, match="1 of 2 sites"):
+                nhwc.convert_(model)
+        assert_unchanged(model, before)
+
+    def test_every_reason_has_one_sentence(self):
+        sentences = [reason.value for reason in Reason]
+        assert len(set(sentences)) == len(Reason.__members__)
+        assert not any(sentence.endswith(".") or "\n" in sentence for sentence in sentences)
+
+
+@pytest.mark.parametrize("call", ["convert_", "revert", "check"])
+def test_the_optimizer_of_another_model_is_refused(call):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    other = torch.optim.Adam(nn.Conv2d(3, 4, 3).parameters())
+    report = nhwc.convert_(model)
+    calls = {
+        "convert_": lambda: nhwc.convert_(model, optimizer=other),
+        "revert": lambda: report.revert(optimizer=other),
+        "check": lambda: nhwc.check(model, report.plan, optimizer=other),
+    }
+    with pytest.raises(ValueError, match="the Adam holds none of the model's parameters"):
+        calls[call]()
+    assert model[0].weight.stride() == (27, 1, 9, 3)
+
+
+def test_a_conversion_imports_neither_the_compiler_nor_distributed_engines():
+    script = """
+        import sys
+        import torch
+
+        before = set(sys.modules)
+        import torch_nhwc as nhwc
+
+        model = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.LazyConv3d(4, 3))
+        # Without an optimizer and example inputs: torch's own optimizers and dispatch modes import the compiler.
+        report = nhwc.convert_(model, ema={"0.weight": model[0].weight.detach().clone()})
+        str(report), report.to_json()
+        report.revert()
+        nhwc.convert_(model, plan=nhwc.plan(model))
+        heavy = ("torch._dynamo", "torch._inductor", "torch.distributed.fsdp", "torch.distributed.tensor")
+        heavy += ("torch.ao.nn.quantized", "accelerate", "apex", "deepspeed", "transformers", "sympy")
+        loaded = [name for name in heavy if name in set(sys.modules) - before]
+        assert not loaded, loaded
+    """
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COV")}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True, env=environment)

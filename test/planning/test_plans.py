@@ -1,0 +1,163 @@
+"""Plans: what they hold, how they are written down, and what they apply to."""
+
+import pytest
+import torch
+from snapshots import assert_unchanged, in_format, network, snapshot
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import torch_nhwc as nhwc
+from torch_nhwc import Action, Outcome, Plan, Reason
+
+CL = torch.channels_last
+
+
+class TestPlan:
+    """A plan is a frozen value that writes nothing."""
+
+    def test_has_a_row_for_every_site_and_changes_nothing(self):
+        model = network()
+        before = snapshot(model)
+        plan = nhwc.plan(model)
+        assert_unchanged(model, before)
+        assert plan.memory_format is None
+        first, pointwise, transposed, volume = plan.rows
+        assert first == nhwc.PlanRow(
+            path="first",
+            name="weight",
+            layer="Conv2d",
+            rank=4,
+            shape=(4, 3, 3, 3),
+            groups=1,
+            dtype="torch.float32",
+            device="cpu",
+            strides=(27, 9, 3, 1),
+            target_strides=(27, 1, 9, 3),
+            bytes_to_move=4 * 27 * 4,
+            action=Action.CONVERT,
+            reason=None,
+        )
+        assert (pointwise.full_name, pointwise.action, pointwise.bytes_to_move) == (
+            "blocks.0.weight",
+            Action.RESTRIDE,
+            0,
+        )
+        assert (transposed.layer, transposed.groups, transposed.shape) == ("ConvTranspose2d", 2, (8, 2, 3, 3))
+        assert (volume.rank, volume.target_strides) == (5, (18, 1, 18, 6, 2))
+        assert plan.bytes_to_move == sum(row.bytes_to_move for row in plan.rows)
+        with pytest.raises(AttributeError):
+            plan.memory_format = "channels_last"
+
+    @pytest.mark.parametrize("memory_format", [None, CL, "channels_last_3d", "torch.contiguous_format"])
+    def test_survives_json(self, memory_format):
+        model = network()
+        model["lazy"] = nn.LazyConv2d(3, 3)
+        model["computed"] = parametrizations.weight_norm(nn.Conv2d(3, 3, 3))
+        plan = nhwc.plan(model, memory_format, filter_fn=lambda module, path: path != "volume")
+        read = Plan.from_json(plan.to_json())
+        assert read == plan
+        assert read.digest == plan.digest
+        assert str(read) == str(plan)
+
+    @pytest.mark.parametrize("text", ["", "3", "[]", "{}", '{"rows": [3], "memory_format": null, "digest": ""}'])
+    def test_of_text_that_is_no_plan_raises(self, text):
+        with pytest.raises(ValueError, match=r"expected what Plan\.to_json writes"):
+            Plan.from_json(text)
+
+    def test_of_text_that_was_changed_raises(self):
+        text = nhwc.plan(network()).to_json()
+        with pytest.raises(ValueError, match="the text was changed"):
+            Plan.from_json(text.replace('"path": "first"', '"path": "second"'))
+
+    def test_digest_is_that_of_the_architecture_and_not_of_the_layout(self):
+        model, other = network(), network()
+        nhwc.convert_(other["blocks"])
+        digest = nhwc.plan(model).digest
+        assert nhwc.plan(other).digest == digest
+        nhwc.convert_(other)
+        assert nhwc.plan(other).digest == digest
+        with torch.device("meta"):
+            assert nhwc.plan(network()).digest == digest
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda model: nhwc.plan(model.double()),
+            lambda model: nhwc.plan(model, "contiguous_format"),
+            lambda model: nhwc.plan(model, CL),
+            lambda model: nhwc.plan(model, filter_fn=lambda module, path: path != "first"),
+            lambda model: model.update({"first": nn.Conv2d(3, 4, (3, 1))}) or nhwc.plan(model),
+            lambda model: nhwc.plan(nn.Sequential(model)),
+        ],
+        ids=["dtype", "format", "rank", "filter", "shape", "path"],
+    )
+    def test_digest_changes_with_shapes_dtypes_targets_and_names(self, change):
+        assert change(network()).digest != nhwc.plan(network()).digest
+
+    @pytest.mark.parametrize("how", ["the same", "converted", "half converted", "odd strides", "meta"])
+    def test_applies_to_another_instance(self, how):
+        plan = Plan.from_json(nhwc.plan(network()).to_json())
+        model = network()
+        if how == "converted":
+            nhwc.convert_(model)
+        elif how == "half converted":
+            nhwc.convert_(model["blocks"])
+        elif how == "odd strides":
+            model["first"].weight.data = torch.randn(3, 4, 3, 3).transpose(0, 1)
+        elif how == "meta":
+            model = model.to("meta")
+        values = {name: p.detach().clone() for name, p in model.named_parameters()}
+        report = nhwc.convert_(model, plan=plan)
+        assert all(in_format(model).values())
+        assert how == "meta" or all(torch.equal(p, values[name]) for name, p in model.named_parameters())
+        assert report.plan.digest == plan.digest
+        if how == "converted":
+            assert set(report.outcomes) == {Outcome.KEPT}
+
+    def test_decides_what_changes_and_applying_looks_at_nothing_else(self):
+        plan = nhwc.plan(network(), filter_fn=lambda module, path: path == "first")
+        model = network()
+        nhwc.convert_(model, plan=plan)
+        assert in_format(model) == {
+            "first.weight": True,
+            "blocks.0.weight": False,
+            "blocks.1.weight": False,
+            "volume.weight": False,
+        }
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            (lambda model: model.pop("volume"), r"it has no 'volume.weight' \(Conv3d\)"),
+            (
+                lambda model: model.update({"more": nn.Conv2d(3, 3, 3)}),
+                r"the plan does not know 'more.weight' \(Conv2d\)",
+            ),
+            (
+                lambda model: model.update({"first": nn.Conv2d(3, 5, 3), "volume": nn.Conv3d(3, 3, 3)}),
+                r"'first.weight' is \(5, 3, 3, 3\) of torch.float32, the plan has \(4, 3, 3, 3\) of torch.float32",
+            ),
+            (lambda model: model.double(), r"'first.weight' is \(4, 3, 3, 3\) of torch.float64"),
+        ],
+        ids=["missing", "more", "shape", "dtype"],
+    )
+    def test_of_another_architecture_raises_naming_the_first_site_that_differs(self, change, message):
+        plan, model = nhwc.plan(network()), network()
+        change(model)
+        before = snapshot(model)
+        with pytest.raises(ValueError, match=f"the model differs from the plan: {message}"):
+            nhwc.convert_(model, plan=plan)
+        assert_unchanged(model, before)
+
+    def test_with_arguments_that_it_has_itself_raises(self):
+        plan = nhwc.plan(network())
+        for options in ({"memory_format": CL}, {"filter_fn": lambda *_: True}, {"example_inputs": torch.zeros(1)}):
+            with pytest.raises(ValueError, match="a plan has its own memory format, filter and example inputs"):
+                nhwc.convert_(network(), plan=plan, **options)
+
+
+def test_a_filtered_row_shows_the_strides_of_the_model_that_it_is_applied_to():
+    plan = nhwc.plan(nn.Sequential(nn.Conv2d(3, 4, 3)), filter_fn=lambda module, path: False)
+    other = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
+    (row,) = nhwc.convert_(other, plan=plan).plan.rows
+    assert (row.strides, row.reason, row.target_strides) == ((27, 1, 9, 3), Reason.FILTERED, None)
