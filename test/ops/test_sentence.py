@@ -6,7 +6,7 @@ import torch
 from torch_nhwc import Outcome
 
 REASONS = [outcome.name for outcome in Outcome if outcome.is_refusal]
-REASONS += ["IN_FORMAT", "TIED", "OTHER_RANK", "FILTERED", "NO_WEIGHT", "COMPUTED_IN_FORWARD", "PACKED", "FROZEN"]
+REASONS += ["IN_FORMAT", "TIED", "OTHER_RANK", "FILTERED", "UNDEFINED", "COMPUTED_IN_FORWARD", "PACKED", "FROZEN"]
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -9,9 +9,9 @@ LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
 }
 RANKS = {layer.__name__: rank for rank, layers in LAYERS.items() for layer in layers}
 
-# The operators, with the rank of their weight; 0 where they serve all ranks, those of one dimension too, and their fourth
-# argument, the stride or the padding, is as long as the kernel's dimensions. The weight is the second. The C++ walk over
-# graphs has the same table: include/torch_nhwc/module/graph_walk.h.
+# The operators, with the rank of their weight; 0 where they serve all ranks, those of one dimension too, and their
+# fourth argument, the stride or the padding, is as long as the kernel's dimensions. The weight is the second. The C++
+# walk over graphs has the same table: include/torch_nhwc/module/graph_walk.h.
 OPERATORS = {
     **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
     **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d"), 5),
