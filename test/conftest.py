@@ -23,6 +23,7 @@ def pytest_collection_modifyitems(config, items):
     if torch.cuda.is_available() or os.environ.get("TORCH_NHWC_REQUIRE_GPU") == "1":
         return
     config.stash[LEFT_OUT] = [item for item in items if item.get_closest_marker("cuda")]
+    config.hook.pytest_deselected(items=config.stash[LEFT_OUT])
     items[:] = [item for item in items if not item.get_closest_marker("cuda")]
 
 
