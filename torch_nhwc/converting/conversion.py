@@ -20,7 +20,9 @@ from torch_nhwc.planning.companions import Sources, sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow
 from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.planner import plan_of
 from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
 
 
@@ -112,10 +114,11 @@ def carry_out(
     following = follow(found, decide(found.sites, request, plan), sources, request)
     _tell_refused(following.decisions, strict)
     changes = prepare(following, request)
+    plan = plan_of(following.decisions, request)
     undo = Undo.of(following, changes.edits)
     if not dry_run:
         changes.make(request)
-    return report_of(following, changes, undo, request, time.perf_counter() - start, dry_run)
+    return report_of(plan, following, changes, undo, time.perf_counter() - start, dry_run)
 
 
 @contextmanager
@@ -142,9 +145,9 @@ def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
 def _tell_refused(decisions: list[Decision], strict: bool) -> None:
     by_reason: dict[Reason, list[str]] = {}
     for decision in decisions:
-        row = decision.row
-        if decision.is_refused and row.reason is not None:
-            by_reason.setdefault(row.reason, []).append(f"{row.full_name!r} ({row.layer})")
+        if decision.action is Action.REFUSE and decision.reason is not None:
+            name = f"{decision.site.full_name!r} ({decision.site.layer})"
+            by_reason.setdefault(decision.reason, []).append(name)
     if not by_reason:
         return
     sentences = [

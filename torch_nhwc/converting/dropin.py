@@ -13,6 +13,7 @@ from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Sources
 from torch_nhwc.planning.deciding import Request, decide, outcomes_of
 from torch_nhwc.planning.following import follow
+from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
 
 _M = TypeVar("_M", bound=nn.Module)
@@ -85,7 +86,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     left = [
         (decision.site, reason)
         for decision in decisions
-        if (reason := decision.row.reason) and (decision.is_refused or reason is Reason.FAKE)
+        if (reason := decision.reason) and (decision.action is Action.REFUSE or reason is Reason.FAKE)
     ]
     hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:

@@ -21,7 +21,7 @@ def edits_of(model: nn.Module, decisions: list[Decision], sources: Sources, requ
     for decision in decisions:
         site = decision.site
         module = site.module
-        if decision.row.reason is Reason.LAZY or module._forward_pre_hooks:
+        if decision.reason is Reason.LAZY or module._forward_pre_hooks:
             edits += _waiting(decision)
         if site.name != "weight" and id(module) not in seen and _is_laid_out(decision):
             seen.add(id(module))
@@ -39,21 +39,21 @@ def _waiting(decision: Decision) -> list[Edit]:
     waiting = find_hook(decision.site.module, ConvertWhenMaterialised)
     if decision.waits:
         return [] if waiting else [_hook_edit(decision.site.module, ConvertWhenMaterialised())]
-    is_over = decision.takes_part or decision.row.reason is Reason.LAZY
+    is_over = decision.takes_part or decision.reason is Reason.LAZY
     return [_hook_edit(decision.site.module, waiting).reverse] if waiting and is_over else []
 
 
 def _is_laid_out(decision: Decision) -> bool:
-    return decision.takes_part or decision.row.reason is Reason.TIED
+    return decision.takes_part or decision.reason is Reason.TIED
 
 
 def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:
     """The layer's last step, and those of its averaged copies, that bring a computed weight into the format."""
-    module, reason = decision.site.module, decision.row.reason
+    module, reason = decision.site.module, decision.reason
     if reason is Reason.TIED:
         is_original = computed.is_original(module, decision.site.name)
-        reason = computed.remark_on(module, decision.row.rank, wanted) if is_original else None
-    name = wanted.name_at(decision.row.rank) if reason is Reason.COPIED_EACH_FORWARD else None
+        reason = computed.remark_on(module, decision.site.rank, wanted) if is_original else None
+    name = wanted.name_at(decision.site.rank) if reason is Reason.COPIED_EACH_FORWARD else None
     current = computed.step_format(module)
     if name == current:
         return []

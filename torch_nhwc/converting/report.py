@@ -10,9 +10,8 @@ from torch_nhwc.converting.undoing import Undo
 from torch_nhwc.memory import place_of
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import CompanionRow
-from torch_nhwc.planning.deciding import Decision, Request
+from torch_nhwc.planning.deciding import Decision
 from torch_nhwc.planning.following import Following
-from torch_nhwc.planning.planner import plan_of
 from torch_nhwc.planning.plans import Plan, row_as_data
 from torch_nhwc.planning.rendering import render
 from torch_nhwc.reasons import Reason
@@ -129,9 +128,7 @@ def _outcome(decision: Decision) -> Outcome | None:
     return Outcome.KEPT if decision.outcome is None and decision.takes_part else decision.outcome
 
 
-def report_of(
-    following: Following, changes: Changes, undo: Undo, request: Request, seconds: float, dry_run: bool
-) -> Report:
+def report_of(plan: Plan, following: Following, changes: Changes, undo: Undo, seconds: float, dry_run: bool) -> Report:
     """The report on a conversion, from the records of all that took part in it."""
     fresh = {
         place_of(tensor): tensor.nbytes
@@ -139,7 +136,7 @@ def report_of(
         if record.outcome in _FRESH
     }
     return Report(
-        plan=plan_of(following.decisions, request),
+        plan=plan,
         outcomes=tuple(None if dry_run else _outcome(each) for each in following.decisions),
         remarks=tuple(following.remarks),
         new_bytes=sum(fresh.values()),  # exact aliases once

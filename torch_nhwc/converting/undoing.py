@@ -36,9 +36,10 @@ class Undo(NamedTuple):
         followed = {companion.weight.name for companion in following.companions if companion.changes}
         strides: dict[str, Strides | None] = {}
         for decision in following.decisions:
-            row = decision.row
-            if decision.changes or decision.waits or (followed and row.full_name in followed):
-                strides[row.full_name] = None if row.reason is Reason.OVERLAPPING else row.strides
+            site = decision.site
+            if decision.changes or decision.waits or (followed and site.full_name in followed):
+                is_lost = site.tensor is None or decision.reason is Reason.OVERLAPPING
+                strides[site.full_name] = None if is_lost else decision.tensor.stride()
         apart: MutableMapping[Tensor, Strides] = WeakTensorKeyDictionary()
         for companion in following.companions if strides else ():
             own = companion.tensor.stride()

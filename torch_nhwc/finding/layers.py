@@ -1,6 +1,7 @@
 """The sites of a model's layers: of the convolution layers, what derives from them, and scripted ones."""
 
 import sys
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -17,15 +18,12 @@ from torch_nhwc.reasons import Reason
 def walk_layers(model: nn.Module) -> Found:
     """The sites of a model's layers, in the model's order, each layer once."""
     sites: list[Site] = []
-    quantized_module = sys.modules.get("torch.ao.nn.quantized")
-    # Asked once for each class, since a model has few, and by its bases: quantized layers have an abstract base, for
-    # which issubclass looks through all of its subclasses.
-    kinds: dict[type, tuple[str, int]] = {}
+    kinds: dict[type, tuple[str, int]] = {}  # of the model's classes, which are few
     for path, module, wrapped in walk(model):
         module_type = type(module)
         kind = kinds.get(module_type)
         if kind is None:
-            kind = kinds[module_type] = _kind_of(module_type, quantized_module)
+            kind = kinds[module_type] = _kind_of(module_type)
         family, rank = kind
         if not family:
             continue
@@ -52,8 +50,20 @@ def _groups(module: nn.Module) -> int:
     return getattr(module, "groups", 0)
 
 
-def _kind_of(module_type: type, quantized_module: object) -> tuple[str, int]:
+_known: WeakKeyDictionary[type, tuple[str, int]] = WeakKeyDictionary()  # the classes asked about before
+
+
+def _kind_of(module_type: type) -> tuple[str, int]:
+    kind = _known.get(module_type)
+    if kind is None:
+        kind = _known[module_type] = _kind_by_bases(module_type)
+    return kind
+
+
+def _kind_by_bases(module_type: type) -> tuple[str, int]:
+    """Not by issubclass: quantized layers have an abstract base, which would look through all of its subclasses."""
     bases = module_type.__mro__
+    quantized_module = sys.modules.get("torch.ao.nn.quantized")
     if torch.jit.ScriptModule in bases:
         return "scripted", 0
     for rank, layers in LAYERS.items():

@@ -16,15 +16,19 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
     are left to `finding.scripted`.
     """
     seen: set[int] = set()  # by identity: a module of the user's may have an equality of its own
-    wrappers: dict[type, Reason | None] = {}
+    wrappers: dict[type, wrapping.Wrapper] = {}  # of the model's classes, which are few
     stack: list[tuple[str, nn.Module, Reason | None]] = [("", model, None)]
     while stack:
         path, module, wrapped = entry = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if wrapped is None and (wrapper := wrapping.reason_of(module, wrappers)) is not None:
-            wrapped = wrapper
+        if wrapped is None:
+            module_type = type(module)
+            wrapper = wrappers.get(module_type)
+            if wrapper is None:
+                wrapper = wrappers[module_type] = wrapping.wrapper_of(module_type)
+            wrapped = wrapping.reason_of(module, wrapper)
             entry = path, module, wrapped
         yield entry
         if module._modules and not isinstance(module, torch.jit.ScriptModule):

@@ -1,6 +1,7 @@
 """What has been wrapped around a model, told without importing anything that is not loaded."""
 
 from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
@@ -31,24 +32,23 @@ WRAPPERS = {
 REASONS = frozenset(wrapper.reason for wrapper in WRAPPERS.values()) - {None}
 
 
-def _wrapper_of(module_type: type) -> Wrapper:
-    names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
-    return next((WRAPPERS[name] for name in names if name in WRAPPERS), Wrapper(None))
+_NONE = Wrapper(None)
+_known: WeakKeyDictionary[type, Wrapper] = WeakKeyDictionary()  # the classes asked about before
 
 
-def reason_of(module: nn.Module, known: dict[type, Reason | None]) -> Reason | None:
-    """Why nothing below a module may be converted, or `None`.
+def wrapper_of(module_type: type) -> Wrapper:
+    """What is known of a class; of most that they wrap nothing."""
+    wrapper = _known.get(module_type)
+    if wrapper is None:
+        names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
+        wrapper = _known[module_type] = next((WRAPPERS[name] for name in names if name in WRAPPERS), _NONE)
+    return wrapper
 
-    Args:
-        module: any module.
-        known: the classes asked about before; one is added.
-    """
-    module_type = type(module)
-    if module_type not in known:
-        known[module_type] = _wrapper_of(module_type).reason
-    reason = known[module_type]
-    if reason is not None:
-        return reason
+
+def reason_of(module: nn.Module, wrapper: Wrapper) -> Reason | None:
+    """Why nothing below a module may be converted, or `None`; `wrapper` is what is known of its class."""
+    if wrapper.reason is not None:
+        return wrapper.reason
     # Both leave the class as it is: nn.Module.compile(), and accelerate, which puts whole blocks back at once.
     own = module.__dict__
     if own.get("_compiled_call_impl") is not None:
@@ -63,7 +63,7 @@ def reason_of(module: nn.Module, known: dict[type, Reason | None]) -> Reason | N
 
 def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
     """The model that a module wraps, behind the name of the attribute that holds it; `None` where it wraps none."""
-    name = _wrapper_of(type(module)).inside
+    name = wrapper_of(type(module)).inside
     return None if name is None else (name, getattr(module, name))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.finding.site import Site
-from torch_nhwc.formats import Format
+from torch_nhwc.formats import Format, Strides
 from torch_nhwc.memory import place_of
 from torch_nhwc.modules import computed, wrapping
 from torch_nhwc.ops import plan_weights
@@ -55,8 +55,11 @@ class Decision:
     """What is to happen to one site, and in the end what has happened to it."""
 
     site: Site
-    row: PlanRow
-    outcome: Outcome | None = None
+    action: Action
+    reason: Reason | None
+    strides: Strides | None
+    """Those that the weight is to have, now or once it can; `None` where it is not to change."""
+    outcome: Outcome | None
     """What the operators are to do to the weight, and then what they did; `None` where they are not called."""
 
     @property
@@ -68,31 +71,48 @@ class Decision:
     @property
     def changes(self) -> bool:
         """Whether the operators are to be called."""
-        return self.row.action in _CHANGES and self.site.tensor is not None
-
-    @property
-    def is_refused(self) -> bool:
-        """Whether the site should change and cannot."""
-        return self.row.action is Action.REFUSE
+        return self.outcome is not None
 
     @property
     def waits(self) -> bool:
         """Whether it is done once there is a weight."""
-        return self.row.reason is Reason.LAZY and self.row.action is Action.CONVERT
+        return self.reason is Reason.LAZY and self.action is Action.CONVERT
 
     @property
     def takes_part(self) -> bool:
         """Whether the site is in the format or will be: its companions are looked after, also where it is in order."""
-        row = self.row
         return (
-            row.target_strides is not None
-            and row.action is not Action.REFUSE
-            and row.reason not in (Reason.FAKE, Reason.TIED)
+            self.strides is not None
+            and self.action is not Action.REFUSE
+            and self.reason not in (Reason.FAKE, Reason.TIED)
         )
 
-    def refuse(self, reason: Reason) -> None:
+    def keep(self, action: Action, reason: Reason | None) -> None:
         """Leaves the site as it is."""
-        self.row, self.outcome = self.row.refused(reason), None
+        self.action, self.reason, self.outcome = action, reason, None
+
+    @property
+    def row(self) -> PlanRow:
+        """The decision as a plan has it, with the strides that the weight has at the time."""
+        site, tensor = self.site, self.site.tensor
+        if tensor is None:
+            nothing = (None, site.groups, None, None, None, None, 0)
+            return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, self.action, self.reason)
+        return PlanRow(
+            site.path,
+            site.name,
+            site.layer,
+            site.rank,
+            tuple(tensor.shape),
+            site.groups,
+            as_text(tensor.dtype),
+            as_text(tensor.device),
+            tensor.stride(),
+            self.strides,
+            tensor.nbytes if self.action is Action.CONVERT else 0,
+            self.action,
+            self.reason,
+        )
 
 
 # Tuples: the members of an enumeration compare fast and hash slowly.
@@ -133,21 +153,21 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             is_in_format = outcome is Outcome.KEPT
             action, reason = (Action.KEEP, Reason.IN_FORMAT) if is_in_format else (Action.REFUSE, reason)
         elif earlier is not None:
-            first_row = earlier.row
-            is_refused = first_row.action is Action.REFUSE
-            action, reason = (first_row.action, first_row.reason) if is_refused else (Action.KEEP, Reason.TIED)
+            is_refused = earlier.action is Action.REFUSE
+            action, reason = (earlier.action, earlier.reason) if is_refused else (Action.KEEP, Reason.TIED)
         elif outcome is Outcome.KEPT and site.name == "weight":
             action, reason = Action.KEEP, reason or Reason.IN_FORMAT
         else:
             action, reason = _judge(site, tensor, outcome, wanted, remarks)
-        decision = Decision(site, _row(site, action, reason, wanted), outcome if action in _CHANGES else None)
+        strides = None if tensor is None or reason in _NOT_ASKED_FOR else wanted.strides(tensor.shape)
+        decision = Decision(site, action, reason, strides, outcome if action in _CHANGES else None)
         if tensor is not None and earlier is None:
             first[id(tensor)] = decision
         decisions.append(decision)
     for planned, decision in zip(plan.rows if plan else (), decisions):
         if not planned.is_wanted or planned.reason in _FOR_COMPANIONS:
-            row = decision.row._replace(action=planned.action, reason=planned.reason)
-            decision.row, decision.outcome = row._replace(target_strides=None, bytes_to_move=0), None
+            decision.keep(planned.action, planned.reason)
+            decision.strides = None
     return decisions
 
 
@@ -165,29 +185,6 @@ def _with_bars(sites: Sequence[Site], filter_fn: FilterFunction | None) -> Seque
     return [
         site if site.tensor is None else site.because(barred.get(place_of(site.tensor), site.reason)) for site in sites
     ]
-
-
-def _row(site: Site, action: Action, reason: Reason | None, wanted: Format) -> PlanRow:
-    tensor = site.tensor
-    if tensor is None:
-        nothing = (None, site.groups, None, None, None, None, 0)
-        return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, action, reason)
-    shape = tensor.shape
-    return PlanRow(
-        site.path,
-        site.name,
-        site.layer,
-        site.rank,
-        tuple(shape),
-        site.groups,
-        as_text(tensor.dtype),
-        as_text(tensor.device),
-        tensor.stride(),
-        None if reason in _NOT_ASKED_FOR else wanted.strides(shape),
-        tensor.nbytes if action is Action.CONVERT else 0,
-        action,
-        reason,
-    )
 
 
 def _judge(

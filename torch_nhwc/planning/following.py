@@ -13,6 +13,8 @@ from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
 
+_INSTANCE_NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d)
+
 
 class Following(NamedTuple):
     """All that is decided of a conversion."""
@@ -39,13 +41,13 @@ def follow(found: Found, decisions: list[Decision], sources: Sources, request: R
         if request.format.is_channels_last and optimizers.flattens_parameters(optimizer):
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
             for decision in decisions:
-                if decision.row.action is Action.CONVERT and id(decision.site.tensor) in held:
-                    decision.refuse(Reason.FLATTENING_OPTIMIZER)
-    is_changing = request.format.is_channels_last and any(decision.changes for decision in decisions)
-    if is_changing and any(issubclass(each, (nn.InstanceNorm2d, nn.InstanceNorm3d)) for each in found.module_types):
+                if decision.action is Action.CONVERT and id(decision.site.tensor) in held:
+                    decision.keep(Action.REFUSE, Reason.FLATTENING_OPTIMIZER)
+    has_instance_norm = any(issubclass(each, _INSTANCE_NORMS) for each in found.module_types)
+    if has_instance_norm and request.format.is_channels_last and any(decision.changes for decision in decisions):
         remarks.append(Reason.INSTANCE_NORM.value)
     weights = [
-        Weight(decision.row.full_name, decision.tensor, decision.row.target_strides or ())
+        Weight(decision.site.full_name, decision.tensor, decision.strides or ())
         for decision in decisions
         if decision.takes_part
     ]
@@ -58,9 +60,9 @@ def follow(found: Found, decisions: list[Decision], sources: Sources, request: R
         refused = set()
         for decision in decisions:
             is_with_them = decision.takes_part and place_of(decision.tensor) in places
-            if is_with_them and decision.row.action is not Action.KEEP:
-                decision.refuse(Reason.STATE_IN_THE_WAY)
-                refused.add(decision.row.full_name)
+            if is_with_them and decision.action is not Action.KEEP:
+                decision.keep(Action.REFUSE, Reason.STATE_IN_THE_WAY)
+                refused.add(decision.site.full_name)
         companions = [companion for companion in companions if companion.weight.name not in refused]
     return Following(found.model, sources, decisions, companions, remarks)
 

@@ -67,10 +67,6 @@ class PlanRow(NamedTuple):
         """Whether the site is to be in the format, now or once it can be."""
         return self.target_strides is not None or self.reason is Reason.LAZY
 
-    def refused(self, reason: Reason) -> "PlanRow":
-        """The same site, left as it is."""
-        return self._replace(action=Action.REFUSE, reason=reason, bytes_to_move=0)
-
 
 @cache
 def as_text(value: torch.dtype | torch.device) -> str:
