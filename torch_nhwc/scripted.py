@@ -106,10 +106,10 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found
                 yield line, (path, name, layer, rank, module, constant, reason)
 
 
-Names = list[str] | None
+_Names = list[str] | None
 
 
-def _convolutions(graph: Any, passed: list[Names]) -> Iterator[tuple[Any, dict[str, Names]]]:
+def _convolutions(graph: Any, passed: list[_Names]) -> Iterator[tuple[Any, dict[str, _Names]]]:
     """The convolutions of a graph and of what it forks, and what is known of their graph's inputs."""
     graph = graph.copy()
     torch._C._jit_pass_inline(graph)
@@ -121,7 +121,7 @@ def _convolutions(graph: Any, passed: list[Names]) -> Iterator[tuple[Any, dict[s
         yield from _convolutions(node.g("Subgraph"), [_attribute(each, known) for each in node.inputs()])
 
 
-def _attribute(value: Any, known: dict[str, Names]) -> Names:
+def _attribute(value: Any, known: dict[str, _Names]) -> _Names:
     """The names that lead from the module to a value of a graph; none for an argument; `None` where it is computed."""
     names: list[str] = []
     while value.node().kind() in ("prim::GetAttr", "prim::unchecked_cast"):
