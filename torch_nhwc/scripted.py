@@ -93,10 +93,10 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Found
                 for name in names[:-1]:
                     owner = getattr(owner, name)
                 where = ".".join(filter(None, (path, *names[:-1])))
-                tensor = None if is_packed else getattr(owner, names[-1])
-                is_packed = is_packed or tensor.layout != torch.strided
-                found = (tensor, None) if not is_packed else (None, Reason.PACKED)
-                yield line, (where, names[-1], owner.original_name, rank, owner, *found)
+                held = getattr(owner, names[-1])
+                is_packed = is_packed or (isinstance(held, Tensor) and held.layout != torch.strided)
+                tensor, reason = (None, Reason.PACKED) if is_packed else (held, None)
+                yield line, (where, names[-1], owner.original_name, rank, owner, tensor, reason)
             elif names is None and not is_laid_out:
                 is_constant = weight.node().kind() in _CONSTANTS
                 name = f"<{'constant' if is_constant else 'computed'} {count}>"
