@@ -119,6 +119,7 @@ def converted(model):
 
 
 MODELS = {
+    "plain": lambda: nn.Sequential(nn.Conv2d(3, 3, 3), nn.ReLU(), nn.ConvTranspose2d(3, 3, 2)),
     "layers": layers,
     "own": lambda: nn.Sequential(Own(3, 3, 3), Own(3, 3, 3)),
     "own_root": lambda: Own(3, 3, 3),
@@ -134,20 +135,22 @@ MODELS = {
 CASES = [(name, script, "loaded") for name in MODELS if name != "normed"]
 CASES += [(name, trace, "loaded") for name in MODELS]
 CASES += [(name, trace_under_autocast, "loaded") for name in ("layers", "own", "computed")]
-CASES += [(name, script, prepared) for name in ("layers", "own", "tied") for prepared in ("frozen", "optimized")]
-CASES += [("converted", script, "frozen")]
+CASES += [(name, script, "frozen") for name in ("layers", "own", "tied", "converted")]
+CASES += [(name, script, "optimized") for name in ("plain", "own", "tied")]
 PREPARE = {"loaded": lambda model: model, "frozen": torch.jit.freeze, "optimized": torch.jit.optimize_for_inference}
 NAMELESS = {"COMPUTED_IN_FORWARD", "FROZEN", "PACKED"}
 
 
-def assert_walks_agree(program, archive, prepared):
+def assert_walks_agree(program, archive, prepared, compiler=script):
     """Python's plan is C++'s report; what has no attribute for its weight is named by each in its own way."""
     model = PREPARE[prepared](torch.jit.load(archive).eval())
     names = {name for name, _ in [*model.named_parameters(), *model.named_buffers()]}
     in_python = []
     for row in nhwc.plan(model).rows:
         reason = row.reason and row.reason.name.replace("ON_THE_FLY", "COMPUTED_IN_FORWARD")
-        in_python.append((row.full_name, row.action.value, reason))
+        # A trace's graphs know a shared parameter by its first name alone, its layers each by their own.
+        if compiler is not trace or reason != "TIED":
+            in_python.append((row.full_name, row.action.value, reason))
 
     command = [program, "report", archive, prepared]
     output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=cuda_build.environment()).stdout
@@ -172,7 +175,7 @@ def assert_walks_agree(program, archive, prepared):
 )
 def test_the_walks_agree(name, compiler, prepared, program, tmp_path):
     compiler(MODELS[name]().eval()).save(tmp_path / "module.pt")
-    sites = assert_walks_agree(program, tmp_path / "module.pt", prepared)
+    sites = assert_walks_agree(program, tmp_path / "module.pt", prepared, compiler)
     assert sites or name in ("normed", "from_arguments")
 
 

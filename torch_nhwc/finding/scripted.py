@@ -79,9 +79,9 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Site]
                 for name in names[:-1]:
                     owner = getattr(owner, name)
                 where = ".".join(filter(None, (path, *names[:-1])))
-                tensor = None if is_packed else getattr(owner, names[-1])
-                is_strided = tensor is not None and tensor.layout == torch.strided
-                weight_or_why = (tensor, None) if is_strided else (None, Reason.PACKED)
+                held = getattr(owner, names[-1])
+                is_packed = is_packed or (isinstance(held, Tensor) and held.layout != torch.strided)
+                weight_or_why = (None, Reason.PACKED) if is_packed else (held, None)
                 yield line, Site(where, names[-1], owner.original_name, rank, 0, owner, *weight_or_why)
             elif names is None and not is_laid_out:
                 is_constant = weight.node().kind() in _CONSTANTS

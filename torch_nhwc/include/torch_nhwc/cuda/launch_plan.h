@@ -38,18 +38,7 @@ struct Cut {
 // What a weight's tiles may be: parts of filters, or whole filters, as a permutation in place needs them.
 class Cutter {
  public:
-  Cutter(const Weight& weight, const Limits& limits)
-      : filters_(weight.filters),
-        rows_(weight.rows),
-        columns_(weight.columns),
-        size_(rows_ * columns_),
-        from_bytes_(source_bytes(weight.elements)),
-        to_bytes_(destination_bytes(weight.elements)),
-        is_aligned_(
-            (reinterpret_cast<std::uintptr_t>(weight.source) | reinterpret_cast<std::uintptr_t>(weight.destination)) %
-                16 ==
-            0),
-        shared_bytes_(limits.shared_bytes) {}
+  Cutter(const Weight& weight, const Limits& limits) : weight_(weight), shared_bytes_(limits.shared_bytes) {}
 
   Cut copy() const {
     const std::uint64_t per_block = tile_bytes / std::max(from_bytes_, to_bytes_);
@@ -122,9 +111,13 @@ class Cutter {
     return {rows ? Way::gather : Way::scatter, divide_up(count, per_block), count, per_block, 0, shared_bytes};
   }
 
-  std::uint64_t filters_, rows_, columns_, size_, from_bytes_, to_bytes_;
-  bool is_aligned_;
+  const Weight& weight_;
   std::uint64_t shared_bytes_;
+  std::uint64_t filters_ = weight_.filters, rows_ = weight_.rows, columns_ = weight_.columns, size_ = rows_ * columns_;
+  std::uint64_t from_bytes_ = source_bytes(weight_.elements), to_bytes_ = destination_bytes(weight_.elements);
+  bool is_aligned_ =
+      ((reinterpret_cast<std::uintptr_t>(weight_.source) | reinterpret_cast<std::uintptr_t>(weight_.destination)) %
+       16) == 0;
 };
 
 // The launches, while they fill.
