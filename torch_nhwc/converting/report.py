@@ -44,13 +44,13 @@ class Report:
     new_bytes: int
     seconds: float
     dry_run: bool
-    _companions: list[tuple[str, str, Outcome | None, Reason | None]]
+    _companions: tuple[list[str], list[str], list[Outcome | None], list[Reason | None]]
     _undo: Undo
 
     @property
     def companions(self) -> list[CompanionRow]:
         """What was done to gradients, optimizer state and averaged copies, and what stays as it is."""
-        return [CompanionRow(*each) for each in self._companions]
+        return [CompanionRow(*each) for each in zip(*self._companions)]
 
     def revert(self, optimizer: Any = None, ema: Any = None) -> None:
         """Lays the present values out in the strides from before the conversion, companions included, all or nothing.
@@ -130,6 +130,7 @@ def _outcome(decision: Decision) -> Outcome | None:
 
 def report_of(plan: Plan, following: Following, changes: Changes, undo: Undo, seconds: float, dry_run: bool) -> Report:
     """The report on a conversion, from the records of all that took part in it."""
+    companions = following.companions
     fresh = {
         place_of(tensor): tensor.nbytes
         for tensor, record in zip(changes.tensors, () if dry_run else changes.records)
@@ -142,9 +143,12 @@ def report_of(plan: Plan, following: Following, changes: Changes, undo: Undo, se
         new_bytes=sum(fresh.values()),  # exact aliases once
         seconds=seconds,
         dry_run=dry_run,
-        _companions=[
-            (each.weight.name, each.label, None if dry_run or each.reason else each.outcome, each.reason)
-            for each in following.companions
-        ],
+        # By columns: thousands of rows that nobody may ask for would keep the garbage collector busy.
+        _companions=(
+            [each.weight.name for each in companions],
+            [each.label for each in companions],
+            [None if dry_run or each.reason else each.outcome for each in companions],
+            [each.reason for each in companions],
+        ),
         _undo=undo,
     )

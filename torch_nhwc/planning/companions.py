@@ -43,7 +43,7 @@ class Companion:
     tensor: Tensor
     reason: Reason | None = None
     """Why it stays as it is, `None` where it follows."""
-    outcome: Outcome | None = None
+    outcome: Outcome = Outcome.KEPT
     """What the operators are to do to it, and then what they did."""
 
     @property
@@ -174,16 +174,13 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
                 continue
             shape, dtype = weight.tensor.shape, weight.tensor.dtype
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
-                # What most state is, first: models have thousands of weights.
-                if (
-                    type(value) is Tensor
-                    and value.dtype is dtype
-                    and value.shape == shape
-                    and _reason_to_stay(value) is None
-                ):
-                    found.append(Companion(weight, key, value))
-                elif type(value) is not Tensor or value.dim() > 0:
-                    found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
+                if type(value) is Tensor:
+                    if value.dim() == 0:  # a count of steps
+                        continue
+                    if value.dtype is dtype and value.shape == shape and _reason_to_stay(value) is None:
+                        found.append(Companion(weight, key, value))
+                        continue
+                found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
     for copy in sources.copies:
         tensors = [_tensor_of(copy, weight.name) for weight in weights]
         is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)

@@ -7,7 +7,6 @@ from torch import nn
 from torch_nhwc.finding.site import Found
 from torch_nhwc.memory import place_of
 from torch_nhwc.modules import optimizers
-from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions
 from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
 from torch_nhwc.planning.rows import Action
@@ -52,8 +51,7 @@ def follow(found: Found, decisions: list[Decision], sources: Sources, request: R
         if decision.takes_part
     ]
     companions = find_companions(weights, sources)
-    _foresee(companions, request)
-    stuck = [companion for companion in companions if companion.reason is Reason.STATE_IN_THE_WAY]
+    stuck = _foresee(companions, request)
     if stuck:
         # Two parameters over one storage change together or not at all.
         places = {place_of(companion.weight.tensor) for companion in stuck}
@@ -67,16 +65,18 @@ def follow(found: Found, decisions: list[Decision], sources: Sources, request: R
     return Following(found.model, sources, decisions, companions, remarks)
 
 
-def _foresee(companions: list[Companion], request: Request) -> None:
-    """Notes what the operators are to do to each companion; one that they cannot change is in the way."""
-    following = []
+def _foresee(companions: list[Companion], request: Request) -> list[Companion]:
+    """Notes what the operators are to do to each companion; those that should change and cannot."""
+    apart, stuck = [], []
     for companion in companions:
-        if companion.reason is None:
-            if companion.tensor.stride() == companion.weight.strides:
-                companion.outcome = Outcome.KEPT
-            else:
-                following.append(companion)
-    for companion, outcome in zip(following, outcomes_of([each.tensor for each in following], request)):
-        companion.outcome = outcome
+        if companion.reason is None and companion.tensor.stride() != companion.weight.strides:
+            apart.append(companion)
+        elif companion.reason is Reason.STATE_IN_THE_WAY:
+            stuck.append(companion)
+    for companion, outcome in zip(apart, outcomes_of([each.tensor for each in apart], request)):
         if outcome is None or outcome < 0:
             companion.reason = Reason.STATE_IN_THE_WAY
+            stuck.append(companion)
+        else:
+            companion.outcome = outcome
+    return stuck

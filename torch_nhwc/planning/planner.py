@@ -55,8 +55,10 @@ def plan(
     request = Request.of(memory_format, storage, filter_fn, input_format)
     sources = sources_of(optimizer, ema)
     found = find(model, example_inputs)
-    following = follow(found, decide(found.sites, request), sources, request)
-    return plan_of(following.decisions, request)
+    decisions = decide(found.sites, request)
+    if any(sources):  # of gradients alone, the operators have seen already whether they can follow
+        follow(found, decisions, sources, request)
+    return plan_of(decisions, request)
 
 
 def plan_of(decisions: list[Decision], request: Request) -> Plan:
