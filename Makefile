@@ -15,7 +15,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive lint bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive lint docs bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
@@ -36,6 +36,11 @@ lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+
+# What the documents take from the code and from the benchmarks' results.
+docs: $(VENV)/has-test $(VENV)/built
+	$(bin)/python tools/write_documents.py
+	$(bin)/python benchmarks/report.py
 
 # Take the machine for yourself meanwhile: half an hour, 12 GB of memory.
 bench: $(VENV)/has-test $(VENV)/built

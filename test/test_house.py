@@ -1,9 +1,11 @@
 """The rooms of the package, from the ground up: what imports what, read from the sources."""
 
 import ast
+import re
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "torch_nhwc"
+ROOT = Path(__file__).parent.parent
+PACKAGE = ROOT / "torch_nhwc"
 # A room, a file or a folder, imports only rooms before it, and itself.
 ROOMS = [
     *(
@@ -24,6 +26,10 @@ ROOMS = [
 ]
 
 
+# The same for the folders of csrc, by the headers that they include.
+FOLDERS = ["weights", "cpu", "cuda", "no_cuda", "writing", "in_place", "ops"]
+
+
 def rooms():
     """The files of every room, in the order of the rooms."""
     files = {room: [] for room in ROOMS}
@@ -32,8 +38,8 @@ def rooms():
     return files
 
 
-def imports_of(path):
-    """The modules of ours that a file imports, anywhere in it, by their names without the package's."""
+def imported(path):
+    """The names of the modules that a file imports, anywhere in it."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -42,10 +48,16 @@ def imports_of(path):
             assert node.level == 0, f"{path}: imports of ours are absolute"
             # `from package import name` may name a module or something in the package's __init__.
             for alias in node.names:
-                inner = PACKAGE.parent.joinpath(*node.module.split("."), alias.name)
+                inner = ROOT.joinpath(*node.module.split("."), alias.name)
                 is_module = inner.with_suffix(".py").exists() or inner.is_dir()
                 found.add(f"{node.module}.{alias.name}" if is_module else node.module)
-    return {name.partition(".")[2] or "__init__" for name in found if name.split(".")[0] == "torch_nhwc"}
+    return found
+
+
+def imports_of(path):
+    """The modules of ours that a file of the package imports, by their names without the package's."""
+    ours = (name for name in imported(path) if name.split(".")[0] == "torch_nhwc")
+    return {name.partition(".")[2] or "__init__" for name in ours}
 
 
 def test_a_room_imports_only_rooms_below_it():
@@ -57,16 +69,27 @@ def test_a_room_imports_only_rooms_below_it():
             assert not climbs, f"{path.relative_to(PACKAGE)} imports {climbs}, above {room}"
 
 
+def test_a_folder_of_csrc_includes_only_folders_below_it():
+    for folder in FOLDERS:
+        above = FOLDERS[FOLDERS.index(folder) + 1 :]
+        for path in (path for path in (ROOT / "csrc" / folder).rglob("*") if path.is_file()):
+            included = re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
+            assert not set(included) & set(above), f"{path.relative_to(ROOT)} includes {included}, above {folder}"
+    assert {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} == set(FOLDERS)
+
+
 def test_no_files_import_each_other_in_a_circle():
-    waiting = {}
+    package = {}
     for path in (path for paths in rooms().values() for path in paths):
         name = ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
-        waiting[name.removesuffix(".__init__")] = imports_of(path)
-    while waiting:
-        free = [name for name, imports in waiting.items() if not imports & waiting.keys() - {name}]
-        assert free, f"these import each other: {sorted(waiting)}"
-        for name in free:
-            del waiting[name]
+        package[name.removesuffix(".__init__")] = imports_of(path)
+    benchmarks = {path.stem: imported(path) for path in (ROOT / "benchmarks").glob("*.py")}
+    for waiting in (package, benchmarks):
+        while waiting:
+            free = [name for name, imports in waiting.items() if not imports & waiting.keys() - {name}]
+            assert free, f"these import each other: {sorted(waiting)}"
+            for name in free:
+                del waiting[name]
 
 
 def test_no_import_of_ours_hides_in_a_function():
