@@ -13,6 +13,10 @@ from torch import nn
 import torch_nhwc
 
 
+# This file is the module whose factories the command line is given, and it imports what all tests share.
+WITH_THE_FACTORIES = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
+
+
 def command_line(*arguments, **options):
     command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
@@ -43,9 +47,8 @@ def factory_without_module():
 
 
 def test_the_command_line_reads_a_factory_and_prints_json():
-    environment = os.environ | {"PYTHONPATH": os.path.dirname(__file__)}
     arguments = ["demo", "--factory", "test_commands:factory", "--json", "--repeats", 1]
-    run = command_line(*arguments, "--input-shape", "1,3,8,8", env=environment)
+    run = command_line(*arguments, "--input-shape", "1,3,8,8", env=WITH_THE_FACTORIES)
     (result,) = json.loads(run.stdout)
     assert result["unchanged"]
     assert result["converted"] == {"sites": 1, "bytes": 432}
@@ -100,7 +103,7 @@ def test_bad_arguments_end_in_one_sentence(arguments, message):
     ],
 )
 def test_models_that_cannot_be_had_end_in_one_sentence(arguments, message):
-    run = command_line("demo", *arguments, env=os.environ | {"PYTHONPATH": os.path.dirname(__file__)})
+    run = command_line("demo", *arguments, env=WITH_THE_FACTORIES)
     assert run.returncode == 1
     assert message in run.stderr
     assert "Traceback" not in run.stderr
