@@ -54,7 +54,7 @@ def test_the_command_line_reads_a_factory_and_prints_json():
     assert result["converted"] == {"sites": 1, "bytes": 432}
     assert len(result["left"]) == 1
     assert "computed from other tensors" in result["left"][0]
-    run = command_line(*arguments, env=environment)
+    run = command_line(*arguments, env=WITH_THE_FACTORIES)
     assert run.returncode == 1
     assert "name its shape with --input-shape" in run.stderr
 
