@@ -7,7 +7,7 @@ cmake_prefix_path = str(PACKAGE / "share" / "cmake")
 
 
 def include_paths() -> list[str]:
-    """The folders for `extra_include_paths`: below them lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`.
+    """Names the folders for `extra_include_paths`: there lie `torch_nhwc/filter_transpose.h` and `torch_nhwc/ops.h`.
 
     Example:
         >>> (pathlib.Path(torch_nhwc.include_paths()[0]) / "torch_nhwc/ops.h").exists()
@@ -17,7 +17,7 @@ def include_paths() -> list[str]:
 
 
 def extra_cflags() -> list[str]:
-    """Flags for `extra_cflags`: the filter transpose wants optimisation, which the default build leaves out.
+    """Gives the flags for `extra_cflags`: the filter transpose wants optimisation, which the default build leaves out.
 
     Example:
         >>> torch_nhwc.extra_cflags()
@@ -27,7 +27,7 @@ def extra_cflags() -> list[str]:
 
 
 def extra_cuda_cflags() -> list[str]:
-    """Flags for `extra_cuda_cflags`, for the same reason.
+    """Gives the flags for `extra_cuda_cflags`.
 
     Example:
         >>> torch_nhwc.extra_cuda_cflags()

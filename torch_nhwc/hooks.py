@@ -76,19 +76,20 @@ class LayOutHook:
 
 
 def add_hook(module: nn.Module, hook: Any) -> None:
-    """Registers one of the hooks above, unless it is there already.
+    """Registers one of the hooks above, unless it is there already."""
+    expect_hookable(module)
+    if hook in module._forward_pre_hooks.values():
+        return
+    module.register_forward_pre_hook(hook, with_kwargs=isinstance(hook, ChannelsLastInput))
 
-    Raises:
-        RuntimeError: a TorchScript module takes none.
-    """
+
+def expect_hookable(module: nn.Module) -> None:
+    """Raises a RuntimeError for a TorchScript module, which takes no hooks."""
     if isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError(
             "torch_nhwc: a TorchScript module takes no hook that brings its inputs into channels-last: "
             "give it such inputs, or make it the child of a torch.nn.Sequential"
         )
-    if hook in module._forward_pre_hooks.values():
-        return
-    module.register_forward_pre_hook(hook, with_kwargs=isinstance(hook, ChannelsLastInput))
 
 
 def find_hook(module: nn.Module, hook_type: type) -> Any:

@@ -23,7 +23,7 @@ class BuildInfo(TypedDict):
 
 
 def library_path() -> Path:
-    """The operator library's file.
+    """Finds the operator library's file.
 
     Linking it, `dlopen` or `torch.ops.load_library` makes the operators known; it needs no Python.
 
@@ -40,7 +40,7 @@ def library_path() -> Path:
 
 
 def build_info() -> BuildInfo:
-    """What the library was built with.
+    """Tells what the library was built with.
 
     Example:
         >>> torch_nhwc.build_info()["torch"].split("+")[0] == torch.__version__.split("+")[0]

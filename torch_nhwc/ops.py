@@ -24,7 +24,7 @@ _F = TypeVar("_F", bound=Callable[..., object])
 def convert_weight(
     weight: Tensor, memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """A fused clone of a weight in a memory format.
+    """Clones a weight into a memory format, in one pass over its bytes, with a cast if one is asked for.
 
     Args:
         weight: `[O, I, *kernel]`, 4D or 5D, any strides, dtype and device.
@@ -95,7 +95,7 @@ def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def cpu_capability() -> str:
-    """The instruction set that the CPU kernels use: `"baseline"`, `"avx2"`, `"avx512"`, `"avx512_vbmi"` or `"neon"`.
+    """Names the instruction set of the CPU kernels: `"baseline"`, `"avx2"`, `"avx512"`, `"avx512_vbmi"` or `"neon"`.
 
     The best one that this CPU has, chosen once. The environment variable `TORCH_NHWC_CPU_CAPABILITY` names another;
     without it, PyTorch's `ATEN_CPU_CAPABILITY` is an upper bound.

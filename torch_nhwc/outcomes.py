@@ -7,7 +7,9 @@ Storage = Literal["auto", "fresh", "reuse", "detach"]
 
 
 class Outcome(enum.IntEnum):
-    """What an in-place conversion did, or would do, to one weight. Negative: refused; only `plan_weights` says so.
+    """An outcome says what an in-place conversion did, or would do, to one weight.
+
+    Negative ones are refusals; only `plan_weights` gives them.
 
     Example:
         >>> torch_nhwc.convert_weight_(torch.randn(8, 3, 3, 3)) is torch_nhwc.Outcome.REUSED

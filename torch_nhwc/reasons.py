@@ -18,7 +18,7 @@ class Kind(enum.Enum):
 
 
 class Reason(enum.Enum):
-    """Why a weight stays as it is, or what to know about one that changes.
+    """A reason says why a weight stays as it is, or what to know about one that changes.
 
     The value is the sentence that follows the weight's name in reports. Those that C++ says as well are its own; `make
     docs` writes all of them into the guide.

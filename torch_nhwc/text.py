@@ -1,4 +1,4 @@
-"""Plans and reports as text."""
+"""Text that fits the terminal: numbers of bytes, paragraphs and tables."""
 
 import shutil
 import textwrap

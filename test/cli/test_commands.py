@@ -12,7 +12,6 @@ from torch import nn
 
 import torch_nhwc
 
-
 # This file is the module whose factories the command line is given, and it imports what all tests share.
 WITH_THE_FACTORIES = os.environ | {"PYTHONPATH": os.pathsep.join([os.path.dirname(__file__), *sys.path])}
 

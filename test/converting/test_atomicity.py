@@ -207,7 +207,7 @@ def test_an_error_in_the_operator_undoes_the_edits(monkeypatch):
     report.revert()
 
     reverted, pointers = scene.layout(), scene.pointers()
-    monkeypatch.setattr(torch_nhwc.converting.preparing, "convert_weights_", fails)
+    monkeypatch.setattr(torch_nhwc.converting.commit, "convert_weights_", fails)
     with pytest.raises(RuntimeError, match="the operator fails"):
         scene.convert()
     assert (scene.layout(), scene.pointers()) == (reverted, pointers)

@@ -60,6 +60,17 @@ class Computed(nn.Conv2d):
         return functional.conv2d(x, self.weight * x.mean(), self.bias)
 
 
+class Carried(nn.Conv2d):
+    """Computes its weight in a loop, which carries it along."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        for _ in range(int(x.size(0))):
+            x = functional.conv2d(x, weight, padding=1)
+            weight = weight * 2
+        return x
+
+
 class LaidOut(nn.Conv2d):
     """Brings its weight, and what it computes from it, into the format itself."""
 
@@ -127,6 +138,7 @@ MODELS = {
     "nested": lambda: nn.Sequential(nn.Sequential(Kernels()), nn.Conv2d(3, 3, 1)),
     "tied": tied,
     "computed": lambda: nn.Sequential(Computed(3, 3, 3), nn.Conv2d(3, 3, 1), Computed(3, 3, 1)),
+    "carried": lambda: nn.Sequential(Carried(3, 3, 3)),
     "normed": lambda: nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 3, 3))),
     "laid_out": lambda: nn.Sequential(LaidOut(3, 3, 3)),
     "from_arguments": FromArguments,

@@ -9,7 +9,7 @@ from torch.optim.swa_utils import AveragedModel
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
-from torch_nhwc.converting import preparing
+from torch_nhwc.converting import commit
 
 STOCK = nn.utils.convert_conv2d_weight_memory_format
 OPTIMIZERS = {
@@ -71,7 +71,7 @@ def count_calls(monkeypatch):
         calls.append(list(tensors))
         return nhwc.convert_weights_(tensors, *arguments, **options)
 
-    monkeypatch.setattr(preparing, "convert_weights_", counted)
+    monkeypatch.setattr(commit, "convert_weights_", counted)
     return calls
 
 

@@ -1,32 +1,24 @@
-"""All or nothing: small edits of modules, and one call of the operators."""
+"""All or nothing: the edits of modules, and one call of the operators."""
 
-import weakref
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from torch_nhwc.converting.edits import Edit
+from torch_nhwc.converting.preparing import Changes
+from torch_nhwc.ops import convert_weights_
 from torch_nhwc.outcomes import Outcome
+from torch_nhwc.planning.deciding import Request
 
 
-class Edit(NamedTuple):
-    """A change to a module that is not a change of its tensors. Both ways do nothing where there is nothing to do."""
-
-    module: "weakref.ref[nn.Module]"
-    """Weakly, since a report keeps the edit."""
-    forth: Callable[[nn.Module], object]
-    back: Callable[[nn.Module], object]
-
-    @property
-    def reverse(self) -> "Edit":
-        """The edit that undoes this one."""
-        return Edit(self.module, self.back, self.forth)
-
-    def make(self) -> None:
-        """Changes the module, if it is still there."""
-        module = self.module()
-        if module is not None:
-            self.forth(module)
+def commit_changes(changes: Changes, request: Request) -> None:
+    """Makes all changes of a conversion and notes their outcomes, or makes none where an exception comes."""
+    if changes.tensors or changes.edits:
+        wanted = request.format.for_operators
+        convert = partial(convert_weights_, changes.tensors, wanted, storage=request.storage)
+        for record, outcome in zip(changes.records, commit(changes.tensors, convert, changes.edits)):
+            record.outcome = outcome
 
 
 def commit(tensors: Sequence[Tensor], operation: Callable[[], list[Outcome]], edits: Sequence[Edit]) -> list[Outcome]:

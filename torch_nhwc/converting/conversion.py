@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from torch_nhwc.converting.commit import commit_changes
 from torch_nhwc.converting.preparing import prepare
 from torch_nhwc.converting.report import Report, report_of
 from torch_nhwc.converting.undoing import Undo
@@ -50,7 +51,9 @@ def convert_(
     Args:
         model: any module, TorchScript modules included, or one layer. Convert before wrapping it for distributed
             training, and before compiling it.
-        memory_format: `None` is channels-last by the weights' rank, 2D and 3D in one call; `plan` describes the others.
+        memory_format: `None` is channels-last by the weights' rank, 2D and 3D in one call. `torch.channels_last` means
+            the 2D weights, `torch.channels_last_3d` the 3D ones, `torch.contiguous_format` both. Their names, such as
+            `"channels_last"`, mean the same.
         optimizer: one, or several, whose state follows.
         ema: averaged copies that follow: `swa_utils.AveragedModel`, a deep copy of the model, or a mapping of full
             names to the tensors themselves (not a module's `state_dict()`, whose tensors are others); one or several.
@@ -58,8 +61,8 @@ def convert_(
         plan: a plan to apply instead of making one; it has its own memory format, filter and example inputs.
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones, on which the model runs
             once, to see which tensors reach its convolutions.
-        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` has it; `None` is the plan's, and
-            `"auto"` without one.
+        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `None` is the
+            plan's, and `"auto"` without one.
         strict: whether a weight that is refused raises, before anything is touched.
         dry_run: whether only to report what would happen.
         input_format: `"channels_last"` also brings 4D and 5D inputs into channels-last at the model's entry, by a
@@ -84,20 +87,22 @@ def convert_(
         ((27, 1, 9, 3), (81, 1, 27, 9, 3))
     """
     start = time.perf_counter()
+    sources = sources_of(optimizer, ema)
     if plan is None:
-        request = Request.of(memory_format, storage or "auto", filter_fn, input_format)
+        request = Request.of(memory_format, storage, filter_fn, input_format)
         found = find(model, example_inputs)
     elif memory_format is not None or filter_fn is not None or example_inputs is not None:
         raise ValueError("a plan has its own memory format, filter and example inputs: give the one or the others")
     else:
         found = match(plan, model)
         request = request_of(plan, storage, input_format)
-    return carry_out(found, request, sources_of(optimizer, ema), plan, strict, dry_run, start)
+    return carry_out(found, request, sources, plan, strict, dry_run, start)
 
 
 def request_of(plan: Plan, storage: Storage | None, input_format: Any = None) -> Request:
     """What a plan asks for, with another storage or a format of the inputs where they are given."""
-    return Request.of(plan.memory_format, storage or plan.storage, None, input_format or plan.input_format)
+    storage = plan.storage if storage is None else storage
+    return Request.of(plan.memory_format, storage, None, input_format or plan.input_format)
 
 
 def carry_out(
@@ -117,7 +122,7 @@ def carry_out(
     plan = plan_of(following.decisions, request)
     undo = Undo.of(following, changes.edits)
     if not dry_run:
-        changes.make(request)
+        commit_changes(changes, request)
     return report_of(plan, following, changes, undo, time.perf_counter() - start, dry_run)
 
 

@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from torch_nhwc.converting.commit import commit_changes
 from torch_nhwc.converting.preparing import prepare
 from torch_nhwc.finding.layers import walk_layers
 from torch_nhwc.formats import CHANNELS_LAST, Format
@@ -99,7 +100,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     for decision, outcome in zip(moving, outcomes):
         if outcome in _LEAVES:
             _warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
-    prepare(following, request).make(request)
+    commit_changes(prepare(following, request), request)
     return module
 
 

@@ -1,17 +1,38 @@
 """What a conversion changes besides tensors: hooks on modules, and the last steps of computed weights."""
 
 import weakref
+from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 
-from torch_nhwc.converting.commit import Edit
 from torch_nhwc.formats import Format
 from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
 from torch_nhwc.modules import computed
 from torch_nhwc.planning.companions import Sources
 from torch_nhwc.planning.deciding import Decision, Request
 from torch_nhwc.reasons import Reason
+
+
+class Edit(NamedTuple):
+    """A change to a module that is not a change of its tensors. Both ways do nothing where there is nothing to do."""
+
+    module: "weakref.ref[nn.Module]"
+    """Weakly, since a report keeps the edit."""
+    forth: Callable[[nn.Module], object]
+    back: Callable[[nn.Module], object]
+
+    @property
+    def reverse(self) -> "Edit":
+        """The edit that undoes this one."""
+        return Edit(self.module, self.back, self.forth)
+
+    def make(self) -> None:
+        """Changes the module, if it is still there."""
+        module = self.module()
+        if module is not None:
+            self.forth(module)
 
 
 def edits_of(model: nn.Module, decisions: list[Decision], sources: Sources, request: Request) -> list[Edit]:
@@ -23,7 +44,8 @@ def edits_of(model: nn.Module, decisions: list[Decision], sources: Sources, requ
         module = site.module
         if decision.reason is Reason.LAZY or module._forward_pre_hooks:
             edits += _waiting(decision)
-        if site.name != "weight" and id(module) not in seen and _is_laid_out(decision):
+        is_laid_out = decision.takes_part or decision.reason is Reason.TIED
+        if site.name != "weight" and id(module) not in seen and is_laid_out:
             seen.add(id(module))
             edits += _steps(decision, sources, request.format)
     hook = find_hook(model, ChannelsLastInput)
@@ -41,10 +63,6 @@ def _waiting(decision: Decision) -> list[Edit]:
         return [] if waiting else [_hook_edit(decision.site.module, ConvertWhenMaterialised())]
     is_over = decision.takes_part or decision.reason is Reason.LAZY
     return [_hook_edit(decision.site.module, waiting).reverse] if waiting and is_over else []
-
-
-def _is_laid_out(decision: Decision) -> bool:
-    return decision.takes_part or decision.reason is Reason.TIED
 
 
 def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:

@@ -1,13 +1,10 @@
 """Everything that a conversion changes, put together before the first change."""
 
-from functools import partial
 from typing import NamedTuple
 
 from torch import Tensor
 
-from torch_nhwc.converting.commit import Edit, commit
-from torch_nhwc.converting.edits import edits_of
-from torch_nhwc.ops import convert_weights_
+from torch_nhwc.converting.edits import Edit, edits_of
 from torch_nhwc.planning.companions import Companion
 from torch_nhwc.planning.deciding import Decision, Request
 from torch_nhwc.planning.following import Following
@@ -20,14 +17,6 @@ class Changes(NamedTuple):
     records: list[Decision | Companion]
     """Of each tensor, where its outcome is to be noted."""
     edits: list[Edit]
-
-    def make(self, request: Request) -> None:
-        """Changes all of it, or nothing where an exception comes."""
-        if not (self.tensors or self.edits):
-            return
-        convert = partial(convert_weights_, self.tensors, request.format.for_operators, storage=request.storage)
-        for record, outcome in zip(self.records, commit(self.tensors, convert, self.edits)):
-            record.outcome = outcome
 
 
 def prepare(following: Following, request: Request) -> Changes:

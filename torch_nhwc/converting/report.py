@@ -10,7 +10,6 @@ from torch_nhwc.converting.undoing import Undo
 from torch_nhwc.memory import place_of
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import CompanionRow
-from torch_nhwc.planning.deciding import Decision
 from torch_nhwc.planning.following import Following
 from torch_nhwc.planning.plans import Plan, row_as_data
 from torch_nhwc.planning.rendering import render
@@ -20,7 +19,7 @@ from torch_nhwc.text import amount, paragraphs
 
 @dataclass(frozen=True)
 class Report:
-    """What `convert_` did.
+    """A report says what `convert_` did, and can undo it.
 
     Attributes:
         plan: what was decided, and done unless `dry_run`.
@@ -124,10 +123,6 @@ def _name(member: Any) -> str | None:
     return None if member is None else member.name
 
 
-def _outcome(decision: Decision) -> Outcome | None:
-    return Outcome.KEPT if decision.outcome is None and decision.takes_part else decision.outcome
-
-
 def report_of(plan: Plan, following: Following, changes: Changes, undo: Undo, seconds: float, dry_run: bool) -> Report:
     """The report on a conversion, from the records of all that took part in it."""
     companions = following.companions
@@ -138,7 +133,10 @@ def report_of(plan: Plan, following: Following, changes: Changes, undo: Undo, se
     }
     return Report(
         plan=plan,
-        outcomes=tuple(None if dry_run else _outcome(each) for each in following.decisions),
+        outcomes=tuple(
+            None if dry_run else Outcome.KEPT if each.outcome is None and each.takes_part else each.outcome
+            for each in following.decisions
+        ),
         remarks=tuple(following.remarks),
         new_bytes=sum(fresh.values()),  # exact aliases once
         seconds=seconds,

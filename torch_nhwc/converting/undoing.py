@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_nhwc.converting.commit import Edit, commit
+from torch_nhwc.converting.commit import commit
+from torch_nhwc.converting.edits import Edit
 from torch_nhwc.formats import CONTIGUOUS, Strides
 from torch_nhwc.modules import wrapping
 from torch_nhwc.ops import lay_out_weights_
@@ -55,7 +56,7 @@ class Undo(NamedTuple):
             raise RuntimeError("Report.revert: the model is gone")
         sources = self.sources().joined(sources_of(optimizer, ema))
         found = match(plan, model, any_dtype=True)
-        sources.check_optimizers(model)
+        sources.check_optimizers(model, (site.tensor for site in found.sites))
         weights = []
         for site in found.sites:
             if site.full_name not in self.strides:

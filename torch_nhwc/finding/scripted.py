@@ -96,7 +96,9 @@ def _convolutions(graph: Any, passed: list[_Names]) -> Iterator[tuple[Any, dict[
     """The convolutions of a graph and of what it forks, and what is known of their graph's inputs."""
     graph = graph.copy()
     torch._C._jit_pass_inline(graph)
-    known = dict(zip((each.debugName() for each in graph.inputs()), passed))
+    # What a method is given besides itself is its caller's: an argument.
+    inputs = [each.debugName() for each in graph.inputs()]
+    known = dict(zip(inputs, [*passed, *([] for _ in inputs)]))
     for kind in (*OPERATORS, *PACKED):
         for node in graph.findAllNodes(kind):
             yield node, known
@@ -111,9 +113,9 @@ def _attribute(value: Any, known: dict[str, _Names]) -> _Names:
         if value.node().kind() == "prim::GetAttr":
             names.insert(0, value.node().s("name"))
         value = value.node().input()
-    if value.node().kind() != "prim::Param":
-        return None
-    return [*(known.get(value.debugName()) or []), *names]
+    # What a loop carries along is computed.
+    before = known.get(value.debugName()) if value.node().kind() == "prim::Param" else None
+    return None if before is None else [*before, *names]
 
 
 def _length(value: Any) -> int:

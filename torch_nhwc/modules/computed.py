@@ -36,30 +36,25 @@ def evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor | 
     Computed on copies, and without a last step of ours: neither the layer nor the state that a parametrization may keep
     changes. `None` where that does not work, which only the code that computes the weight can know.
     """
-    try:
-        return _evaluate(module, replacements)
-    except Exception:
-        return None
-
-
-def _evaluate(module: nn.Module, replacements: Mapping[str, Tensor]) -> Tensor:
-    tensors = originals(module)
-    assert tensors is not None
+    tensors = originals(module) or {}
     devices = {tensor.device.index for tensor in tensors.values() if tensor.is_cuda}
     parametrization = _parametrization(module)
-    with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
-        if parametrization is None:
-            stand_in: Any = nn.Module().train(module.training)
-            for name, tensor in tensors.items():
-                setattr(stand_in, name, replacements.get(name, tensor.detach().clone()))
-            _hook(module)(stand_in, ())
-            return stand_in.weight  # type: ignore[no-any-return]
-        memo: dict[int, object] = {
-            id(tensors[name]): _like(tensors[name], replacement) for name, replacement in replacements.items()
-        }
-        simulated = copy.deepcopy(parametrization, memo)
-        _remove_steps(simulated)
-        return simulated()  # type: ignore[no-any-return]
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=list(devices)):
+            if parametrization is None:
+                stand_in: Any = nn.Module().train(module.training)
+                for name, tensor in tensors.items():
+                    setattr(stand_in, name, replacements.get(name, tensor.detach().clone()))
+                _hook(module)(stand_in, ())
+                return stand_in.weight  # type: ignore[no-any-return]
+            memo: dict[int, object] = {
+                id(tensors[name]): _like(tensors[name], replacement) for name, replacement in replacements.items()
+            }
+            simulated = copy.deepcopy(parametrization, memo)
+            _remove_steps(simulated)
+            return simulated()  # type: ignore[no-any-return]
+    except Exception:
+        return None
 
 
 def _like(tensor: Tensor, values: Tensor) -> Tensor:

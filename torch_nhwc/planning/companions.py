@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.formats import Strides
-from torch_nhwc.modules import wrapping
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.reasons import Reason
 
@@ -53,7 +52,7 @@ class Companion:
 
 
 class CompanionRow(NamedTuple):
-    """What was done to a gradient, a state of an optimizer or an averaged copy.
+    """A row says what was done to a gradient, a state of an optimizer or an averaged copy.
 
     Example:
         >>> model = torch.nn.Conv2d(3, 8, 3)
@@ -79,11 +78,16 @@ class Sources(NamedTuple):
     copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
     """Averaged copies: models like the model, or tensors by the full names of its sites."""
 
-    def check_optimizers(self, model: nn.Module) -> None:
-        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow."""
+    def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
+        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow.
+
+        Args:
+            model: whose parameters they should be.
+            weights: those of its sites, which need not be registered parameters.
+        """
         for each in self.optimizers:
-            held = {id(parameter) for group in each.param_groups for parameter in group["params"]}
-            if held and not any(id(parameter) in held for parameter in model.parameters()):
+            held = held_by(each)
+            if held.isdisjoint(map(id, weights)) and held.isdisjoint(map(id, model.parameters())):
                 raise ValueError(
                     f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
                 )
@@ -111,6 +115,11 @@ class Sources(NamedTuple):
         )
 
 
+def held_by(optimizer: Any) -> set[int]:
+    """The identities of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+
+
 def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
     tensors = {name: tensor for name, reference in references.items() if (tensor := reference()) is not None}
     return tensors or None
@@ -133,13 +142,8 @@ def sources_of(optimizer: Any, ema: Any) -> Sources:
                 f"expected ema to be a module, or names and tensors, got {type(each).__name__}: for a list of averaged "
                 "parameters, give dict(zip(names, parameters))"
             )
-    return Sources(optimizers, tuple(_averaged(each) if isinstance(each, nn.Module) else each for each in copies))
-
-
-def _averaged(copy: nn.Module) -> nn.Module:
-    """The model inside of what averages it."""
-    wrapped = wrapping.inside(copy)
-    return copy if wrapped is None else _averaged(wrapped[1])
+    averaged = torch.optim.swa_utils.AveragedModel
+    return Sources(optimizers, tuple(each.module if isinstance(each, averaged) else each for each in copies))
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -32,7 +32,7 @@ class Request(NamedTuple):
     def of(
         cls,
         memory_format: torch.memory_format | str | None,
-        storage: Storage,
+        storage: Storage | None,
         filter_fn: FilterFunction | None,
         input_format: Any,
     ) -> "Request":
@@ -43,6 +43,7 @@ class Request(NamedTuple):
         """
         if input_format is not None and Format.of(input_format).name != "channels_last":
             raise ValueError(f"expected input_format to be None or 'channels_last', got {input_format!r}")
+        storage = "auto" if storage is None else storage
         if storage not in get_args(Storage):
             raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
         if filter_fn is not None and not callable(filter_fn):
@@ -167,7 +168,7 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
     for planned, decision in zip(plan.rows if plan else (), decisions):
         if not planned.is_wanted or planned.reason in _FOR_COMPANIONS:
             decision.keep(planned.action, planned.reason)
-            decision.strides = None
+            decision.strides = planned.target_strides
     return decisions
 
 
@@ -196,7 +197,7 @@ def _judge(
     if outcome is Outcome.TRACED:
         is_fake = _FAKE in (type(tensor).__name__, type(tensor.data).__name__)
         return (Action.KEEP, Reason.FAKE) if is_fake else (Action.REFUSE, Reason.SUBCLASS)
-    if outcome < 0:
+    if outcome.is_refusal:
         return Action.REFUSE, _REFUSALS[outcome]
     if wrapping.is_offloaded(site.module, tensor):
         return Action.REFUSE, Reason.OFFLOADED

@@ -49,8 +49,7 @@ def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
     except AttributeError:
         return None
     tensor = getattr(module, row.name, None)
-    if isinstance(tensor, Tensor):
-        return Site(row.path, row.name, row.layer, row.rank, row.groups, module, tensor, None)
-    if row.reason is not Reason.ON_THE_FLY:
+    tensor, reason = (tensor, None) if isinstance(tensor, Tensor) else (None, row.reason)
+    if tensor is None and reason is not Reason.ON_THE_FLY:
         return None
-    return Site(row.path, row.name, row.layer, row.rank, row.groups, module, None, row.reason)
+    return Site(row.path, row.name, row.layer, row.rank, row.groups, module, tensor, reason)

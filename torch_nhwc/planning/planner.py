@@ -21,7 +21,7 @@ def plan(
     ema: Any = None,
     filter_fn: FilterFunction | None = None,
     example_inputs: Any = None,
-    storage: Storage = "auto",
+    storage: Storage | None = None,
     input_format: Literal["channels_last"] | torch.memory_format | None = None,
 ) -> Plan:
     """Decides what a conversion would do to every convolution weight of a model, without writing anything.
@@ -39,13 +39,14 @@ def plan(
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones. The model then runs once
             on them, under `no_grad` and in its own mode, and every parameter that reaches a convolution as its weight
             is a site, whatever the layer; buffers and random generators are brought back afterwards.
-        storage: whether bytes are permuted in place or go to new memory, as `convert_weights_` takes it.
+        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `None` is `"auto"`.
         input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry.
 
     Raises:
         TypeError: `model` is not a module, or a layer's weight is not a tensor; `filter_fn` cannot be called.
         ValueError: the memory format, `storage` or `input_format` is none of these; lazy layers and example inputs
             together; an optimizer or an averaged copy is that of another model.
+        RuntimeError: `input_format` for a TorchScript module, which takes no hook.
 
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
@@ -56,7 +57,8 @@ def plan(
     sources = sources_of(optimizer, ema)
     found = find(model, example_inputs)
     decisions = decide(found.sites, request)
-    if any(sources):  # of gradients alone, the operators have seen already whether they can follow
+    # With gradients alone, which move as under "auto", the operators have seen already whether they can follow.
+    if any(sources) or request.storage == "reuse" or request.input_format:
         follow(found, decisions, sources, request)
     return plan_of(decisions, request)
 

@@ -3,8 +3,9 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
+from torch_nhwc.formats import Format
 from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.rendering import render
 from torch_nhwc.planning.rows import Action, PlanRow
@@ -13,15 +14,16 @@ from torch_nhwc.reasons import Reason
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a conversion is to do to a model; `convert_(model, plan=plan)` applies it.
+    """A plan is all that a conversion is to do to a model; `convert_(model, plan=plan)` applies it.
 
     It goes for the model that it was made for, and for other instances of the same architecture. Which sites are to
-    change, and to what, is the plan's; what can be done to their tensors is decided anew.
+    change, and to what, is the plan's; what can be done to their tensors is decided anew. Two plans are equal where
+    they say the same of all weights.
 
     Attributes:
         rows: one for each site, that is each convolution weight, in the model's order.
         memory_format: the name of the format asked for; `None` is channels-last by rank.
-        storage: as `convert_` has it.
+        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them.
         input_format: `"channels_last"` where inputs are brought into channels-last at the model's entry, else `None`.
 
     Example:
@@ -34,8 +36,8 @@ class Plan:
 
     rows: tuple[PlanRow, ...]
     memory_format: str | None
-    storage: Storage = "auto"
-    input_format: str | None = field(default=None, compare=False)  # plans are equal by what they say of the weights
+    storage: Storage = field(default="auto", compare=False)
+    input_format: str | None = field(default=None, compare=False)
 
     @property
     def digest(self) -> str:
@@ -68,6 +70,9 @@ class Plan:
             rows = tuple(_row_from_data(row) for row in read["rows"])
             plan = cls(rows, read["memory_format"], read["storage"], read["input_format"])
             expected = read["digest"]
+            Format.of(plan.memory_format)
+            if plan.storage not in get_args(Storage):
+                raise ValueError(f"storage {plan.storage!r}")
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"Plan.from_json: expected what Plan.to_json writes: {error!r}") from error
         if plan.digest != expected:

@@ -11,7 +11,7 @@ from torch_nhwc.reasons import Reason
 
 
 class Action(str, enum.Enum):
-    """What happens to a site: to one convolution weight.
+    """An action is what happens to a site: to one convolution weight.
 
     Example:
         >>> torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0].action is torch_nhwc.Action.CONVERT
@@ -29,7 +29,7 @@ class Action(str, enum.Enum):
 
 
 class PlanRow(NamedTuple):
-    """One site of a plan: one weight of one convolution.
+    """A row says what is to happen to one site: to one weight of one convolution.
 
     Example:
         >>> row = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0]

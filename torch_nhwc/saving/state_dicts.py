@@ -15,7 +15,7 @@ from torch_nhwc.planning.rows import Action
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
-    """A state dict whose tensors are contiguous, for tools that take no others: safetensors, distributed checkpoints.
+    """Makes a state dict of contiguous tensors, for tools that take no others: safetensors, distributed checkpoints.
 
     Args:
         model_or_state_dict: a model, which is not changed, or a state dict, that of an optimizer as well.
@@ -63,7 +63,7 @@ def _copy(mapping: Mapping[str, Any]) -> Any:
 
 
 def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
-    """A state dict in which the weights of a plan's sites are in format, for `load_state_dict(assign=True)`.
+    """Makes a state dict whose weights are in the format of a plan, for `load_state_dict(assign=True)`.
 
     Reading a checkpoint that is mapped into memory, as safetensors and `torch.load(mmap=True)` do, and converting it
     is then one pass over the bytes.

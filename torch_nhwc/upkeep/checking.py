@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 class Deviation(NamedTuple):
-    """A tensor that is not laid out as the plan has it, or a weight that ranks have planned differently.
+    """A deviation is a tensor that is not laid out as the plan has it, or a weight that ranks have planned differently.
 
     Example:
         >>> print(torch_nhwc.Deviation("weight", "grad", (27, 9, 3, 1), (27, 1, 9, 3), rank=None))
@@ -46,7 +46,7 @@ class Deviation(NamedTuple):
 def check(
     model: nn.Module, plan: Plan, optimizer: Any = None, ema: Any = None, process_group: Any = None
 ) -> list[Deviation]:
-    """What is not, or no longer, laid out as a plan has it: weights, gradients, optimizer state and averaged copies.
+    """Lists what is not, or no longer, laid out as a plan has it: weights, gradients, optimizer state, averaged copies.
 
     Args:
         model: one that the plan fits, in any dtype; or what DDP, `torch.compile` or `AveragedModel` has made of it.
@@ -127,7 +127,7 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
             remark = "has lost the step that copies it into the memory format before each forward"
             seen.deviations.append(Deviation(name, "weight", own, wanted, None, remark))
     sources = sources_of(optimizer, ema)
-    sources.check_optimizers(model)
+    sources.check_optimizers(model, (weight.tensor for weight in weights))
     for companion in find_companions(weights, sources):
         weight, tensor = companion.weight, companion.tensor
         # PyTorch itself leaves gradients and state with other strides in dimensions of size 1: nothing lies elsewhere.

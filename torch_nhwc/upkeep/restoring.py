@@ -1,5 +1,6 @@
 """Bringing back what loading and other code took away: a plan's format, and the layout of optimizer state."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,18 +19,19 @@ from torch_nhwc.planning.plans import Plan
 def restore_(
     model: nn.Module, plan: Plan, optimizer: Any = None, ema: Any = None, storage: Storage = "detach"
 ) -> Report:
-    """Brings back the format that a plan describes, where something took it away.
+    """Brings the weights back into the format that a plan describes, where something took it away.
 
-    `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` do; gradients, state and averaged copies that
-    are given follow. Weights may have another dtype than in the plan. What else was laid out anew, such as a transposed
-    weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
+    `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` take it away. Gradients follow, and so do state
+    and averaged copies that are given. Weights may have another dtype than in the plan. What else was laid out anew,
+    such as a transposed weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
 
     Args:
         model: one that the plan fits.
         plan: of the conversion, `report.plan`.
         optimizer: one, or several, whose state follows.
         ema: averaged copies that follow, one or several, as `convert_` takes them.
-        storage: as `convert_` has it; `"detach"`, because `vector_to_parameters` leaves slices of one vector.
+        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `"detach"` because
+            `vector_to_parameters` leaves slices of one vector.
 
     Raises:
         TypeError: `plan` is not a plan.
@@ -44,7 +46,9 @@ def restore_(
         (27, 1, 9, 3)
     """
     found = match(plan, model, any_dtype=True)
-    return carry_out(found, request_of(plan, storage), sources_of(optimizer, ema), plan)
+    request = request_of(plan, storage)._replace(input_format=None)  # weights alone: a hook is never lost by loading
+    report = carry_out(found, request, sources_of(optimizer, ema), plan)
+    return replace(report, plan=replace(plan, rows=report.plan.rows))
 
 
 def align_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:

@@ -95,7 +95,8 @@ class GraphWalk {
       is_laid_out = is_laid_out || weight->node()->kind() == convert_weight_;
     }
     const auto attribute = locate(*weight, inputs);
-    const bool is_argument = weight->node()->kind() == c10::prim::Param;
+    const Node& from = *weight->node();  // what a loop carries along is no argument, but computed
+    const bool is_argument = from.kind() == c10::prim::Param && from.owningBlock() == from.owningGraph()->block();
     if (!attribute && (is_argument || is_laid_out)) return;  // the caller's, or as it should be
 
     const auto literal = constant_of(*weight);
