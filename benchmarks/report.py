@@ -222,7 +222,10 @@ def documents() -> dict[Path, dict[str, str]]:
     return {
         README: {"gain": gain(of_models), "forward": forward(of_forward)},
         PERFORMANCE: {
-            "machine": f"Weights: {machine(weights)}\n\nModels: {machine(of_models)}",
+            "machine": "\n\n".join(
+                f"{what}: {machine(measured)}"
+                for what, measured in (("Weights", weights), ("Models", of_models), ("The walk", load("walk")))
+            ),
             "bars": bars(weights),
             "sizes": sizes(weights),
             "kernels": kernels(weights),

@@ -14,7 +14,7 @@ from torch_nhwc.modules import computed, wrapping
 from torch_nhwc.ops import plan_weights
 from torch_nhwc.outcomes import Outcome, Storage
 from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.rows import Action, PlanRow, as_text
+from torch_nhwc.planning.rows import Action, PlanRow, as_text, as_tuple
 from torch_nhwc.reasons import Kind, Reason
 
 FilterFunction = Callable[[nn.Module, str], bool]
@@ -104,11 +104,11 @@ class Decision:
             site.name,
             site.layer,
             site.rank,
-            tuple(tensor.shape),
+            as_tuple(tensor.shape),
             site.groups,
             as_text(tensor.dtype),
             as_text(tensor.device),
-            tensor.stride(),
+            self.strides if self.strides == (strides := tensor.stride()) else strides,  # one tuple rather than two
             self.strides,
             tensor.nbytes if self.action is Action.CONVERT else 0,
             self.action,

@@ -68,7 +68,14 @@ class PlanRow(NamedTuple):
         return self.target_strides is not None or self.reason is Reason.LAZY
 
 
+# Remembered, since a model has few of them and many weights.
 @cache
 def as_text(value: torch.dtype | torch.device) -> str:
-    """As a row has it. Remembered, since a model has few of them and many weights."""
+    """A dtype or device as a row has it."""
     return str(value)
+
+
+@cache
+def as_tuple(shape: torch.Size) -> tuple[int, ...]:
+    """A shape as a row has it."""
+    return tuple(shape)
