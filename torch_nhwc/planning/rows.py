@@ -4,8 +4,6 @@ import enum
 from functools import cache
 from typing import NamedTuple
 
-import torch
-
 from torch_nhwc.formats import Strides
 from torch_nhwc.reasons import Reason
 
@@ -68,14 +66,5 @@ class PlanRow(NamedTuple):
         return self.target_strides is not None or self.reason is Reason.LAZY
 
 
-# Remembered, since a model has few of them and many weights.
-@cache
-def as_text(value: torch.dtype | torch.device) -> str:
-    """A dtype or device as a row has it."""
-    return str(value)
-
-
-@cache
-def as_tuple(shape: torch.Size) -> tuple[int, ...]:
-    """A shape as a row has it."""
-    return tuple(shape)
+# What rows have of dtypes, devices and shapes. Remembered, since a model has few of them and many weights.
+as_text, as_tuple = cache(str), cache(tuple)
