@@ -2,7 +2,7 @@
 
 from torch import nn
 
-# The layers whose weight has this rank. Each has a quantized and a scripted namesake.
+# The layers whose weight has this rank. Each may have a quantized and a scripted namesake.
 LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
     5: (nn.Conv3d, nn.ConvTranspose3d),

@@ -69,7 +69,7 @@ def _kind_by_bases(module_type: type) -> tuple[str, int]:
     for rank, layers in LAYERS.items():
         if any(layer in bases for layer in layers):
             return "plain", rank
-        if quantized_module and any(getattr(quantized_module, layer.__name__) in bases for layer in layers):
+        if quantized_module and any(getattr(quantized_module, layer.__name__, None) in bases for layer in layers):
             return "quantized", rank
     return "", 0
 

@@ -26,8 +26,8 @@ WRAPPERS = {
     "FullyShardedDataParallel": Wrapper(Reason.FSDP1),
     "FSDPModule": Wrapper(Reason.FSDP2),
     "OptimizedModule": Wrapper(Reason.COMPILED, "_orig_mod"),
-    "DeepSpeedEngine": Wrapper(Reason.ENGINE),
-    "GeminiDDP": Wrapper(Reason.ENGINE),
+    "DeepSpeedEngine": Wrapper(Reason.ENGINE, "module"),
+    "GeminiDDP": Wrapper(Reason.ENGINE, "module"),
 }
 REASONS = frozenset(wrapper.reason for wrapper in WRAPPERS.values()) - {None}
 

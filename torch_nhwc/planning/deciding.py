@@ -118,7 +118,6 @@ class Decision:
 
 # Tuples: the members of an enumeration compare fast and hash slowly.
 _CHANGES = (Action.CONVERT, Action.RESTRIDE)
-_NOT_ASKED_FOR = (Reason.FILTERED, Reason.OTHER_RANK)
 # Refused for the sake of companions that are not known when a plan is applied again.
 _FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
 # Why the operators refuse, as a reason.
@@ -146,7 +145,7 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
         earlier = None if tensor is None else first.get(id(tensor))
         if not wanted.serves(site.rank):
             action, reason = Action.KEEP, Reason.OTHER_RANK
-        elif reason is Reason.FILTERED:
+        elif reason is not None and reason.kind is Kind.KEPT:
             action = Action.KEEP
         elif reason is Reason.LAZY:
             action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
@@ -160,7 +159,9 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             action, reason = Action.KEEP, reason or Reason.IN_FORMAT
         else:
             action, reason = _judge(site, tensor, outcome, wanted, remarks)
-        strides = None if tensor is None or reason in _NOT_ASKED_FOR else wanted.strides(tensor.shape)
+        # Whether it was asked for: what keeps a site for a reason of its own keeps its companions, too.
+        is_asked_for = reason is not Reason.OTHER_RANK and (site.reason is None or site.reason.kind is not Kind.KEPT)
+        strides = wanted.strides(tensor.shape) if tensor is not None and is_asked_for else None
         decision = Decision(site, action, reason, strides, outcome if action in _CHANGES else None)
         if tensor is not None and earlier is None:
             first[id(tensor)] = decision

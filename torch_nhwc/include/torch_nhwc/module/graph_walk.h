@@ -28,7 +28,7 @@ struct Convolution {
   bool is_packed;     // whether an object holds the weight, instead of the operator's second argument
 };
 
-// The Python walk, scripted.py, knows the same.
+// The Python walk, finding/convolutions.py, knows the same.
 inline std::optional<Convolution> find_convolution(c10::Symbol kind) {
   static const std::string convolutions =
       " aten::conv2d aten::conv3d aten::conv_transpose2d aten::conv_transpose3d aten::convolution aten::_convolution "
