@@ -63,7 +63,7 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
 
 def is_original(module: nn.Module, name: str) -> bool:
     """Whether the weight of a layer is computed from the tensor of this name."""
-    return name != "weight" and name in (originals(module) or ())
+    return name in (originals(module) or ())
 
 
 def remark_on(module: nn.Module, rank: int, wanted: Format) -> Reason | None:

@@ -203,7 +203,7 @@ def _judge(
     if wrapping.is_offloaded(site.module, tensor):
         return Action.REFUSE, Reason.OFFLOADED
     remark = site.reason
-    if remark is None and computed.is_original(site.module, site.name):
+    if remark is None and site.name != "weight" and computed.is_original(site.module, site.name):
         if id(site.module) not in remarks:
             remarks[id(site.module)] = computed.remark_on(site.module, site.rank, wanted)
         remark = remarks[id(site.module)]
