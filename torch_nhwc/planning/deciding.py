@@ -143,10 +143,12 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
         tensor, reason = site.tensor, site.reason
         outcome = None if tensor is None else next(outcomes)
         earlier = None if tensor is None else first.get(id(tensor))
+        strides = None if tensor is None else wanted.strides(tensor.shape)
+        # What was not asked for has no strides to get, and neither have its companions.
         if not wanted.serves(site.rank):
-            action, reason = Action.KEEP, Reason.OTHER_RANK
+            action, reason, strides = Action.KEEP, Reason.OTHER_RANK, None
         elif reason is not None and reason.kind is Kind.KEPT:
-            action = Action.KEEP
+            action, strides = Action.KEEP, None
         elif reason is Reason.LAZY:
             action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
         elif tensor is None or (reason is not None and reason.kind is Kind.REFUSED):
@@ -159,9 +161,6 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             action, reason = Action.KEEP, reason or Reason.IN_FORMAT
         else:
             action, reason = _judge(site, tensor, outcome, wanted, remarks)
-        # Whether it was asked for: what keeps a site for a reason of its own keeps its companions, too.
-        is_asked_for = reason is not Reason.OTHER_RANK and (site.reason is None or site.reason.kind is not Kind.KEPT)
-        strides = wanted.strides(tensor.shape) if tensor is not None and is_asked_for else None
         decision = Decision(site, action, reason, strides, outcome if action in _CHANGES else None)
         if tensor is not None and earlier is None:
             first[id(tensor)] = decision
