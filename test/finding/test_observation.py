@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from bare_kernel import Kernel
 from comparison import assert_trains_alike, assert_weights_arrive_in, copied, quiet, state_of, tensors
 from torch import nn
 from torch.nn import functional
@@ -11,18 +12,6 @@ from torch.nn.utils import parametrizations, prune
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
-
-
-class Kernel(nn.Module):
-    """A convolution on a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(3, 3, 3, 3))
-
-    def forward(self, x):
-        return functional.conv2d(x, self.kernel, padding=1)
-
 
 X = torch.randn(2, 3, 8, 8)
 

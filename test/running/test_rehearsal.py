@@ -7,6 +7,7 @@ from collections import UserDict
 import numpy
 import pytest
 import torch
+from bare_kernel import Kernel
 from comparison import assert_as_it_was, layouts, quiet, state_of
 from torch import nn
 from torch.nn import functional
@@ -14,17 +15,6 @@ from torch.nn.modules import module as nn_module
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
-
-
-class Kernel(nn.Module):
-    """A convolution on a parameter of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(3, 3, 3, 3))
-
-    def forward(self, x):
-        return functional.conv2d(x, self.kernel, padding=1)
 
 
 class Restless(nn.Module):
