@@ -104,20 +104,20 @@ class Sums {
   std::vector<double> values_;
 };
 
-/// The values of a piece's channels as the kernels take them.
+/// Numbers of a piece's channels, and these as the kernels take them.
 class Parameters {
  public:
-  template <typename Value>
-  Parameters(const NormKernels& kernels, const Piece& piece, const Value& value)
-      : spread_(kernels.period(piece.channels)) {
-    std::vector<double> values(piece.channels);
-    for (int64_t c = 0; c < piece.channels; ++c) values[c] = value(piece.first_channel + c);
-    kernels.spread(values.data(), piece.channels, static_cast<int64_t>(spread_.size()), spread_.data());
+  Parameters(const NormKernels& kernels, const Piece& piece)
+      : kernels_(kernels), values_(piece.channels), spread_(kernels.period(piece.channels)) {}
+  double& operator[](int64_t channel) { return values_[channel]; }
+  const void* spread() {
+    kernels_.spread(values_.data(), values_.size(), spread_.size(), spread_.data());
+    return spread_.data();
   }
-  const void* data() const { return spread_.data(); }
 
  private:
-  std::vector<double> spread_;  // room for floats or doubles
+  const NormKernels& kernels_;
+  std::vector<double> values_, spread_;  // the latter with room for floats or doubles
 };
 
 /// Calls `work(first_row, rows)` for stretches of a piece, the last one first: its rows are those still in cache.
@@ -158,40 +158,42 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
   Sums moments(shape, pieces);  // the mean, and the sum of squared deviations
 
   const auto sum = [&](const Piece& piece) {
-    std::vector<double> scratch(5 * kernels.period(piece.channels));
+    std::vector<double> scratch(7 * kernels.period(piece.channels));
     const int64_t first = piece.first_channel;
     kernels.moments(from + offset(piece, piece.first_row), piece.rows, piece.channels, stride,
                     moments.first(piece.sample, piece.part) + first, moments.second(piece.sample, piece.part) + first,
                     scratch.data());
   };
   const auto normalise = [&](const Piece& piece) {
-    const double *means = moments.first(piece.sample), *deviations = moments.second(piece.sample);
-    std::vector<double> group_mean(shape.groups), group_rstd(shape.groups);
-    const int64_t first_group = piece.first_channel / of_group, end = first_group + piece.channels / of_group;
-    for (int64_t group = first_group; group < end; ++group) {
+    const double* means = moments.first(piece.sample) + piece.first_channel;
+    const double* deviations = moments.second(piece.sample) + piece.first_channel;
+    Parameters m(kernels, piece), a(kernels, piece), b(kernels, piece);
+    for (int64_t first = 0; first < piece.channels; first += of_group) {
       double average = 0, squares = 0;
-      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) average += means[c] / of_group;
-      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) {
+      for (int64_t c = first; c < first + of_group; ++c) average += means[c];
+      average /= of_group;
+      for (int64_t c = first; c < first + of_group; ++c) {
         squares += deviations[c] + shape.rows * (means[c] - average) * (means[c] - average);
       }
-      group_mean[group] = average;
-      group_rstd[group] = 1 / std::sqrt(std::max(squares, 0.0) / (of_group * shape.rows) + eps);
-      if (std::isnan(squares)) group_rstd[group] = squares;
+      // Below zero by rounding only; what is not a number stays so.
+      const double variance = (squares < 0 ? 0 : squares) / (of_group * shape.rows), r = 1 / std::sqrt(variance + eps);
+      const double rounded = input.scalar_type() == at::kDouble ? average : static_cast<float>(average);
+      for (int64_t c = first; c < first + of_group; ++c) {
+        const int64_t channel = piece.first_channel + c;
+        m[c] = average;
+        a[c] = r * scale[channel];
+        b[c] = shift[channel] + (rounded - average) * a[c];
+      }
       if (piece.part == 0) {
-        set(mean, piece.sample * shape.groups + group, average);
-        set(rstd, piece.sample * shape.groups + group, group_rstd[group]);
+        const int64_t group = piece.sample * shape.groups + (piece.first_channel + first) / of_group;
+        set(mean, group, average);
+        set(rstd, group, r);
       }
     }
-    const Parameters m(kernels, piece, [&](int64_t c) { return group_mean[c / of_group]; });
-    const Parameters a(kernels, piece, [&](int64_t c) { return group_rstd[c / of_group] * scale[c]; });
-    const Parameters b(kernels, piece, [&](int64_t c) {
-      const double exact = group_mean[c / of_group];
-      const double rounded = input.scalar_type() == at::kDouble ? exact : static_cast<float>(exact);
-      return shift[c] + (rounded - exact) * group_rstd[c / of_group] * scale[c];
-    });
+    const void *ms = m.spread(), *as = a.spread(), *bs = b.spread();
     backwards(piece, [&](int64_t row, int64_t rows) {
       const int64_t at = offset(piece, row);
-      kernels.normalise(from + at, to + at, rows, piece.channels, stride, m.data(), a.data(), b.data());
+      kernels.normalise(from + at, to + at, rows, piece.channels, stride, ms, as, bs);
     });
   };
 
@@ -233,41 +235,48 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   const auto offset = [&](const Piece& piece, int64_t row) {
     return ((piece.sample * shape.rows + row) * stride + piece.first_channel) * element;
   };
-  const auto statistic = [&](const at::Tensor& of, int64_t sample, int64_t c) {
-    return get(of, sample * shape.groups + c / of_group);
+  const auto group_at = [&](const Piece& piece, int64_t c) {
+    return piece.sample * shape.groups + (piece.first_channel + c) / of_group;
+  };
+  const auto means_of = [&](const Piece& piece) {
+    Parameters m(kernels, piece);
+    for (int64_t first = 0; first < piece.channels; first += of_group) {
+      const double average = get(mean, group_at(piece, first));
+      for (int64_t c = first; c < first + of_group; ++c) m[c] = average;
+    }
+    return m;
   };
   Sums sums(shape, pieces);  // of the gradient, and of its products with the deviations from the mean
 
   const auto sum = [&](const Piece& piece) {
-    const Parameters m(kernels, piece, [&](int64_t c) { return statistic(mean, piece.sample, c); });
-    std::vector<double> scratch(5 * kernels.period(piece.channels));
+    Parameters m = means_of(piece);
+    std::vector<double> scratch(7 * kernels.period(piece.channels));
     const int64_t at = offset(piece, piece.first_row), first = piece.first_channel;
-    kernels.backward_sums(from_grad + at, from + at, piece.rows, piece.channels, stride, m.data(),
+    kernels.backward_sums(from_grad + at, from + at, piece.rows, piece.channels, stride, m.spread(),
                           sums.first(piece.sample, piece.part) + first, sums.second(piece.sample, piece.part) + first,
                           scratch.data());
   };
   const auto write = [&](const Piece& piece) {
-    const double *sum = sums.first(piece.sample), *product = sums.second(piece.sample);
-    std::vector<double> of_rows(shape.groups), of_all(shape.groups);
-    const int64_t first_group = piece.first_channel / of_group, end = first_group + piece.channels / of_group;
-    for (int64_t group = first_group; group < end; ++group) {
+    const double* sum = sums.first(piece.sample) + piece.first_channel;
+    const double* product = sums.second(piece.sample) + piece.first_channel;
+    Parameters m = means_of(piece), a(kernels, piece), p(kernels, piece), b(kernels, piece);
+    for (int64_t first = 0; first < piece.channels; first += of_group) {
+      const double r = get(rstd, group_at(piece, first)), elements = of_group * shape.rows;
       double weighted_sum = 0, weighted_product = 0;
-      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) {
-        weighted_sum += scale[c] * sum[c];
-        weighted_product += scale[c] * product[c];
+      for (int64_t c = first; c < first + of_group; ++c) {
+        weighted_sum += scale[piece.first_channel + c] * sum[c];
+        weighted_product += scale[piece.first_channel + c] * product[c];
       }
-      const double r = get(rstd, piece.sample * shape.groups + group), elements = of_group * shape.rows;
-      of_rows[group] = -r * r * r * weighted_product / elements;
-      of_all[group] = -r * weighted_sum / elements;
+      for (int64_t c = first; c < first + of_group; ++c) {
+        a[c] = r * scale[piece.first_channel + c];
+        p[c] = -r * r * r * weighted_product / elements;
+        b[c] = -r * weighted_sum / elements;
+      }
     }
-    const Parameters m(kernels, piece, [&](int64_t c) { return statistic(mean, piece.sample, c); });
-    const Parameters a(kernels, piece, [&](int64_t c) { return statistic(rstd, piece.sample, c) * scale[c]; });
-    const Parameters p(kernels, piece, [&](int64_t c) { return of_rows[c / of_group]; });
-    const Parameters b(kernels, piece, [&](int64_t c) { return of_all[c / of_group]; });
+    const void *ms = m.spread(), *as = a.spread(), *ps = p.spread(), *bs = b.spread();
     backwards(piece, [&](int64_t row, int64_t rows) {
       const int64_t at = offset(piece, row);
-      kernels.backward(from_grad + at, from + at, to + at, rows, piece.channels, stride, m.data(), a.data(), p.data(),
-                       b.data());
+      kernels.backward(from_grad + at, from + at, to + at, rows, piece.channels, stride, ms, as, ps, bs);
     });
   };
 
@@ -287,17 +296,19 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
     }
     if (to) pieces.for_each(write);
   }
-  const auto add_up = [&](const at::Tensor& result, const auto& of_sample) {
-    if (!result.defined()) return;
-    auto* values = result.mutable_data_ptr<double>();
-    std::fill_n(values, stride, 0.0);
-    for (int64_t sample = 0; sample < shape.samples; ++sample) {
-      for (int64_t c = 0; c < stride; ++c) values[c] += of_sample(sample, c);
+  // Of the parameters: the sums over the samples.
+  double* of_weight = grad_weight.defined() ? grad_weight.mutable_data_ptr<double>() : nullptr;
+  double* of_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr<double>() : nullptr;
+  if (of_weight) std::fill_n(of_weight, stride, 0.0);
+  if (of_bias) std::fill_n(of_bias, stride, 0.0);
+  for (int64_t sample = 0; sample < shape.samples; ++sample) {
+    const double *sum = sums.first(sample), *product = sums.second(sample);
+    for (int64_t group = 0; of_weight && group < shape.groups; ++group) {
+      const double r = get(rstd, sample * shape.groups + group);
+      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) of_weight[c] += product[c] * r;
     }
-  };
-  add_up(grad_weight,
-         [&](int64_t sample, int64_t c) { return sums.second(sample)[c] * statistic(rstd, sample, c); });
-  add_up(grad_bias, [&](int64_t sample, int64_t c) { return sums.first(sample)[c]; });
+    for (int64_t c = 0; of_bias && c < stride; ++c) of_bias[c] += sum[c];
+  }
 }
 
 }  // namespace nhwc::cpu

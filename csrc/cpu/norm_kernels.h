@@ -19,7 +19,7 @@ struct NormKernels {
   /// Writes such copies, in the order that the passes want, to `out`, which has room for a period of them.
   void (*spread)(const double* values, std::int64_t channels, std::int64_t period, void* out);
 
-  /// Each channel's mean, and sum of squared deviations from it. `scratch` has room for five periods of doubles.
+  /// Each channel's mean, and sum of squared deviations from it. `scratch` has room for seven periods of doubles.
   void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t stride, double* mean,
                   double* deviations, void* scratch);
 

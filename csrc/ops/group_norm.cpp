@@ -274,8 +274,11 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
                              /*cudnn_enabled=*/true);
   }
   if (!use_input_stats) {
-    return to_channels_last(at::batch_norm(input, weight, bias, running_mean, running_var, /*training=*/false, momentum,
-                                           eps, /*cudnn_enabled=*/true));
+    // PyTorch has no channels-last of three dimensions.
+    const at::Tensor image = input.dim() == 3 ? input.unsqueeze(2) : input;
+    return to_channels_last(at::batch_norm(image, weight, bias, running_mean, running_var, /*training=*/false, momentum,
+                                           eps, /*cudnn_enabled=*/true)
+                                .view_symint(input.sym_sizes()));
   }
   const auto [out, mean, rstd] = native_group_norm(input, input.size(1), weight, bias, eps);
   if (is_tracked) {

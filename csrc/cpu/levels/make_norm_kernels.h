@@ -65,17 +65,28 @@ std::int64_t block_rows(std::int64_t channels) {
   return (wanted < 64 ? 64 : wanted) / multiple * multiple + multiple;
 }
 
+/// Sums of numbers, and what was lost where they were rounded, by Dekker's summation: one of the numbers may be far larger
+/// than all others.
+template <typename Number>
+NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
+  const Vector<Number> before = load(sum), after = before + value;
+  store(sum, after);
+  store(lost, load(lost) + (value - (after - before)));
+}
+
 /// Sums of deviations from `shift`, and of their squares.
 template <typename Element>
 void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, std::int64_t stride,
-               const Real<Element>* shift, Real<Element>* sum, Real<Element>* square) {
+               const Real<Element>* shift, Real<Element>* sum, Real<Element>* square, Real<Element>* lost) {
   using Number = Real<Element>;
-  for (std::int64_t k = 0; k < period_of<Element>(channels); ++k) sum[k] = square[k] = 0;
+  constexpr int lanes = VectorOf<Number>::lanes;
+  const std::int64_t period = period_of<Element>(channels);
+  for (std::int64_t k = 0; k < period; ++k) sum[k] = square[k] = lost[k] = lost[period + k] = 0;
   for_each<Element>(
       count, channels, stride,
       [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> origin = load_pair(shift + k);
-        Pair<Number> sums = load_pair(sum + k), squares = load_pair(square + k);
+        Pair<Number> sums{}, squares{};
         for (int row = 0; row < periods; ++row) {
           const Pair<Number> value = load_pair(rows + at + row * step);
           const Vector<Number> first = value.first - origin.first, second = value.second - origin.second;
@@ -84,14 +95,20 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, s
           squares.first += first * first;
           squares.second += second * second;
         }
-        store_pair(sum + k, sums);
-        store_pair(square + k, squares);
+        add(sum + k, lost + k, sums.first);
+        add(sum + k + lanes, lost + k + lanes, sums.second);
+        add(square + k, lost + period + k, squares.first);
+        add(square + k + lanes, lost + period + k + lanes, squares.second);
       },
       [=](std::int64_t at, std::int64_t k) {
         const Number value = load_one(rows + at) - shift[k];
         sum[k] += value;
         square[k] += value * value;
       });
+  for (std::int64_t k = 0; k < period; ++k) {
+    sum[k] += lost[k];
+    square[k] += lost[period + k];
+  }
 }
 
 /// The method of provisional means: within a block, sums of deviations, and of their squares, from a guess of each
@@ -107,12 +124,12 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, std::i
   auto* block_sum = static_cast<double*>(scratch);
   double* block_square = block_sum + channels;
   auto* shift = reinterpret_cast<Number*>(block_square + channels);
-  Number *sum = shift + period, *square = sum + period;
+  Number *sum = shift + period, *square = sum + period, *lost = square + period;
   for (std::int64_t seen = 0; seen < count; seen += block) {
     const std::int64_t taken = seen + block < count ? block : count - seen;
     const Element* first = rows + seen * stride;
     if (seen == 0) {
-      const std::int64_t few = taken < 8 ? taken : 8;
+      const std::int64_t few = taken < 16 ? taken : 16;
       for (std::int64_t c = 0; c < channels; ++c) mean[c] = deviations[c] = 0;
       for (std::int64_t row = 0; row < few; ++row) {
         const Element* from = first + taken / few * row * stride;
@@ -124,15 +141,15 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, std::i
     const double of_here = 1 / here, part = here / (here + before), weight = before * part;
     for (bool is_good = false, is_second = false; !is_good; is_second = true) {
       spread<Element>(is_second ? block_sum : mean, channels, period, shift);
-      sum_block(first, taken, channels, stride, shift, sum, square);
+      sum_block(first, taken, channels, stride, shift, sum, square, lost);
       fold<Element>(sum, period, channels, block_sum);
       fold<Element>(square, period, channels, block_square);
       int bad = 0;
       for (std::int64_t c = 0; c < channels; ++c) {
-        const double moved = block_sum[c] * of_here, lost = block_sum[c] * moved;
-        bad |= block_square[c] < 1.25 * lost;
+        const double moved = block_sum[c] * of_here, cancelled = block_sum[c] * moved;
+        bad |= block_square[c] < 2 * cancelled;
         block_sum[c] = static_cast<double>(shift[slot_of<Element>(c)]) + moved;
-        block_square[c] -= lost;
+        block_square[c] -= cancelled;
       }
       is_good = !bad || is_second;
     }

@@ -1,0 +1,371 @@
+"""Group norm and instance norm on channels-last: values, every kind of derivative, formats, errors."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from activations import assert_as_accurate, canonical, channels_last, error, gradients
+from selection import some_of
+from torch.func import grad, hessian, jvp, vmap
+
+import torch_nhwc  # noqa: F401  registers the operators
+
+ops = torch.ops.nhwc
+# Shape and groups: 3D to 5D, channels that fill registers and that do not, a voxel, a group for each channel, a sample
+# larger than a cache.
+SHAPES = [
+    ((2, 16, 8, 9, 10), 4),
+    ((3, 20, 7, 9), 5),
+    ((2, 33, 5), 3),
+    ((2, 6, 40, 41), 6),
+    ((1, 64, 3, 3), 64),
+    ((2, 320, 16, 16), 32),
+    ((1, 256, 40, 40), 32),
+    ((2, 3, 2, 2), 1),
+    ((1, 7, 130, 1), 7),
+    ((2, 24, 1, 1, 2), 2),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+
+
+def tensors(shape, dtype=torch.float32, mean=0.0, parameters=None):
+    """An input, a weight, a bias and a gradient."""
+    channels = shape[1]
+    weight, bias = (1 + 0.1 * torch.randn(channels)).to(parameters or dtype), torch.randn(channels) * 0.1
+    return (torch.randn(shape) + mean).to(dtype), weight, bias.to(weight.dtype), torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
+def test_values_and_gradients(shape, groups, dtype):
+    x, weight, bias, gradient = tensors(shape, dtype)
+    assert_as_accurate(
+        lambda *each: ops.group_norm(each[0], groups, *each[1:]),
+        lambda *each: F.group_norm(each[0], groups, *each[1:]),
+        (x, weight, bias),
+        gradient,
+    )
+
+
+@pytest.mark.parametrize("corner", [False, True])
+@pytest.mark.parametrize("mean", some_of([3, 10, 100, 1000, 3000], 100, 3000))
+def test_h36_as_accurate_as_contiguous_far_from_zero(mean, corner):
+    """PyTorch's channels-last kernel is off by 1e-3 where the mean is ten deviations from zero, and useless further."""
+    for shape, groups in (((2, 16, 24, 24, 24), 4), ((4, 64, 20, 20), 8), ((2, 32, 31, 17), 32)):
+        x, weight, bias, gradient = tensors(shape, mean=float(mean))
+        if corner:
+            x.flatten(2)[..., 0] = 0
+        assert_as_accurate(
+            lambda *each, groups=groups: ops.group_norm(each[0], groups, *each[1:]),
+            lambda *each, groups=groups: F.group_norm(each[0], groups, *each[1:]),
+            (x, weight, bias),
+            gradient,
+        )
+
+
+def test_a_drift_and_constants_are_summed_around_their_own_mean():
+    """Blocks whose mean is far from that of the blocks before them, and channels without any deviation."""
+    x = torch.randn(1, 16, 96, 96) + torch.linspace(0, 4000, 96).view(1, 1, 96, 1)
+    x[:, 4:8] = 1e4
+    exact = F.group_norm(x.double(), 4)
+    assert error(ops.group_norm(channels_last(x), 4), exact) < 1e-6
+    # A group of one value: what is left of rounding, over eps.
+    flat = torch.full((1, 8, 30, 30), 0.1)
+    assert ops.group_norm(channels_last(flat), 2).abs().max() < 1e-4
+
+
+def test_not_a_number_stays_within_its_group():
+    x = channels_last(torch.randn(2, 8, 6, 6))
+    x[0, 3, 2, 2], x[1, 6, 1, 1] = torch.nan, torch.inf
+    out, stock = ops.group_norm(x, 4), F.group_norm(x.contiguous(), 4)
+    assert torch.equal(out.isnan(), stock.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_parameters_of_float_beside_a_narrow_input(dtype):
+    x, weight, bias, gradient = tensors((2, 32, 9, 9), dtype, parameters=torch.float32)
+    assert_as_accurate(
+        lambda *each: ops.group_norm(each[0], 8, *each[1:]),
+        lambda *each: F.group_norm(each[0], 8, *each[1:]),
+        (x, weight, bias),
+        gradient,
+    )
+
+
+@pytest.mark.parametrize("has_weight", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_with_and_without_parameters(has_weight, has_bias):
+    x, weight, bias, gradient = tensors((2, 12, 5, 6))
+    given = [each for each, has in ((weight, has_weight), (bias, has_bias)) if has]
+
+    def norm(function):
+        def call(x, *parameters):
+            parameters = list(parameters)
+            return function(
+                x, 3, parameters.pop(0) if has_weight else None, parameters.pop(0) if has_bias else None, 1e-3
+            )
+
+        return call
+
+    def stock(x, groups, weight, bias, eps):
+        # PyTorch's own backward fails where one of the two is missing.
+        weight = torch.ones(12).to(x) if weight is None else weight
+        return F.group_norm(x, groups, weight, torch.zeros(12).to(x) if bias is None else bias, eps)
+
+    assert_as_accurate(norm(ops.group_norm), norm(stock), (x, *given), gradient)
+
+
+def test_only_the_gradients_that_are_asked_for():
+    x, weight, bias, gradient = tensors((2, 8, 4, 4))
+    x = channels_last(x)
+    for wanted in itertools.product([False, True], repeat=3):
+        given = [each.clone().requires_grad_(want) for each, want in zip((x, weight, bias), wanted)]
+        out = ops.group_norm(given[0], 2, *given[1:])
+        assert out.requires_grad == any(wanted)
+        if any(wanted):
+            out.backward(gradient)
+        assert [each.grad is not None for each in given] == list(wanted)
+
+
+def test_what_is_saved_is_the_input_and_two_numbers_of_each_group():
+    saved = []
+    x, weight, bias, _ = tensors((2, 8, 4, 4))
+    with torch.autograd.graph.saved_tensors_hooks(lambda each: saved.append(each.shape) or each, lambda each: each):
+        ops.group_norm(channels_last(x).requires_grad_(), 2, weight, bias)
+    assert sorted(map(tuple, saved), key=len) == [(8,), (2, 2), (2, 2), (2, 8, 4, 4)]
+
+
+@pytest.mark.parametrize("shape", [(2, 4, 3, 2), (1, 4, 2, 2, 2), (2, 4, 5)], ids=str)
+def test_every_derivative(shape):
+    x, weight, bias, _ = (each.double() for each in tensors(shape))
+    given = tuple(each.requires_grad_() for each in (channels_last(x), weight, bias))
+
+    def norm(x, weight, bias):
+        return ops.group_norm(x, 2, weight, bias)
+
+    assert torch.autograd.gradcheck(
+        norm, given, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
+    )
+    assert torch.autograd.gradgradcheck(norm, given, check_fwd_over_rev=True)
+    assert torch.autograd.gradgradcheck(lambda x: ops.instance_norm(x) ** 2, given[:1])
+
+
+def test_transforms_of_torch_func():
+    x, weight, bias, _ = (each.double() for each in tensors((3, 4, 2, 3)))
+    x = channels_last(x)
+
+    def loss(norm):
+        return lambda x, w: (norm(x, 2, w, bias) ** 3).sum()
+
+    ours, stock = loss(ops.group_norm), loss(F.group_norm)
+    for transform in (grad, lambda f: grad(lambda x, w: grad(f)(x, w).pow(2).sum()), hessian):
+        torch.testing.assert_close(transform(ours)(x, weight), transform(stock)(x.contiguous(), weight))
+    tangents = (torch.randn_like(x), torch.randn_like(weight))
+    torch.testing.assert_close(jvp(ours, (x, weight), tangents), jvp(stock, (x.contiguous(), weight), tangents))
+    # Gradients by sample: over inputs, and over parameters as well.
+    batch = channels_last(torch.randn(6, 4, 2, 3).double()).unflatten(0, (3, 2))
+    for in_dims in ((0, None), (0, 0)):
+        w = weight if in_dims[1] is None else weight.expand(3, -1).clone()
+        by_ours, by_stock = (vmap(grad(each, argnums=(0, 1)), in_dims)(batch, w) for each in (ours, stock))
+        torch.testing.assert_close(by_ours, by_stock)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_autograd(backend):
+    x, weight, bias, _ = tensors((2, 8, 4, 4))
+    expected = gradients(
+        lambda *each: ops.group_norm(each[0], 2, *each[1:]), (channels_last(x), weight, bias), torch.ones_like(x)
+    )
+    given = [each.clone().requires_grad_() for each in (channels_last(x), weight, bias)]
+    torch._dynamo.reset()
+    with torch._dynamo.compiled_autograd._enable(torch.compile(backend=backend)):
+        ops.group_norm(given[0], 2, *given[1:]).sum().backward()
+    for each, value in zip(given, expected[1:]):
+        torch.testing.assert_close(each.grad, value)
+
+
+SAMPLES = {
+    "4d": ((2, 8, 4, 5), torch.float32, True),
+    "5d": ((1, 8, 2, 3, 2), torch.bfloat16, True),
+    "3d without parameters": ((2, 6, 5), torch.float32, False),
+}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_opcheck(sample, requires_grad):
+    shape, dtype, has_parameters = SAMPLES[sample]
+    x, weight, bias, gradient = tensors(shape, dtype)
+    x = channels_last(x).requires_grad_(requires_grad)
+    parameters = [each.requires_grad_(requires_grad) for each in (weight, bias)] if has_parameters else [None, None]
+    torch.library.opcheck(ops.group_norm.default, (x, 2, *parameters, 1e-5))
+    torch.library.opcheck(ops.native_group_norm.default, (x, 2, *parameters, 1e-5))
+    _, mean, rstd = ops.native_group_norm(x.detach(), 2, *parameters, 1e-5)
+    masks = [True, has_parameters, has_parameters]
+    torch.library.opcheck(
+        ops.native_group_norm_backward.default,
+        (channels_last(gradient), x.detach(), mean.detach(), rstd.detach(), weight.detach(), 2, 1e-5, masks),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (1, 8, 2, 3, 2), (2, 8, 1, 1), (2, 1, 3, 4), (2, 6, 5)], ids=str)
+def test_meta_tensors_have_the_strides_of_real_ones(shape):
+    x = channels_last(torch.randn(shape))
+    real = ops.native_group_norm(x, 1, None, None, 1e-5)
+    meta = ops.native_group_norm(x.to("meta"), 1, None, None, 1e-5)
+    for one, other in zip(real, meta):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    assert real[0].stride() == canonical(shape)
+
+
+def test_other_devices_get_the_same_from_pytorchs_own_kernels():
+    """The kernels of all devices that are no CPU, run here on the tensors of one."""
+    x, weight, bias, gradient = tensors((2, 8, 4, 5))
+    x, gradient = channels_last(x), channels_last(gradient)
+    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    given = (x, 2, weight, bias, 1e-5)
+    here, there = ops.native_group_norm(*given), ops.native_group_norm.default.redispatch(elsewhere, *given)
+    torch.testing.assert_close(here, there)
+    assert there[0].stride() == here[0].stride()
+    given = (gradient, x, *here[1:], weight, 2, 1e-5, [True, True, True])
+    here = ops.native_group_norm_backward(*given)
+    there = ops.native_group_norm_backward.default.redispatch(elsewhere, *given)
+    torch.testing.assert_close(here, there)
+    assert there[0].stride() == here[0].stride()
+
+
+def test_what_is_not_channels_last_goes_to_pytorch():
+    x, weight, bias, _ = tensors((2, 8, 4, 5))
+    for each in (x, x.transpose(2, 3), x[:, :, ::2], torch.randn(2, 8), torch.empty(0, 8, 4, 5), x.flatten(2)):
+        assert torch.equal(ops.group_norm(each, 2, weight, bias), F.group_norm(each, 2, weight, bias))
+    # Ambiguous: canonical strides tell which format is meant.
+    voxel = torch.randn(2, 8, 1, 1)
+    assert ops.group_norm(voxel, 2).stride() == voxel.stride()
+    assert ops.group_norm(channels_last(voxel), 2).stride() == canonical(voxel.shape)
+
+
+def test_part_of_a_larger_activation():
+    whole = channels_last(torch.randn(2, 16, 6, 5))
+    part = whole[:, :8]
+    out = ops.group_norm(part, 2)
+    torch.testing.assert_close(out, F.group_norm(part.contiguous(), 2))
+    assert out.stride() == canonical(part.shape)
+
+
+@pytest.mark.parametrize("track", [False, True])
+@pytest.mark.parametrize("shape", [(2, 5, 6, 7), (1, 8, 3, 4, 5), (3, 4, 9)], ids=str)
+def test_instance_norm(shape, track):
+    layer = (torch.nn.InstanceNorm1d, torch.nn.InstanceNorm2d, torch.nn.InstanceNorm3d)[len(shape) - 3]
+    ours, stock = (layer(shape[1], affine=True, track_running_stats=track) for _ in range(2))
+
+    def call(layer, function):
+        return lambda x, w, b: function(
+            x, layer.running_mean, layer.running_var, w, b, layer.training or not track, 0.2, 1e-4
+        )
+
+    x, weight, bias, gradient = tensors(shape)
+    for train in (True, False):
+        ours.train(train), stock.train(train)
+        assert_as_accurate(
+            call(ours, ops.instance_norm), call(stock, F.instance_norm), (x, weight, bias), gradient, factor=4
+        )
+        if track:  # the reference updated its own three times
+            stock = layer(shape[1], affine=True, track_running_stats=True)
+            ours = layer(shape[1], affine=True, track_running_stats=True)
+            call(stock, F.instance_norm)(x, weight, bias), call(ours, ops.instance_norm)(channels_last(x), weight, bias)
+            torch.testing.assert_close(ours.running_mean, stock.running_mean)
+            torch.testing.assert_close(ours.running_var, stock.running_var)
+
+
+def test_h35_instance_norm_of_batch_one_has_the_right_gradient():
+    x = torch.randn(1, 6, 5, 5)
+    gradient = torch.randn(1, 6, 5, 5)
+    assert_as_accurate(ops.instance_norm, F.instance_norm, (x,), gradient)
+
+
+def test_in_torchscript():
+    @torch.jit.script
+    def norm(x, weight: torch.Tensor):
+        return torch.ops.nhwc.group_norm(x, 2, weight) + torch.ops.nhwc.instance_norm(x)
+
+    x = channels_last(torch.randn(2, 8, 4, 5))
+    expected = F.group_norm(x.contiguous(), 2, torch.ones(8)) + F.instance_norm(x.contiguous())
+    torch.testing.assert_close(norm(x, torch.ones(8)), expected)
+
+
+def test_autocast_on_a_cpu_has_pytorchs_dtypes():
+    x, weight, bias, _ = tensors((2, 8, 4, 5))
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (x, x.bfloat16()):
+            ours, stock = ops.group_norm(channels_last(each), 2, weight, bias), F.group_norm(each, 2, weight, bias)
+            assert ours.dtype == stock.dtype
+            torch.testing.assert_close(ours, stock, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(("shape", "groups"), [((1, 64, 48, 48), 8), ((1, 16, 24, 24, 24), 16), ((5, 32, 20, 20), 4)])
+def test_threads_give_the_same_numbers_every_time(shape, groups):
+    x, weight, bias, gradient = tensors(shape, mean=10.0)
+    results = {}
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            runs = [
+                gradients(
+                    lambda *each: ops.group_norm(each[0], groups, *each[1:]), (channels_last(x), weight, bias), gradient
+                )
+                for _ in range(2)
+            ]
+            assert all(torch.equal(a, b) for a, b in zip(*runs))
+            results[threads] = runs[0]
+    finally:
+        torch.set_num_threads(before)
+    for own in results.values():
+        for a, b in zip(own, results[1]):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("given", "error_type", "text"),
+    [
+        (lambda x: (x, 3), RuntimeError, "divisible by num_groups"),
+        (lambda x: (x, 0), RuntimeError, "num groups to be greater than 0"),
+        (
+            lambda x: (x, 2, torch.ones(7)),
+            RuntimeError,
+            "weight to be a vector of size equal to the number of channels",
+        ),
+        (lambda x: (x, 2, None, torch.ones(7)), RuntimeError, "bias to be a vector of size equal"),
+        (lambda x: (x, 2, torch.ones(8).bfloat16()), RuntimeError, "mixed dtype|expected scalar type"),
+        (lambda x: (x.int(), 2), RuntimeError, "not implemented for 'Int'"),
+    ],
+)
+def test_bad_input_gets_pytorchs_error(given, error_type, text):
+    x = channels_last(torch.randn(2, 8, 4, 5))
+    for norm in (ops.group_norm, torch.group_norm):
+        with pytest.raises(error_type, match=text):
+            norm(*given(x))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda x: (x[0, 0], 2, None, None, 1e-5), "expected an input of 3 to 5 dimensions, got 2"),
+        (lambda x: (x, 3, None, None, 1e-5), "a number of groups that divides the 8 channels, got 3"),
+        (lambda x: (x, 2, torch.ones(7), None, 1e-5), "a weight and a bias of 8 elements, got one of shape"),
+        (lambda x: (x, 2, torch.ones(8).double(), None, 1e-5), "a weight and a bias of Float"),
+        (lambda x: (x[:0], 2, None, None, 1e-5), "an input with elements"),
+    ],
+)
+def test_bad_input_of_the_native_operator(given, text):
+    with pytest.raises(RuntimeError, match=text):
+        ops.native_group_norm(*given(channels_last(torch.randn(2, 8, 4, 5))))
+
+
+def test_more_than_two_to_the_31_bytes_of_offsets():
+    """Rows far into the tensor are found: the second sample begins behind 2^31 elements of a meta tensor."""
+    out, *_ = ops.native_group_norm(
+        torch.empty_strided((2, 64, 1 << 13, 1 << 13), (1 << 32, 1, 1 << 19, 64), device="meta"), 8, None, None, 1e-5
+    )
+    assert out.stride() == (1 << 32, 1, 1 << 19, 64)
