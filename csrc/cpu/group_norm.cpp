@@ -53,12 +53,12 @@ class Pieces {
       : shape_(shape) {
     const int64_t cache = second_level_cache_bytes();
     constexpr int64_t worthwhile_bytes = 128;  // whole lines of cache, and their neighbours
-    for (int64_t slices = 2; sample_bytes > cache && slices <= shape.groups; ++slices) {
+    for (int64_t slices = 2; sample_bytes > 2 * cache && slices <= shape.groups; ++slices) {
       const int64_t channels = shape.channels / slices;
       if (channels * element_bytes < worthwhile_bytes) break;
       if (shape.groups % slices != 0 || kernels.period(channels) != channels) continue;
       slices_ = slices;
-      if (sample_bytes / slices <= cache / 2) break;
+      if (sample_bytes / slices <= cache / 4 * 3) break;
     }
     if (sample_bytes / slices_ > cache) slices_ = 1;
     const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();

@@ -58,11 +58,11 @@ NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, std:
   for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * stride + k, slot_of<Element>(k));
 }
 
-/// The rows of a block: enough that what is done once for a block is little beside it, few enough for sums in float.
+/// The rows of a block: enough that what is done once for a block is little beside it.
 template <typename Element>
 std::int64_t block_rows(std::int64_t channels) {
-  const std::int64_t multiple = rows_at_once * (period_of<Element>(channels) / channels), wanted = 8192 / channels;
-  return (wanted < 64 ? 64 : wanted) / multiple * multiple + multiple;
+  const std::int64_t multiple = rows_at_once * (period_of<Element>(channels) / channels), wanted = 32768 / channels;
+  return (wanted < 256 ? 256 : wanted) / multiple * multiple + multiple;
 }
 
 /// Sums of numbers, and what was lost where they were rounded, by Dekker's summation: one of the numbers may be far larger
@@ -191,19 +191,20 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
   const auto* mean = static_cast<const Number*>(means);
+  constexpr int lanes = VectorOf<Number>::lanes;
   const std::int64_t period = period_of<Element>(channels), block = block_rows<Element>(channels);
   auto* folded = static_cast<double*>(scratch);
   auto* sums = reinterpret_cast<Number*>(folded + channels);
-  Number* products = sums + period;
+  Number *products = sums + period, *lost = products + period;
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const std::int64_t taken = begin + block < count ? block : count - begin;
     const Element *g = grad + begin * stride, *x = rows + begin * stride;
-    for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = 0;
+    for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = lost[k] = lost[period + k] = 0;
     for_each<Element>(
         taken, channels, stride,
         [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
           const Pair<Number> m = load_pair(mean + k);
-          Pair<Number> s = load_pair(sums + k), p = load_pair(products + k);
+          Pair<Number> s{}, p{};
           for (int row = 0; row < periods; ++row) {
             const Pair<Number> from = load_pair(g + at + row * step), value = load_pair(x + at + row * step);
             s.first += from.first;
@@ -211,14 +212,20 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
             p.first += from.first * (value.first - m.first);
             p.second += from.second * (value.second - m.second);
           }
-          store_pair(sums + k, s);
-          store_pair(products + k, p);
+          add(sums + k, lost + k, s.first);
+          add(sums + k + lanes, lost + k + lanes, s.second);
+          add(products + k, lost + period + k, p.first);
+          add(products + k + lanes, lost + period + k + lanes, p.second);
         },
         [=](std::int64_t at, std::int64_t k) {
           const Number value = load_one(g + at);
           sums[k] += value;
           products[k] += value * (load_one(x + at) - mean[k]);
         });
+    for (std::int64_t k = 0; k < period; ++k) {
+      sums[k] += lost[k];
+      products[k] += lost[period + k];
+    }
     fold<Element>(sums, period, channels, folded);
     for (std::int64_t c = 0; c < channels; ++c) sum[c] += folded[c];
     fold<Element>(products, period, channels, folded);
