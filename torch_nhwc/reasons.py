@@ -146,6 +146,6 @@ class Reason(enum.Enum):
     )
     SAVED_WHOLE = (
         Kind.MODEL,
-        "a whole model that torch.save writes with exchanged layers needs torch_nhwc where it is loaded: save its state "
-        "dict, or revert first",
+        "a whole model that torch.save writes with exchanged layers needs torch_nhwc where it is loaded: save its "
+        "state dict, or revert first",
     )

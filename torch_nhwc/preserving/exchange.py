@@ -1,7 +1,7 @@
-"""Exchanging a layer's class for the one that preserves, and bringing it back: the object stays, and all that it holds."""
+"""Exchanging a layer's class for the one that preserves, and bringing it back: the object stays, with all it holds."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 
@@ -33,8 +33,7 @@ def stock_of(layer_type: type) -> type:
     """The class that a layer has in its package: without what preserves, and without what parametrizes."""
     if not is_exchanged(layer_type):
         return layer_type
-    known = _STOCK.get(layer_type)
-    return known or stock_of(layer_type.__bases__[0])
+    return _STOCK.get(layer_type) or next(stock_of(base) for base in layer_type.__bases__ if is_exchanged(base))
 
 
 def _mapped(layer_type: type, known: Callable[[type], type | None]) -> type:
@@ -63,11 +62,10 @@ def _preserving_of(layer_type: type) -> type | None:
 
 def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
     """Pickles a layer by its class in its own package, since no module has the one that was made here."""
-    _, _, *state = object.__reduce_ex__(layer, 2)
+    _, _, *state = cast(tuple[Any, ...], object.__reduce_ex__(layer, 2))
     return _blank, (_STOCK[type(layer)],), *state
 
 
 def _blank(stock: type) -> Any:
-    preserving = _preserving_of(stock)
-    assert preserving is not None
+    preserving: Any = _preserving_of(stock)
     return preserving.__new__(preserving)

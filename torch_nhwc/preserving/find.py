@@ -1,4 +1,4 @@
-"""The layers of a model that lose on channels-last, each with the reason why it cannot be exchanged, if there is one."""
+"""The layers of a model that lose on channels-last, and what stands in the way of exchanging one."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

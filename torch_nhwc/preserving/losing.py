@@ -9,7 +9,7 @@ from torch_nhwc.preserving import layers
 
 
 def _over_channels(layer: Any) -> bool:
-    return layer.dim in (1, -3, -4)  # channels of images and of volumes
+    return bool(layer.dim in (1, -3, -4))  # the channels, of images and of volumes
 
 
 def _of_one_tap(layer: Any) -> bool:
