@@ -40,7 +40,7 @@ class Edit(NamedTuple):
 
 
 def edits_of(following: Following, request: Request) -> list[Edit]:
-    """The edits of a conversion: layers are exchanged, lazy ones convert later, computed weights and inputs laid out."""
+    """The edits of a conversion: layers exchanged, lazy ones converting later, computed weights and inputs laid out."""
     model, sources = following.model, following.sources
     edits = _exchanges(following, request)
     seen: set[int] = set()  # layers with a computed weight, each of which may have several sites

@@ -9,7 +9,8 @@ from torch_nhwc.preserving import layers
 
 
 def _over_channels(layer: Any) -> bool:
-    return bool(layer.dim in (1, -3, -4))  # the channels, of images and of volumes
+    dims: tuple[object, ...] = 1, -3, -4  # the channels, of images and of volumes
+    return layer.dim in dims
 
 
 def _of_one_tap(layer: Any) -> bool:

@@ -23,8 +23,8 @@ def restore_(
 
     `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` take it away. Gradients follow, and so do state
     and averaged copies that are given; layers of the plan that are no longer exchanged are so again. Weights may have
-    another dtype than in the plan. What else was laid out anew,
-    such as a transposed weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
+    another dtype than in the plan. What else was laid out anew, such as a transposed weight of a linear layer, is not
+    the plan's: `align_` makes the optimizer's state fit.
 
     Args:
         model: one that the plan fits.
