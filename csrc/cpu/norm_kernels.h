@@ -6,31 +6,34 @@
 
 namespace nhwc::cpu {
 
-/// A row is the channels of one voxel; rows are dense. Sums are in float, in double for doubles, within a block of rows
-/// and in double across blocks. `Real*` is `const float*` or, for doubles, `const double*`.
+/// A row is the channels of one voxel. Rows begin `stride` elements apart: as many as the channels are, or more where these
+/// are a slice of whole periods. Sums are in float, in double for doubles, within a block of rows, and in double across
+/// blocks. `Real*` is `const float*` or, for doubles, `const double*`.
 struct NormKernels {
   using Real = const void;
 
-  /// Of how many channels' parameters the three passes below want copies, one after the other: a multiple of the
-  /// channels that fills whole registers.
+  /// How many parameters the passes below want, each channel's again and again: a multiple of the channels that fills
+  /// whole registers.
   std::int64_t (*period)(std::int64_t channels);
 
-  /// Goes on with each channel's mean, and sum of squared deviations from it, over `count` rows more after the `seen`
-  /// ones. `scratch` has room for four periods of doubles.
-  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t seen, double* mean,
+  /// Writes such copies, in the order that the passes want, to `out`, which has room for a period of them.
+  void (*spread)(const double* values, std::int64_t channels, std::int64_t period, void* out);
+
+  /// Each channel's mean, and sum of squared deviations from it. `scratch` has room for five periods of doubles.
+  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t stride, double* mean,
                   double* deviations, void* scratch);
 
   /// out = (rows - mean) * scale + shift.
-  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t period, Real* mean, Real* scale,
-                    Real* shift);
+  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t channels, std::int64_t stride,
+                    Real* mean, Real* scale, Real* shift);
 
   /// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`. `scratch` as for `moments`.
-  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels, Real* mean,
-                        double* sum, double* product, void* scratch);
+  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels, std::int64_t stride,
+                        Real* mean, double* sum, double* product, void* scratch);
 
   /// out = of_grad * grad + of_rows * (rows - mean) + shift.
-  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t period, Real* mean,
-                   Real* of_grad, Real* of_rows, Real* shift);
+  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t channels,
+                   std::int64_t stride, Real* mean, Real* of_grad, Real* of_rows, Real* shift);
 };
 
 /// For doubles, floats, halves and bfloat16s.

@@ -33,9 +33,24 @@ struct VectorOf {
 template <typename Number>
 using Vector = typename VectorOf<Number>::Type;
 
-/// As many 16-bit elements as a register has floats, and their bits in a float's width.
-typedef std::uint16_t NarrowBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
-typedef std::uint32_t WideBits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
+/// Two registers of neighbours. Bfloat16s lie in them by their parity, the even ones first, since this is how they come
+/// apart and together in two instructions; `slot_of` says where.
+template <typename Number>
+struct Pair {
+  Vector<Number> first, second;
+};
+
+template <typename Element>
+constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
+
+/// Where element `k` of a row of pairs is among their numbers.
+template <typename Element>
+NHWC_ALWAYS_INLINE std::int64_t slot_of(std::int64_t k) {
+  if (!std::is_same<Element, BFloat16>::value) return k;
+  constexpr std::int64_t size = pair_size<Element>;
+  const std::int64_t within = k % size;
+  return k - within + within / 2 + (within % 2) * (size / 2);
+}
 
 template <typename Number>
 NHWC_ALWAYS_INLINE Vector<Number> load(const Number* source) {
@@ -49,21 +64,37 @@ NHWC_ALWAYS_INLINE void store(Number* destination, Vector<Number> value) {
   std::memcpy(destination, &value, sizeof(value));
 }
 
-NHWC_ALWAYS_INLINE Vector<float> load(const BFloat16* source) {
-  NarrowBits bits;
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
+  return {load(source), load(source + VectorOf<Number>::lanes)};
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& values) {
+  store(destination, values.first);
+  store(destination + VectorOf<Number>::lanes, values.second);
+}
+
+typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
+
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
+  Bits bits;
   std::memcpy(&bits, source, sizeof(bits));
-  return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, WideBits) << 16);
+  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
 }
 
-NHWC_ALWAYS_INLINE void store(BFloat16* destination, Vector<float> value) {
-  const auto bits = detail::bits_as<WideBits>(value);
-  const WideBits rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  const auto is_number = detail::bits_as<WideBits>(value == value);
-  const NarrowBits narrow = __builtin_convertvector((rounded & is_number) | (0x7FC0 & ~is_number), NarrowBits);
-  std::memcpy(destination, &narrow, sizeof(narrow));
+/// Rounded to a bfloat16, in the upper half.
+NHWC_ALWAYS_INLINE Bits rounded(Vector<float> value) {
+  const auto bits = detail::bits_as<Bits>(value);
+  return value == value ? bits + 0x7FFF + (bits >> 16 & 1) : Bits{} + 0x7FC00000;
 }
 
-NHWC_ALWAYS_INLINE Vector<float> load(const Half* source) {
+NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
+  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
 #if NHWC_X86_LEVEL >= 3
   // Not the plain intrinsic: GCC warns of the register that it leaves uninitialised.
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -77,7 +108,7 @@ NHWC_ALWAYS_INLINE Vector<float> load(const Half* source) {
 #endif
 }
 
-NHWC_ALWAYS_INLINE void store(Half* destination, Vector<float> value) {
+NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #if NHWC_X86_LEVEL >= 3
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination),
                       _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
@@ -87,6 +118,15 @@ NHWC_ALWAYS_INLINE void store(Half* destination, Vector<float> value) {
 #else
   for (int lane = 0; lane < VectorOf<float>::lanes; ++lane) destination[lane].bits = FloatToHalf()(value[lane]);
 #endif
+}
+
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
+  return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
+}
+
+NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values) {
+  store_halves(destination, values.first);
+  store_halves(destination + VectorOf<float>::lanes, values.second);
 }
 
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
