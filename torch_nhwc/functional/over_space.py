@@ -3,14 +3,14 @@
 TorchScript compiles all of it but `interpolate`: what it does not know stands behind `is_scripting`.
 """
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Optional, cast
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
-from torch._jit_internal import BroadcastingList3, boolean_dispatch, is_scripting  # type: ignore[attr-defined]
+from torch._jit_internal import BroadcastingList3, boolean_dispatched, is_scripting  # type: ignore[attr-defined]
+from torch.jit import is_tracing
 from torch.nn.modules.utils import _list_with_default
 
 from torch_nhwc.functional.routing import is_theirs
@@ -52,18 +52,24 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
         (128, 1, 32, 16, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        if is_theirs(input) or _is_of_traced_sizes(output_size):
             return F.adaptive_avg_pool3d(input, output_size)
+        output_size = _each_way(output_size)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
     pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
     return pooled
 
 
-def _adaptive_max_pool3d_with_indices(
+def _is_of_traced_sizes(output_size: Any) -> bool:
+    """Whether `torch.jit.trace` takes sizes from the input, which lists of numbers for operators do not hold."""
+    return is_tracing() and not all(type(size) is int for size in _each_way(output_size))
+
+
+def adaptive_max_pool3d(
     input: Tensor,
     output_size: BroadcastingList3[int],
     return_indices: bool = False,
-) -> tuple[Tensor, Tensor]:
+) -> Any:
     """Stands in for `torch.nn.functional.adaptive_max_pool3d`, which gives contiguous activations.
 
     Example:
@@ -72,32 +78,33 @@ def _adaptive_max_pool3d_with_indices(
         >>> pooled.stride()
         (64, 1, 32, 16, 8)
     """
-    if not is_scripting():
-        if is_theirs(input):
-            return F.adaptive_max_pool3d(input, output_size, return_indices=True)
+    if is_theirs(input) or _is_of_traced_sizes(output_size):
+        return F.adaptive_max_pool3d(input, output_size, return_indices)  # type: ignore[call-overload]
+    both = _max_with_indices(input, _each_way(output_size))
+    return both if return_indices else both[0]
+
+
+def _max_with_indices(
+    input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = True
+) -> tuple[Tensor, Tensor]:
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
     pooled: tuple[Tensor, Tensor] = torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
     return pooled
 
 
-def _adaptive_max_pool3d(
-    input: Tensor,
-    output_size: BroadcastingList3[int],
-    return_indices: bool = False,
-) -> Tensor:
-    return _adaptive_max_pool3d_with_indices(input, output_size)[0]
+def _max_alone(input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = False) -> Tensor:
+    return _max_with_indices(input, output_size)[0]
 
 
-adaptive_max_pool3d = boolean_dispatch(  # type: ignore[no-untyped-call]
-    arg_name="return_indices",
-    arg_index=2,
-    default=False,
-    if_true=_adaptive_max_pool3d_with_indices,
-    if_false=_adaptive_max_pool3d,
-    module_name=__name__,
-    func_name="adaptive_max_pool3d",
-)
-adaptive_max_pool3d.__signature__ = inspect.signature(_adaptive_max_pool3d).replace(return_annotation=Any)
+# TorchScript calls one or the other, by an argument that must be a constant there, as for PyTorch's.
+_choice: dict[str, Any] = {
+    "if_true": _max_with_indices,
+    "if_false": _max_alone,
+    "index": 2,
+    "default": False,
+    "arg_name": "return_indices",
+}
+boolean_dispatched[adaptive_max_pool3d] = _choice
 
 
 def lp_pool3d(
@@ -167,15 +174,21 @@ def conv3d(
             padding = numbers
         if is_theirs(input, weight, bias):
             return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
+        stride, padding, dilation = _each_way(stride), _each_way(padding), _each_way(dilation)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
+
+
+def _each_way(value: Any) -> Any:
+    """One number as three: the operators take no single one where a size may be symbolic."""
+    return [value] * 3 if isinstance(value, int) else value
 
 
 def _padding_in_numbers(padding: str, weight: Tensor, stride: Any, dilation: Any) -> list[int] | None:
     """The padding that a name means, equal on both sides; `None` where it is another on each, or an error."""
     if padding == "valid":
         return [0, 0, 0]
-    strides, dilations = ([each] * 3 if isinstance(each, int) else list(each) for each in (stride, dilation))
+    strides, dilations = list(_each_way(stride)), list(_each_way(dilation))
     both = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:])]
     is_even = padding == "same" and strides == [1, 1, 1] and len(both) == 3 and not any(each % 2 for each in both)
     return [each // 2 for each in both] if is_even else None
