@@ -10,7 +10,6 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 from torch._jit_internal import BroadcastingList3, boolean_dispatched, is_scripting  # type: ignore[attr-defined]
-from torch.jit import is_tracing
 from torch.nn.modules.utils import _list_with_default
 
 from torch_nhwc.functional.routing import is_theirs
@@ -62,7 +61,7 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
 
 def _is_of_traced_sizes(output_size: Any) -> bool:
     """Whether `torch.jit.trace` takes sizes from the input, which lists of numbers for operators do not hold."""
-    return is_tracing() and not all(type(size) is int for size in _each_way(output_size))
+    return torch._C._is_tracing() and not all(type(size) is int for size in _each_way(output_size))
 
 
 def adaptive_max_pool3d(
