@@ -1,6 +1,7 @@
 """The layers of a model that lose on channels-last, and what stands in the way of exchanging one."""
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import NamedTuple
 
 import torch
@@ -75,9 +76,4 @@ def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.devi
 
 def _device_of(module: nn.Module) -> torch.device | None:
     """Where a module's first tensor is."""
-    tensors = (*module.parameters(), *module.buffers()) if module._modules else _own_tensors(module)
-    return next((tensor.device for tensor in tensors), None)
-
-
-def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+    return next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
