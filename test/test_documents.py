@@ -160,10 +160,14 @@ def test_links_lead_somewhere():
 
 def test_the_reference_lists_every_public_name_with_its_signature():
     text = (ROOT / "docs/api.md").read_text()
-    listed = re.findall(r"^\| `(\w+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted(nhwc.__all__)
-    for name in filter(lambda name: inspect.isfunction(getattr(nhwc, name)), nhwc.__all__):
-        signature = inspect.signature(getattr(nhwc, name))
+    public = {name: getattr(nhwc, name) for name in nhwc.__all__}
+    public |= {f"functional.{name}": getattr(nhwc.functional, name) for name in nhwc.functional.__all__}
+    listed = re.findall(r"^\| `([\w.]+)", text, re.MULTILINE)
+    assert sorted(listed) == sorted(public)
+    for name, function in public.items():
+        if not inspect.isfunction(function):
+            continue
+        signature = inspect.signature(function)
         plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         expected = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
         assert f"| `{name}{expected}` |" in text
@@ -171,7 +175,7 @@ def test_the_reference_lists_every_public_name_with_its_signature():
 
 def test_the_reference_names_what_plans_reports_and_their_rows_have():
     text = (ROOT / "docs/api.md").read_text()
-    for each in (nhwc.Plan, nhwc.PlanRow, nhwc.Report, nhwc.CompanionRow, nhwc.Deviation):
+    for each in (nhwc.Plan, nhwc.PlanRow, nhwc.LayerRow, nhwc.Report, nhwc.CompanionRow, nhwc.Deviation):
         (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
         fields = getattr(each, "_fields", ()) or tuple(each.__dataclass_fields__)
         public = {name for name in (*fields, *vars(each)) if not name.startswith("_")} - {"count", "index"}

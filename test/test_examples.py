@@ -9,7 +9,12 @@ import torch
 
 import torch_nhwc as nhwc
 
-PUBLIC = [getattr(nhwc, name) for name in nhwc.__all__ if callable(getattr(nhwc, name))]
+PUBLIC = [
+    getattr(module, name)
+    for module in (nhwc, nhwc.functional)
+    for name in module.__all__
+    if callable(getattr(module, name))
+]
 
 
 @pytest.mark.parametrize("public", PUBLIC, ids=lambda public: public.__name__)

@@ -586,6 +586,83 @@ def a_distributed_checkpoint_of_a_converted_model_loads_into_either_layout():
             assert check_everywhere(target, plan) == []
 
 
+# Exchanged layers.
+
+
+def normed(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Conv2d(1, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.Conv2d(6, 4, 3), nn.InstanceNorm2d(4, affine=True)
+    )
+
+
+def train_with_layers_exchanged(wrap, **options):
+    """The model as one process trains it without, and the wrapped one with exchanged layers after the same steps."""
+    alone, model = normed(), normed()
+    trained(alone, 3)
+    plan = nhwc.convert_(model, preserve=True, input_format="channels_last", **options).plan
+    assert check_everywhere(model, plan) == []
+    assert len({*gathered(plan.digest)}) == 1
+    wrapped = wrap(model)
+    optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.05)
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss_of(wrapped, own_part(batch)).backward()
+        optimizer.step()
+    names = [type(module).__name__ for module in wrapped.modules()]
+    assert "PreservingGroupNorm" in names
+    assert "PreservingInstanceNorm2d" in names
+    return alone, wrapped
+
+
+def gathered(value):
+    heard = [None] * world()
+    dist.all_gather_object(heard, value)
+    return heard
+
+
+@scenario
+def ddp_trains_a_model_with_exchanged_layers_as_one_process_trains_it_without():
+    alone, wrapped = train_with_layers_exchanged(DistributedDataParallel)
+    for got, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@scenario
+def fsdp1_trains_a_model_with_exchanged_layers():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    alone, wrapped = train_with_layers_exchanged(lambda model: fsdp1(model, True))
+    with FullyShardedDataParallel.summon_full_params(wrapped):
+        for got, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+
+
+@scenario
+def fsdp2_trains_a_model_with_exchanged_layers_and_contiguous_weights():
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (world(),))
+
+    def shard(model):
+        fully_shard(model[2], mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    no_weights = {"filter_fn": lambda module, _: not isinstance(module, nn.Conv2d)}
+    alone, wrapped = train_with_layers_exchanged(shard, **no_weights)
+    for got, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(got.full_tensor(), expected, rtol=1e-4, atol=1e-5)
+
+
+@scenario
+def a_rank_that_exchanged_other_layers_is_named():
+    model = normed()
+    keep = None if rank() else lambda module, path: path != "1"
+    plan = nhwc.convert_(model, preserve=True, filter_fn=keep).plan
+    said = check_everywhere(model, plan)
+    assert any("plan of '1' is GroupNorm, " in each and "on rank 0 GroupNorm, kept" in each for each in said), said
+
+
 def main(index, size, store, folder):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=index, world_size=size, timeout=WAIT)
