@@ -52,7 +52,7 @@ TORCH_LIBRARY(nhwc, m) {
       compliant);
   m.def(
       "native_group_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, "
-      "bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
   m.def("native_softmax(Tensor input, bool log) -> Tensor", compliant);
   m.def("native_softmax_backward(Tensor grad, Tensor output, bool log) -> Tensor", compliant);

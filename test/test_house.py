@@ -14,6 +14,7 @@ ROOMS = [
         "cpp_extension",
         "outcomes",
         "ops",
+        "functional",
         "sharding",
         "text",
         "formats",
@@ -21,7 +22,7 @@ ROOMS = [
         "reasons",
         "hooks",
     ),
-    *("modules", "running", "finding", "planning", "converting", "upkeep", "saving"),
+    *("modules", "running", "finding", "preserving", "planning", "converting", "upkeep", "saving"),
     *("__init__", "cli", "__main__"),
 ]
 

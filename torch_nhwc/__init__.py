@@ -1,5 +1,6 @@
 """Convolution weights, and whole models, into channels-last memory format."""
 
+from torch_nhwc import functional
 from torch_nhwc import sharding as _sharding
 from torch_nhwc.converting.conversion import channels_last, convert_
 from torch_nhwc.converting.dropin import convert_conv2d_weight_memory_format, convert_conv3d_weight_memory_format
@@ -20,7 +21,7 @@ from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import CompanionRow
 from torch_nhwc.planning.planner import plan
 from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.planning.rows import Action, LayerRow, PlanRow
 from torch_nhwc.reasons import Reason
 from torch_nhwc.saving.state_dicts import contiguous_state_dict, convert_state_dict
 from torch_nhwc.upkeep.checking import Deviation, check
@@ -31,6 +32,7 @@ __all__ = [
     "Action",
     "CompanionRow",
     "Deviation",
+    "LayerRow",
     "Outcome",
     "Plan",
     "PlanRow",
@@ -55,6 +57,7 @@ __all__ = [
     "cpu_capability",
     "extra_cflags",
     "extra_cuda_cflags",
+    "functional",
     "include_paths",
     "lay_out_weights_",
     "library_path",

@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     REMARK = "it changes, and deserves a remark"
     REFUSED = "it should change and cannot"
     COMPANION = "a gradient, a state or an averaged copy stays as it is"
+    LAYER = "a layer that loses on channels-last stays as it is"
     MODEL = "a remark on the whole model or on an optimizer"
 
 
@@ -115,6 +116,15 @@ class Reason(enum.Enum):
         "this state is a tensor subclass or packed (8-bit), and is left to its optimizer",
     )
 
+    EXCHANGED = Kind.LAYER, "it is exchanged already, and keeps channels-last"
+    OTHER_CLASS = (
+        Kind.LAYER,
+        "its class derives from PyTorch's and is not one that is known here: what its forward does cannot be exchanged",
+    )
+    FORWARD_REPLACED = Kind.LAYER, "its forward was replaced on the layer itself, which an exchange would not change"
+    OTHER_ARGUMENTS = Kind.LAYER, "there is no form of it that keeps channels-last for its arguments"
+    OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and what it loses elsewhere was not measured"
+
     VIEWS_PARAMETERS = (
         Kind.MODEL,
         "this optimizer's code calls .view(...) on tensors: a channels-last weight may make it raise",
@@ -122,5 +132,20 @@ class Reason(enum.Enum):
     INSTANCE_NORM = (
         Kind.MODEL,
         "PyTorch's gradient of instance norm on a CPU is wrong where a channels-last one arrives and the batch is 1: "
-        "train with larger batches, or use GroupNorm with one group for each channel",
+        "exchange the layers by preserve=True, train with larger batches, or use GroupNorm with one group for each "
+        "channel",
+    )
+    GROUP_NORM = (
+        Kind.MODEL,
+        "PyTorch's group norm on a CPU is inaccurate on channels-last, the more the farther means lie from zero: "
+        "exchange the layers by preserve=True",
+    )
+    SCRIPTED_LAYERS = (
+        Kind.MODEL,
+        "layers inside of a TorchScript module cannot be exchanged: convert with preserve=True before scripting",
+    )
+    SAVED_WHOLE = (
+        Kind.MODEL,
+        "a whole model that torch.save writes with exchanged layers needs torch_nhwc where it is loaded: save its "
+        "state dict, or revert first",
     )

@@ -20,10 +20,12 @@ from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import Sources, sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow
-from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.layers import LayerDecision, decide_layers
+from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.planner import plan_of
 from torch_nhwc.planning.plans import Plan
 from torch_nhwc.planning.rows import Action
+from torch_nhwc.preserving.find import find_layers
 from torch_nhwc.reasons import Reason
 
 
@@ -40,6 +42,7 @@ def convert_(
     strict: bool = False,
     dry_run: bool = False,
     input_format: Literal["channels_last"] | torch.memory_format | None = None,
+    preserve: bool = False,
 ) -> Report:
     """Brings the convolution weights of a model into a memory format, in place, with all that belongs to them.
 
@@ -67,6 +70,8 @@ def convert_(
         dry_run: whether only to report what would happen.
         input_format: `"channels_last"` also brings 4D and 5D inputs into channels-last at the model's entry, by a
             forward pre-hook.
+        preserve: whether layers that lose on channels-last are exchanged for such as keep it: the class of the object
+            changes, and nothing else. `torch.contiguous_format` brings exchanged layers back.
 
     Returns:
         What was done to every weight, and why; its `revert` undoes it.
@@ -89,10 +94,12 @@ def convert_(
     start = time.perf_counter()
     sources = sources_of(optimizer, ema)
     if plan is None:
-        request = Request.of(memory_format, storage, filter_fn, input_format)
+        request = Request.of(memory_format, storage, filter_fn, input_format, preserve)
         found = find(model, example_inputs)
-    elif memory_format is not None or filter_fn is not None or example_inputs is not None:
-        raise ValueError("a plan has its own memory format, filter and example inputs: give the one or the others")
+    elif memory_format is not None or filter_fn is not None or example_inputs is not None or preserve:
+        raise ValueError(
+            "a plan has its own memory format, filter, example inputs and layers: give the one or the others"
+        )
     else:
         found = match(plan, model)
         request = request_of(plan, storage, input_format)
@@ -102,7 +109,7 @@ def convert_(
 def request_of(plan: Plan, storage: Storage | None, input_format: Any = None) -> Request:
     """What a plan asks for, with another storage or a format of the inputs where they are given."""
     storage = plan.storage if storage is None else storage
-    return Request.of(plan.memory_format, storage, None, input_format or plan.input_format)
+    return Request.of(plan.memory_format, storage, None, input_format or plan.input_format, bool(plan.layers))
 
 
 def carry_out(
@@ -116,10 +123,14 @@ def carry_out(
 ) -> Report:
     """All of a conversion behind finding the sites, with their plan where there is one; `start` is when it began."""
     start = time.perf_counter() if start is None else start
-    following = follow(found, decide(found.sites, request, plan), sources, request)
+    layers: list[LayerDecision] = []
+    if request.preserve:
+        of_model = match_layers(plan, found.model) if plan else find_layers(found.model)
+        layers = decide_layers(of_model, request, plan)
+    following = follow(found, decide(found.sites, request, plan), layers, sources, request)
     _tell_refused(following.decisions, strict)
     changes = prepare(following, request)
-    plan = plan_of(following.decisions, request)
+    plan = plan_of(following.decisions, layers, request)
     undo = Undo.of(following, changes.edits)
     if not dry_run:
         commit_changes(changes, request)

@@ -83,7 +83,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
         )
     found, request = walk_layers(module), Request(Format.of(memory_format), "detach")
     decisions = decide([site for site in found.sites if site.rank == rank], request)
-    following = follow(found, decisions, Sources(), request)
+    following = follow(found, decisions, [], Sources(), request)
     left = [
         (decision.site, reason)
         for decision in decisions

@@ -1,7 +1,7 @@
-"""What a conversion changes besides tensors: hooks on modules, and the last steps of computed weights."""
+"""What a conversion changes besides tensors: hooks on modules, last steps of computed weights, classes of layers."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import NamedTuple
 
@@ -12,6 +12,10 @@ from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hoo
 from torch_nhwc.modules import computed
 from torch_nhwc.planning.companions import Sources
 from torch_nhwc.planning.deciding import Decision, Request
+from torch_nhwc.planning.following import Following
+from torch_nhwc.planning.rows import Action
+from torch_nhwc.preserving.exchange import bring_back, exchange, is_exchanged
+from torch_nhwc.preserving.find import exchanged_layers, find_layers
 from torch_nhwc.reasons import Reason
 
 
@@ -35,11 +39,12 @@ class Edit(NamedTuple):
             self.forth(module)
 
 
-def edits_of(model: nn.Module, decisions: list[Decision], sources: Sources, request: Request) -> list[Edit]:
-    """The edits of a conversion: lazy layers convert later, computed weights are laid out, and so are inputs."""
-    edits: list[Edit] = []
+def edits_of(following: Following, request: Request) -> list[Edit]:
+    """The edits of a conversion: layers exchanged, lazy ones converting later, computed weights and inputs laid out."""
+    model, sources = following.model, following.sources
+    edits = _exchanges(following, request)
     seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
-    for decision in decisions:
+    for decision in following.decisions:
         site = decision.site
         module = site.module
         if decision.reason is Reason.LAZY or module._forward_pre_hooks:
@@ -77,6 +82,28 @@ def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:
         return []
     forth, back = (partial(computed.set_step, memory_format=each) for each in (name, current))
     return [Edit(weakref.ref(layer), forth, back) for layer in (module, *sources.layers_at(decision.site.path))]
+
+
+def _exchanges(following: Following, request: Request) -> list[Edit]:
+    """Layers become such as preserve, in averaged copies too; on the way to contiguous they become what they were."""
+    sources = following.sources
+    if not request.format.is_channels_last:
+        is_there = any(is_exchanged(each) for each in following.module_types)
+        paths = [path for path, _ in exchanged_layers(following.model)] if is_there else []
+        return bring_back_edits(paths, Sources((), (following.model, *sources.copies)))
+    paths = [each.layer.path for each in following.layers if each.row.is_wanted]
+    modules = [each.layer.module for each in following.layers if each.action is Action.EXCHANGE]
+    for copy in sources.copies if paths else ():
+        if isinstance(copy, nn.Module):
+            of_copy = {layer.path: layer for layer in find_layers(copy) if layer.reason is None}
+            modules += [of_copy[path].module for path in paths if path in of_copy]
+    return [Edit(weakref.ref(module), exchange, bring_back) for module in modules]
+
+
+def bring_back_edits(paths: Iterable[str], sources: Sources) -> list[Edit]:
+    """The edits that make exchanged layers what they were, in each of some models."""
+    modules = [layer for path in paths for layer in sources.layers_at(path) if is_exchanged(type(layer))]
+    return [Edit(weakref.ref(module), bring_back, exchange) for module in modules]
 
 
 def _hook_edit(module: nn.Module, hook: object) -> Edit:

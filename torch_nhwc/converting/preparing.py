@@ -24,5 +24,5 @@ def prepare(following: Following, request: Request) -> Changes:
     decisions = [decision for decision in following.decisions if decision.changes]
     companions = [companion for companion in following.companions if companion.changes]
     tensors = [decision.tensor for decision in decisions] + [companion.tensor for companion in companions]
-    edits = edits_of(following.model, following.decisions, following.sources, request)
+    edits = edits_of(following, request)
     return Changes(tensors, [*decisions, *companions], edits)

@@ -54,7 +54,8 @@ class Report:
     def revert(self, optimizer: Any = None, ema: Any = None) -> None:
         """Lays the present values out in the strides from before the conversion, companions included, all or nothing.
 
-        It never brings back old values. Gradients and state that have come since take the strides of their weight.
+        Layers that were exchanged become what they were, and hooks go. It never brings back old values. Gradients and
+        state that have come since take the strides of their weight.
 
         Args:
             optimizer: one or several that the conversion was not told of, such as those made after it.
@@ -82,7 +83,8 @@ class Report:
         ]
         described = {name: getattr(self, name) for name in ("dry_run", "new_bytes", "seconds", "remarks")}
         described = {"memory_format": self.plan.memory_format, "digest": self.plan.digest} | described
-        return json.dumps(described | {"rows": rows, "companions": companions}, indent=1)
+        layers = [row_as_data(row) for row in self.plan.layers]
+        return json.dumps(described | {"rows": rows, "companions": companions, "layers": layers}, indent=1)
 
     def __str__(self) -> str:
         lines: list[str] = []
@@ -97,7 +99,7 @@ class Report:
             lines.append(f"{amount(self.new_bytes)} of new storage, {self.seconds * 1e3:.1f} ms")
         what = "Dry run" if self.dry_run else "Report"
         done = ["" if outcome is None else _SHORT.get(outcome, "") for outcome in self.outcomes]
-        return render(what, self.plan.rows, self.plan.memory_format, done) + paragraphs(lines)
+        return render(what, self.plan.rows, self.plan.layers, self.plan.memory_format, done) + paragraphs(lines)
 
 
 _WORDS = {

@@ -9,14 +9,15 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_nhwc.converting.commit import commit
-from torch_nhwc.converting.edits import Edit
+from torch_nhwc.converting.edits import Edit, bring_back_edits
 from torch_nhwc.formats import CONTIGUOUS, Strides
 from torch_nhwc.modules import wrapping
 from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.following import Following
-from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
 
 
@@ -54,8 +55,10 @@ class Undo(NamedTuple):
         model = self.model()
         if model is None:
             raise RuntimeError("Report.revert: the model is gone")
-        sources = self.sources().joined(sources_of(optimizer, ema))
+        given = sources_of(optimizer, ema)
+        sources = self.sources().joined(given)
         found = match(plan, model, any_dtype=True)
+        match_layers(plan, model)
         sources.check_optimizers(model, (site.tensor for site in found.sites))
         weights = []
         for site in found.sites:
@@ -70,5 +73,6 @@ class Undo(NamedTuple):
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]
         strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
-        edits = [edit.reverse for edit in reversed(self.edits)]
+        exchanged = [row.path for row in plan.layers if row.action is Action.EXCHANGE]
+        edits = [edit.reverse for edit in reversed(self.edits)] + bring_back_edits(exchanged, given)
         commit(tensors, partial(lay_out_weights_, tensors, strides), edits)

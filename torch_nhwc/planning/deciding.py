@@ -27,6 +27,7 @@ class Request(NamedTuple):
     storage: Storage = "auto"
     filter_fn: FilterFunction | None = None
     input_format: str | None = None
+    preserve: bool = False
 
     @classmethod
     def of(
@@ -35,6 +36,7 @@ class Request(NamedTuple):
         storage: Storage | None,
         filter_fn: FilterFunction | None,
         input_format: Any,
+        preserve: bool = False,
     ) -> "Request":
         """What the arguments of `plan` and `convert_` ask for.
 
@@ -48,7 +50,10 @@ class Request(NamedTuple):
             raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
         if filter_fn is not None and not callable(filter_fn):
             raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
-        return cls(Format.of(memory_format), storage, filter_fn, None if input_format is None else "channels_last")
+        wanted = Format.of(memory_format)
+        if preserve and not wanted.is_channels_last:
+            raise ValueError("preserve=True is for channels-last: torch.contiguous_format brings exchanged layers back")
+        return cls(wanted, storage, filter_fn, None if input_format is None else "channels_last", bool(preserve))
 
 
 @dataclass(slots=True)

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+import torch
 from torch import nn
 
 from torch_nhwc.finding.site import Found
@@ -10,10 +11,15 @@ from torch_nhwc.memory import place_of
 from torch_nhwc.modules import optimizers
 from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions, held_by
 from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
+from torch_nhwc.planning.layers import LayerDecision
 from torch_nhwc.planning.rows import Action
+from torch_nhwc.preserving.exchange import is_exchanged
 from torch_nhwc.reasons import Reason
 
-_INSTANCE_NORMS = (nn.InstanceNorm2d, nn.InstanceNorm3d)
+_NORMS: dict[Reason, tuple[type, ...]] = {
+    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
+    Reason.GROUP_NORM: (nn.GroupNorm,),
+}
 
 
 class Following(NamedTuple):
@@ -25,9 +31,14 @@ class Following(NamedTuple):
     companions: list[Companion]
     remarks: list[str]
     """Sentences on the whole."""
+    layers: list[LayerDecision]
+    module_types: set[type]
+    """The classes of the model's modules."""
 
 
-def follow(found: Found, decisions: list[Decision], sources: Sources, request: Request) -> Following:
+def follow(
+    found: Found, decisions: list[Decision], layers: list[LayerDecision], sources: Sources, request: Request
+) -> Following:
     """What goes with the weights; a site whose companions cannot follow is refused.
 
     Raises:
@@ -63,10 +74,20 @@ def follow(found: Found, decisions: list[Decision], sources: Sources, request: R
                 decision.keep(Action.REFUSE, Reason.STATE_IN_THE_WAY)
                 refused.add(decision.site.full_name)
         companions = [companion for companion in companions if companion.weight.name not in refused]
-    has_instance_norm = any(issubclass(each, _INSTANCE_NORMS) for each in found.module_types)
-    if has_instance_norm and request.format.is_channels_last and any(decision.changes for decision in decisions):
-        remarks.append(Reason.INSTANCE_NORM.value)
-    return Following(found.model, sources, decisions, companions, remarks)
+    if request.format.is_channels_last and any(decision.changes for decision in decisions):
+        remarks += [reason.value for reason in _losing_norms(found, layers, request)]
+    if any(layer.action is Action.EXCHANGE for layer in layers):
+        remarks.append(Reason.SAVED_WHOLE.value)
+    if request.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
+        remarks.append(Reason.SCRIPTED_LAYERS.value)
+    return Following(found.model, sources, decisions, companions, remarks, layers, found.module_types)
+
+
+def _losing_norms(found: Found, layers: list[LayerDecision], request: Request) -> list[Reason]:
+    """Why norms that stay as they are will go wrong."""
+    stay = {type(each.layer.module) for each in layers if each.action is Action.KEEP}
+    types = [each for each in (stay if request.preserve else found.module_types) if not is_exchanged(each)]
+    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
 
 
 def _foresee(companions: list[Companion], request: Request) -> list[Companion]:

@@ -6,6 +6,7 @@ from torch_nhwc.finding.find import find
 from torch_nhwc.finding.site import Found, Site
 from torch_nhwc.planning.plans import Plan, expect_plan
 from torch_nhwc.planning.rows import PlanRow, as_text
+from torch_nhwc.preserving.find import Layer, find_layers
 from torch_nhwc.reasons import Reason
 
 
@@ -40,6 +41,27 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
     for site in sites.values():
         raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
     return found._replace(sites=matched)
+
+
+def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:
+    """The model's layers that lose, in the order of a plan's rows; none where the plan has none.
+
+    Raises:
+        ValueError: naming the first layer that differs.
+    """
+    if not plan.layers:
+        return []
+    layers = {layer.path: layer for layer in find_layers(model)}
+    matched = []
+    for row in plan.layers:
+        layer = layers.pop(row.path, None)
+        if layer is None or layer.kind != row.layer:
+            got = "no such layer" if layer is None else f"a {layer.kind}"
+            raise ValueError(f"the model differs from the plan: it has {got} at {row.path!r}, the plan a {row.layer}")
+        matched.append(layer)
+    for layer in layers.values():
+        raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
+    return matched
 
 
 def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:

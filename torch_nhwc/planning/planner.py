@@ -10,7 +10,9 @@ from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow
+from torch_nhwc.planning.layers import LayerDecision, decide_layers
 from torch_nhwc.planning.plans import Plan
+from torch_nhwc.preserving.find import find_layers
 
 
 def plan(
@@ -23,6 +25,7 @@ def plan(
     example_inputs: Any = None,
     storage: Storage | None = None,
     input_format: Literal["channels_last"] | torch.memory_format | None = None,
+    preserve: bool = False,
 ) -> Plan:
     """Decides what a conversion would do to every convolution weight of a model, without writing anything.
 
@@ -41,11 +44,12 @@ def plan(
             is a site, whatever the layer; buffers and random generators are brought back afterwards.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `None` is `"auto"`.
         input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry.
+        preserve: whether layers that lose on channels-last would be exchanged for such as keep it.
 
     Raises:
         TypeError: `model` is not a module, or a layer's weight is not a tensor; `filter_fn` cannot be called.
         ValueError: the memory format, `storage` or `input_format` is none of these; lazy layers and example inputs
-            together; an optimizer or an averaged copy is that of another model.
+            together; `preserve` with contiguous; an optimizer or an averaged copy is that of another model.
         RuntimeError: `input_format` for a TorchScript module, which takes no hook.
 
     Example:
@@ -53,17 +57,19 @@ def plan(
         >>> plan.bytes_to_move
         864
     """
-    request = Request.of(memory_format, storage, filter_fn, input_format)
+    request = Request.of(memory_format, storage, filter_fn, input_format, preserve)
     sources = sources_of(optimizer, ema)
     found = find(model, example_inputs)
     decisions = decide(found.sites, request)
+    layers = decide_layers(find_layers(model), request) if preserve else []
     # With gradients alone, which move as under "auto", the operators have seen already whether they can follow.
     if any(sources) or request.storage == "reuse" or request.input_format:
-        follow(found, decisions, sources, request)
-    return plan_of(decisions, request)
+        follow(found, decisions, layers, sources, request)
+    return plan_of(decisions, layers, request)
 
 
-def plan_of(decisions: list[Decision], request: Request) -> Plan:
+def plan_of(decisions: list[Decision], layers: list[LayerDecision], request: Request) -> Plan:
     """The plan that decisions amount to."""
     rows = tuple(decision.row for decision in decisions)
-    return Plan(rows, request.format.name, request.storage, request.input_format)
+    of_layers = tuple(decision.row for decision in layers)
+    return Plan(rows, request.format.name, request.storage, request.input_format, of_layers)

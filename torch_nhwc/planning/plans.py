@@ -8,7 +8,7 @@ from typing import Any, get_args
 from torch_nhwc.formats import Format
 from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.rendering import render
-from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.planning.rows import Action, LayerRow, PlanRow
 from torch_nhwc.reasons import Reason
 
 
@@ -25,6 +25,7 @@ class Plan:
         memory_format: the name of the format asked for; `None` is channels-last by rank.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them.
         input_format: `"channels_last"` where inputs are brought into channels-last at the model's entry, else `None`.
+        layers: one for each layer that loses on channels-last, in the model's order; none without `preserve=True`.
 
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
@@ -38,14 +39,17 @@ class Plan:
     memory_format: str | None
     storage: Storage = field(default="auto", compare=False)
     input_format: str | None = field(default=None, compare=False)
+    layers: tuple[LayerRow, ...] = ()
 
     @property
     def digest(self) -> str:
-        """A hash over name, shape, dtype and target strides of every site.
+        """A hash over name, shape, dtype and target strides of every site, and over the layers to exchange.
 
         Equal on all ranks that plan the same conversion of the same architecture, whatever the weights' layouts are.
         """
+        described: list[tuple[object, ...]]
         described = [(row.full_name, row.shape, row.dtype, row.target_strides) for row in self.rows]
+        described += [(row.path, row.layer, row.is_wanted) for row in self.layers]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
     @property
@@ -56,7 +60,9 @@ class Plan:
     def to_json(self) -> str:
         """The plan as JSON text, for `from_json`."""
         described = {name: getattr(self, name) for name in ("memory_format", "storage", "input_format", "digest")}
-        return json.dumps(described | {"rows": [row_as_data(row) for row in self.rows]}, indent=1)
+        described["rows"] = [row_as_data(row) for row in self.rows]
+        described["layers"] = [row_as_data(row) for row in self.layers]
+        return json.dumps(described, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> "Plan":
@@ -68,7 +74,8 @@ class Plan:
         try:
             read = json.loads(text)
             rows = tuple(_row_from_data(row) for row in read["rows"])
-            plan = cls(rows, read["memory_format"], read["storage"], read["input_format"])
+            layers = tuple(LayerRow(**_members(row)) for row in read.get("layers", ()))
+            plan = cls(rows, read["memory_format"], read["storage"], read["input_format"], layers)
             expected = read["digest"]
             Format.of(plan.memory_format)
             if plan.storage not in get_args(Storage):
@@ -80,10 +87,10 @@ class Plan:
         return plan
 
     def __str__(self) -> str:
-        return render("Plan", self.rows, self.memory_format)
+        return render("Plan", self.rows, self.layers, self.memory_format)
 
 
-def row_as_data(row: PlanRow) -> dict[str, Any]:
+def row_as_data(row: PlanRow | LayerRow) -> dict[str, Any]:
     """A row as JSON has it, its reason by name."""
     return row._asdict() | {"reason": row.reason and row.reason.name}
 
@@ -91,9 +98,12 @@ def row_as_data(row: PlanRow) -> dict[str, Any]:
 def _row_from_data(row: dict[str, Any]) -> PlanRow:
     for name in ("shape", "strides", "target_strides"):
         row[name] = None if row[name] is None else tuple(row[name])
-    row["reason"] = None if row["reason"] is None else Reason[row["reason"]]
-    row["action"] = Action(row["action"])
-    return PlanRow(**row)
+    return PlanRow(**_members(row))
+
+
+def _members(row: dict[str, Any]) -> dict[str, Any]:
+    reason = None if row["reason"] is None else Reason[row["reason"]]
+    return row | {"reason": reason, "action": Action(row["action"])}
 
 
 def expect_plan(plan: object) -> Plan:

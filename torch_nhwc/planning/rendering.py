@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Sequence
 
-from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.planning.rows import Action, LayerRow, PlanRow
 from torch_nhwc.reasons import Reason
 from torch_nhwc.text import amount, paragraphs, table
 
@@ -15,17 +15,24 @@ _SEEN_BY_EXAMPLE = (
 _DULL: dict[Reason | None, int] = {None: 1, Reason.IN_FORMAT: 2, Reason.FILTERED: 2, Reason.OTHER_RANK: 2}
 
 
-def render(what: str, rows: Sequence[PlanRow], memory_format: str | None, storage: Sequence[str] | None = None) -> str:
+def render(
+    what: str,
+    rows: Sequence[PlanRow],
+    layers: Sequence[LayerRow],
+    memory_format: str | None,
+    storage: Sequence[str] | None = None,
+) -> str:
     """Rows as a table that fits the terminal, with totals above and the reasons' sentences below.
 
     Args:
         what: the first word: of a plan, a report or a dry run.
         rows: its rows.
+        layers: its rows of layers, which are summed up by their class.
         memory_format: the plan's.
         storage: where each weight went, in a report.
     """
     if not rows:
-        return paragraphs([f"{what}: no convolution was found. {_SEEN_BY_EXAMPLE}"])
+        return paragraphs([f"{what}: no convolution was found. {_SEEN_BY_EXAMPLE}", *_layer_lines(layers)])
     counts = Counter(row.action for row in rows)
     totals = ", ".join(f"{counts[action]} {action.value}" for action in Action if counts[action])
     moved = amount(sum(row.bytes_to_move for row in rows))
@@ -49,4 +56,13 @@ def render(what: str, rows: Sequence[PlanRow], memory_format: str | None, storag
     by_interest = sorted(range(len(rows)), key=lambda index: (_DULL.get(rows[index].reason, 0), index))
     body = table(["site", "layer", "shape", "dtype", "action", "storage", "reason"], cells, by_interest)
     reasons = dict.fromkeys(row.reason for row in rows if row.reason and row.reason is not Reason.IN_FORMAT)
-    return paragraphs([head]) + body + paragraphs([f"{reason.name}: {reason.value}" for reason in reasons if reason])
+    sentences = [f"{reason.name}: {reason.value}" for reason in reasons if reason]
+    return paragraphs([head]) + body + paragraphs(sentences + _layer_lines(layers))
+
+
+def _layer_lines(layers: Sequence[LayerRow]) -> list[str]:
+    counts = Counter((row.action, row.layer, row.reason, row.loses) for row in layers)
+    return [
+        f"{action.value} {count} {layer}: {reason.value if reason else f'loses {loses}'}"
+        for (action, layer, reason, loses), count in counts.items()
+    ]

@@ -9,7 +9,7 @@ from torch_nhwc.reasons import Reason
 
 
 class Action(str, enum.Enum):
-    """An action is what happens to a site: to one convolution weight.
+    """An action is what happens to a site, that is to one convolution weight, or to a layer.
 
     Example:
         >>> torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0].action is torch_nhwc.Action.CONVERT
@@ -24,6 +24,8 @@ class Action(str, enum.Enum):
     """There is nothing to do, or it was not asked for."""
     REFUSE = "refuse"
     """It should change and cannot; the reason says why, and what to do."""
+    EXCHANGE = "exchange"
+    """Of a layer: its class becomes one that keeps channels-last."""
 
 
 class PlanRow(NamedTuple):
@@ -64,6 +66,32 @@ class PlanRow(NamedTuple):
     def is_wanted(self) -> bool:
         """Whether the site is to be in the format, now or once it can be."""
         return self.target_strides is not None or self.reason is Reason.LAZY
+
+
+class LayerRow(NamedTuple):
+    """A row says what is to happen to one layer that loses on channels-last.
+
+    Example:
+        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GELU()), preserve=True)
+        >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
+        ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
+    """
+
+    path: str
+    """Of the layer in the model; empty for the model itself."""
+    layer: str
+    """The layer's class, as its package has it."""
+    loses: str
+    """What it loses on channels-last."""
+    action: Action
+    """`EXCHANGE` or `KEEP`."""
+    reason: Reason | None
+    """Why it stays as it is."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the layer is to keep channels-last, or does."""
+        return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
 
 
 # What rows have of dtypes, devices and shapes. Remembered, since a model has few of them and many weights.

@@ -10,12 +10,13 @@ from torch_nhwc.formats import Format, Strides
 from torch_nhwc.memory import lies_as
 from torch_nhwc.modules import computed, wrapping
 from torch_nhwc.planning.companions import Weight, find_companions, sources_of
-from torch_nhwc.planning.matching import match
+from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.plans import Plan, expect_plan
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
 
 _T = TypeVar("_T")
+_MISSING = "without such a site"
 
 
 class Deviation(NamedTuple):
@@ -27,9 +28,10 @@ class Deviation(NamedTuple):
     """
 
     site: str
-    """The full name of the weight."""
+    """The full name of the weight, or the path of the layer."""
     what: str
-    """`weight`, `grad`, `ema`, the optimizer's name for its state, or `plan` where ranks have different ones."""
+    """`weight`, `grad`, `ema`, the optimizer's name for its state, `layer` for one that is no longer exchanged, or
+    `plan` where ranks have different ones."""
     strides: Strides | None
     wanted: Strides | None
     rank: int | None
@@ -39,7 +41,7 @@ class Deviation(NamedTuple):
 
     def __str__(self) -> str:
         where = "" if self.rank is None else f"rank {self.rank}: "
-        what = repr(self.site) if self.what == "weight" else f"{self.what} of {self.site!r}"
+        what = repr(self.site) if self.what in ("weight", "layer") else f"{self.what} of {self.site!r}"
         return f"{where}{what} {self.remark or f'has strides {self.strides}, expected {self.wanted}'}"
 
 
@@ -89,8 +91,8 @@ class _Rank(NamedTuple):
     """What a rank tells the others."""
 
     failure: str | None
-    planned: dict[str, tuple[object, ...]]
-    """Shape, dtype and target strides of every site."""
+    planned: dict[str, str]
+    """What every site and layer is, and is to be."""
     strides: dict[str, Strides]
     """As they are."""
     deviations: list[Deviation]
@@ -112,7 +114,7 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
     weights = []
     for row, site in zip(plan.rows, match(plan, model, any_dtype=True).sites):
         name, tensor = row.full_name, site.tensor
-        seen.planned[name] = row.shape, row.dtype, row.target_strides
+        seen.planned[name] = f"{row.shape} of {row.dtype} to strides {row.target_strides}"
         if tensor is None:
             continue
         own = seen.strides[name] = tensor.stride()
@@ -126,6 +128,11 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
         if row.reason is Reason.COPIED_EACH_FORWARD and computed.step_format(site.module) is None:
             remark = "has lost the step that copies it into the memory format before each forward"
             seen.deviations.append(Deviation(name, "weight", own, wanted, None, remark))
+    for layer_row, layer in zip(plan.layers, match_layers(plan, model)):
+        seen.planned[layer_row.path] = f"{layer_row.layer}, {'exchanged' if layer_row.is_wanted else 'kept'}"
+        if layer_row.is_wanted and layer.reason is not Reason.EXCHANGED:
+            remark = f"is a {layer.kind} again, and loses {layer.loses}"
+            seen.deviations.append(Deviation(layer_row.path, "layer", None, None, None, remark))
     sources = sources_of(optimizer, ema)
     sources.check_optimizers(model, (weight.tensor for weight in weights))
     for companion in find_companions(weights, sources):
@@ -159,15 +166,8 @@ def _compare(ranks: list[_Rank]) -> list[Deviation]:
             own, other = rank.planned.get(name), usual.planned.get(name)
             strides, expected = rank.strides.get(name), usual.strides.get(name)
             if own != other:
-                remark = f"is {_described(own)}, on rank {first} {_described(other)}"
+                remark = f"is {own or _MISSING}, on rank {first} {other or _MISSING}"
                 found.append(Deviation(name, "plan", strides, expected, index, remark))
             elif strides != expected and name not in named:
                 found.append(Deviation(name, "weight", strides, expected, index))
     return found
-
-
-def _described(planned: tuple[object, ...] | None) -> str:
-    if planned is None:
-        return "without such a site"
-    shape, dtype, strides = planned
-    return f"{shape} of {dtype} to strides {strides}"

@@ -22,8 +22,9 @@ def restore_(
     """Brings the weights back into the format that a plan describes, where something took it away.
 
     `load_state_dict(assign=True)`, `vector_to_parameters` and `.to()` take it away. Gradients follow, and so do state
-    and averaged copies that are given. Weights may have another dtype than in the plan. What else was laid out anew,
-    such as a transposed weight of a linear layer, is not the plan's: `align_` makes the optimizer's state fit.
+    and averaged copies that are given; layers of the plan that are no longer exchanged are so again. Weights may have
+    another dtype than in the plan. What else was laid out anew, such as a transposed weight of a linear layer, is not
+    the plan's: `align_` makes the optimizer's state fit.
 
     Args:
         model: one that the plan fits.
@@ -48,7 +49,7 @@ def restore_(
     found = match(plan, model, any_dtype=True)
     request = request_of(plan, storage)._replace(input_format=None)  # weights alone: a hook is never lost by loading
     report = carry_out(found, request, sources_of(optimizer, ema), plan)
-    return replace(report, plan=replace(plan, rows=report.plan.rows))
+    return replace(report, plan=replace(plan, rows=report.plan.rows, layers=report.plan.layers))
 
 
 def align_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:

@@ -1,0 +1,49 @@
+// The passes of group norm over channels-last rows, compiled for one instruction set. Free of torch and of the standard
+// library's code, as filter_kernels.h is.
+#pragma once
+
+#include <cstdint>
+
+namespace nhwc::cpu {
+
+/// A row is the channels of one voxel; rows are dense. Sums are in float, in double for doubles, within a block of rows
+/// and in double across blocks. `Real*` is `const float*` or, for doubles, `const double*`.
+struct NormKernels {
+  using Real = const void;
+
+  /// Of how many channels' parameters the three passes below want copies, one after the other: a multiple of the
+  /// channels that fills whole registers.
+  std::int64_t (*period)(std::int64_t channels);
+
+  /// Goes on with each channel's mean, and sum of squared deviations from it, over `count` rows more after the `seen`
+  /// ones. `scratch` has room for four periods of doubles.
+  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t seen, double* mean,
+                  double* deviations, void* scratch);
+
+  /// out = (rows - mean) * scale + shift.
+  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t period, Real* mean, Real* scale,
+                    Real* shift);
+
+  /// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`. `scratch` as for `moments`.
+  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels, Real* mean,
+                        double* sum, double* product, void* scratch);
+
+  /// out = of_grad * grad + of_rows * (rows - mean) + shift.
+  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t period, Real* mean,
+                   Real* of_grad, Real* of_rows, Real* shift);
+};
+
+/// For doubles, floats, halves and bfloat16s.
+struct NormKernelsByType {
+  NormKernels of_double, of_float, of_half, of_bfloat16;
+};
+
+namespace levels {
+
+extern const NormKernelsByType norm_baseline;
+extern const NormKernelsByType norm_avx2;
+extern const NormKernelsByType norm_avx512;
+extern const NormKernelsByType norm_neon;
+
+}  // namespace levels
+}  // namespace nhwc::cpu

@@ -1,0 +1,42 @@
+"""What is to happen to the layers that lose on channels-last."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch_nhwc.planning.deciding import Request
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action, LayerRow
+from torch_nhwc.preserving.find import Layer
+from torch_nhwc.reasons import Reason
+
+
+class LayerDecision(NamedTuple):
+    """What is to happen to one layer."""
+
+    layer: Layer
+    action: Action
+    reason: Reason | None
+
+    @property
+    def row(self) -> LayerRow:
+        """The decision as a plan has it."""
+        return LayerRow(self.layer.path, self.layer.kind, self.layer.loses, self.action, self.reason)
+
+
+def decide_layers(layers: Sequence[Layer], request: Request, plan: Plan | None = None) -> list[LayerDecision]:
+    """What is to happen to every layer that loses.
+
+    Args:
+        layers: of a model.
+        request: what is asked for.
+        plan: whose rows are those of the layers, and which says what is to change; what can be done is decided anew.
+    """
+    decisions = []
+    for index, layer in enumerate(layers):
+        reason, planned = layer.reason, plan.layers[index] if plan else None
+        if planned is not None and not planned.is_wanted:
+            reason = planned.reason
+        elif reason is None and request.filter_fn is not None and not request.filter_fn(layer.module, layer.path):
+            reason = Reason.FILTERED
+        decisions.append(LayerDecision(layer, Action.KEEP if reason else Action.EXCHANGE, reason))
+    return decisions

@@ -1,0 +1,83 @@
+"""The layers of a model that lose on channels-last, and what stands in the way of exchanging one."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils import parametrize
+
+from torch_nhwc.modules.walk import walk
+from torch_nhwc.preserving.exchange import is_exchanged, stock_of
+from torch_nhwc.preserving.losing import Loss, is_known, loss_of
+from torch_nhwc.reasons import Reason
+
+# The methods that a class here overrides; one that was put on the layer itself would still be called.
+_METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
+
+
+class Layer(NamedTuple):
+    """A layer that loses on channels-last."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    """Its class, as its package has it."""
+    loses: str
+    reason: Reason | None
+    """Why it cannot be exchanged, or needs not to be."""
+
+
+def find_layers(model: nn.Module) -> list[Layer]:
+    """The layers of a model that lose, in its order."""
+    found = []
+    losses: dict[type, Loss | None] = {}  # of the model's classes, which are few
+    elsewhere = _device_of(model)
+    for path, module, wrapped in walk(model):
+        layer_type = type(module)
+        if layer_type not in losses:
+            of_base = None if issubclass(layer_type, torch.jit.ScriptModule) else loss_of(layer_type)
+            losses[layer_type] = of_base and of_base[1]
+        loss = losses[layer_type]
+        if loss is not None and loss.concerns(module):
+            stock = _unparametrized(module)
+            reason = _reason_of(module, stock, loss, elsewhere)
+            if wrapped is not None and reason is not Reason.EXCHANGED:
+                reason = wrapped
+            found.append(Layer(path, module, stock.__name__, loss.loses, reason))
+    return found
+
+
+def exchanged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of a model that are exchanged, with their paths."""
+    return ((path, module) for path, module, _ in walk(model) if is_exchanged(type(module)))
+
+
+def _unparametrized(module: nn.Module) -> type:
+    layer_type = stock_of(type(module))
+    is_made = parametrize.is_parametrized(module) and layer_type is type(module)
+    return layer_type.__bases__[0] if is_made else layer_type
+
+
+def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.device | None) -> Reason | None:
+    if is_exchanged(type(module)):
+        return Reason.EXCHANGED
+    if not is_known(stock):
+        return Reason.OTHER_CLASS
+    if any(name in module.__dict__ for name in _METHODS):
+        return Reason.FORWARD_REPLACED
+    if not loss.serves(module):
+        return Reason.OTHER_ARGUMENTS
+    device = _device_of(module) or elsewhere
+    is_measured = device is None or device.type in ("cpu", "meta")
+    return None if is_measured else Reason.OTHER_DEVICE
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Where a module's first tensor is."""
+    tensors = (*module.parameters(), *module.buffers()) if module._modules else _own_tensors(module)
+    return next((tensor.device for tensor in tensors), None)
+
+
+def _own_tensors(module: nn.Module) -> list[torch.Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
