@@ -151,7 +151,8 @@ class TestPlan:
 
     def test_with_arguments_that_it_has_itself_raises(self):
         plan = nhwc.plan(network())
-        for options in ({"memory_format": CL}, {"filter_fn": lambda *_: True}, {"example_inputs": torch.zeros(1)}):
+        own = {"memory_format": CL, "filter_fn": lambda *_: True, "example_inputs": torch.zeros(1), "preserve": True}
+        for options in ({name: value} for name, value in own.items()):
             with pytest.raises(ValueError, match="a plan has its own memory format, filter and example inputs"):
                 nhwc.convert_(network(), plan=plan, **options)
 

@@ -98,7 +98,8 @@ def convert_(
         found = find(model, example_inputs)
     elif memory_format is not None or filter_fn is not None or example_inputs is not None or preserve:
         raise ValueError(
-            "a plan has its own memory format, filter, example inputs and layers: give the one or the others"
+            "a plan has its own memory format, filter and example inputs, and says which layers to exchange: give the "
+            "one or the others"
         )
     else:
         found = match(plan, model)

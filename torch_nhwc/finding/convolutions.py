@@ -14,7 +14,7 @@ RANKS = {layer.__name__: rank for rank, layers in LAYERS.items() for layer in la
 # walk over graphs has the same table: include/torch_nhwc/module/graph_walk.h.
 OPERATORS = {
     **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
-    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d"), 5),
+    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d", "nhwc::conv3d"), 5),
     **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution_mode"), 0),
     **dict.fromkeys(("aten::mkldnn_convolution", "prim::mkldnn_convolution"), 0),
 }

@@ -56,7 +56,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             if weight.dim() in (4, 5) and id(weight) not in self.laid_out:
                 groups = next((each for each in reversed(args) if type(each) is int), 1)
                 self.uses.append(_Use(self.sources.get(id(weight), weight), groups, *self.running[-1]))
-        elif name in PASSING_ON and id(args[0]) in self.sources:
+        elif (name in PASSING_ON or name == "aten::squeeze") and id(args[0]) in self.sources:
             self.sources[id(result)] = self.sources[id(args[0])]
             self.keep.append(result)
         elif name == "nhwc::convert_weight":

@@ -45,7 +45,9 @@ def _mapped(layer_type: type, known: Callable[[type], type | None]) -> type:
     if mapped is not None or loss_of(layer_type) is None:
         return mapped or layer_type
     body = {name: value for name, value in vars(layer_type).items() if name not in ("__dict__", "__weakref__")}
-    return type(layer_type)(layer_type.__name__, tuple(_mapped(base, known) for base in layer_type.__bases__), body)
+    bases = tuple(_mapped(base, known) for base in layer_type.__bases__)
+    name = layer_type.__name__.replace(layer_type.__bases__[-1].__name__, bases[-1].__name__)
+    return type(layer_type)(name, bases, body)
 
 
 def _preserving_of(layer_type: type) -> type | None:

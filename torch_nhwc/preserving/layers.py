@@ -147,15 +147,14 @@ class PreservingConv2d(Preserving, nn.Conv2d):
 
 
 class PreservingConv3d(Preserving, nn.Conv3d):
-    """`Conv3d` of one tap in some dimensions, or with circular padding."""
+    """`Conv3d` of one tap, or with circular padding."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
             input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             padding = 0, 0, 0
         elif isinstance(self.padding, str):
-            before = self._reversed_padding_repeated_twice  # which is the same behind
-            padding = before[4], before[2], before[0]
+            padding = 0, 0, 0  # whatever the name: it is of one tap
         else:
             padding = self.padding  # type: ignore[assignment]
         return functional.conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups)

@@ -9,23 +9,19 @@ from torch_nhwc.preserving import layers
 
 
 def _over_channels(layer: Any) -> bool:
-    dims: tuple[object, ...] = 1, -3, -4  # the channels, of images and of volumes
-    return layer.dim in dims
+    return layer.dim in (1, -3, -4)  # the channels, of images and of volumes
 
 
 def _of_one_tap(layer: Any) -> bool:
-    """Along the depth or in the plane, where a convolution is that of fewer dimensions over a view."""
-    depth, *plane = layer.kernel_size
-    return depth == 1 or plane == [1, 1]
+    return layer.padding_mode == "zeros" and all(size == 1 for size in layer.kernel_size)
 
 
 def _is_circular(layer: Any) -> bool:
     return bool(layer.padding_mode == "circular")
 
 
-def _pads_alike(layer: Any) -> bool:
-    pads = layer._reversed_padding_repeated_twice
-    return not isinstance(layer.padding, str) or bool(pads[0::2] == pads[1::2])
+def _is_unpadded(layer: Any) -> bool:
+    return _is_circular(layer) or not any(layer._reversed_padding_repeated_twice)
 
 
 def _is_nearest(layer: Any) -> bool:
@@ -79,8 +75,8 @@ LOSSES: dict[type[nn.Module], Loss] = {
     nn.Conv3d: Loss(
         layers.PreservingConv3d,
         "speed, forward and backward",
-        lambda layer: _is_circular(layer) or (layer.padding_mode == "zeros" and _of_one_tap(layer)),
-        _pads_alike,
+        lambda layer: _is_circular(layer) or _of_one_tap(layer),
+        _is_unpadded,
     ),
     nn.Upsample: Loss(layers.PreservingUpsample, "the format backward", _is_nearest),
 }

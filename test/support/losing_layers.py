@@ -1,0 +1,36 @@
+"""Layers that lose on channels-last, with odd arguments, and the shape of what each is given."""
+
+from torch import nn
+
+LAYERS = {
+    "group_norm": (lambda: nn.GroupNorm(3, 6), (2, 6, 5, 7)),
+    "group_norm_3d": (lambda: nn.GroupNorm(1, 6, eps=1e-3, affine=False), (1, 6, 3, 5, 7)),
+    "instance_norm": (lambda: nn.InstanceNorm2d(6), (1, 6, 5, 7)),
+    "instance_norm_3d": (lambda: nn.InstanceNorm3d(6, affine=True, track_running_stats=True), (2, 6, 3, 5, 7)),
+    "gelu": (lambda: nn.GELU(), (2, 6, 5, 7)),
+    "gelu_tanh": (lambda: nn.GELU("tanh"), (2, 6, 3, 5, 7)),
+    "softmax": (lambda: nn.Softmax(1), (2, 6, 3, 5, 7)),
+    "softmax2d": (lambda: nn.Softmax2d(), (2, 6, 5, 7)),
+    "log_softmax": (lambda: nn.LogSoftmax(-3), (2, 6, 5, 7)),
+    "avg_pool": (lambda: nn.AvgPool3d(2), (2, 6, 4, 5, 7)),
+    "avg_pool_odd": (
+        lambda: nn.AvgPool3d((3, 2, 3), (2, 1, 2), (1, 1, 0), ceil_mode=True, count_include_pad=False),
+        (2, 6, 4, 5, 7),
+    ),
+    "avg_pool_divided": (lambda: nn.AvgPool3d(2, padding=1, divisor_override=3), (2, 6, 4, 5, 7)),
+    "adaptive_avg_pool": (lambda: nn.AdaptiveAvgPool3d((None, 2, 3)), (2, 6, 4, 5, 7)),
+    "adaptive_max_pool": (lambda: nn.AdaptiveMaxPool3d((2, 3, 3)), (2, 6, 4, 5, 7)),
+    "lp_pool": (lambda: nn.LPPool3d(3, (2, 1, 2), 2), (2, 6, 4, 5, 7)),
+    "circular_pad": (lambda: nn.CircularPad2d((1, 2, 0, 3)), (2, 6, 5, 7)),
+    "circular_pad_3d": (lambda: nn.CircularPad3d((1, 2, 0, 3, 1, 1)), (2, 6, 4, 5, 7)),
+    "circular_conv": (lambda: nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular"), (2, 6, 5, 7)),
+    "circular_conv_3d": (lambda: nn.Conv3d(6, 4, (1, 3, 2), padding="same", padding_mode="circular"), (2, 6, 4, 5, 7)),
+    "one_tap": (lambda: nn.Conv3d(6, 4, 1), (2, 6, 4, 5, 7)),
+    "one_tap_odd": (
+        lambda: nn.Conv3d(6, 4, 1, stride=(1, 2, 3), dilation=2, groups=2, bias=False),
+        (2, 6, 4, 5, 7),
+    ),
+    "one_tap_same": (lambda: nn.Conv3d(6, 4, 1, padding="same"), (2, 6, 4, 5, 7)),
+    "upsample": (lambda: nn.Upsample(scale_factor=(2, 1, 1.5)), (2, 6, 4, 5, 7)),
+    "upsample_exact": (lambda: nn.Upsample(size=(3, 8, 9), mode="nearest-exact"), (2, 6, 4, 5, 7)),
+}
