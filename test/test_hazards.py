@@ -441,7 +441,12 @@ def test_h35_the_gradient_of_instance_norm_is_wrong_for_a_batch_of_one(layer, me
     report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), norm(4), layer(4, 4, 3)))
     assert report.remarks == (Reason.INSTANCE_NORM.value,)
     assert Reason.INSTANCE_NORM.value.split(":")[0] in " ".join(str(report).split())
-    assert nhwc.convert_(nn.Sequential(layer(3, 4, 3), nn.GroupNorm(4, 4))).remarks == ()
+    exchanged = norm(4)
+    report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), exchanged), preserve=True)
+    assert Reason.INSTANCE_NORM.value not in report.remarks
+    given = x.detach().contiguous(memory_format=memory_format).requires_grad_()
+    (same,) = torch.autograd.grad(exchanged(given), given, gradient.contiguous(memory_format=memory_format))
+    torch.testing.assert_close(same, right)
     # What the sentence recommends.
     group_norm = nn.GroupNorm(4, 4, affine=False).double()
     (same,) = torch.autograd.grad(group_norm(x), x, gradient.contiguous(memory_format=memory_format))
@@ -467,3 +472,37 @@ def test_h34_a_weight_in_a_flat_buffer_gets_a_storage_that_its_optimizer_does_no
         nhwc.convert_(layer, strict=True)
     assert layer.weight.data_ptr() == pointer
     assert nhwc.convert_(layer, storage="fresh").plan.rows[0].action is Action.CONVERT
+
+
+def test_h36_group_norm_on_channels_last_is_inaccurate():
+    def error(x, norm):
+        exact = functional.group_norm(x.double(), 2)
+        return float((norm(x) - exact).abs().max())
+
+    x = 1000 + torch.randn(2, 8, 16, 16)
+    norm = nn.GroupNorm(2, 8, affine=False)
+    contiguous, channels_last = error(x, norm), error(x.to(memory_format=CL), norm)
+    assert channels_last > 100 * contiguous
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
+    report = nhwc.convert_(model)
+    assert report.remarks == (Reason.GROUP_NORM.value,)
+    report = nhwc.convert_(model, preserve=True)
+    assert Reason.GROUP_NORM.value not in report.remarks
+    assert error(x.to(memory_format=CL), norm) <= 2 * contiguous
+
+
+@pytest.mark.parametrize(("layer", "memory_format"), [(nn.Conv2d, CL), (nn.Conv3d, CL3D)])
+def test_h40_an_input_of_one_channel_stays_in_its_old_strides(layer, memory_format):
+    shape = (2, 1, *[6] * (2 if layer is nn.Conv2d else 3))
+    x = torch.randn(shape)
+    wanted = torch.empty(shape, memory_format=memory_format).stride()
+    assert x.contiguous(memory_format=memory_format).stride() != wanted
+
+    model = nn.Sequential(nn.Identity(), layer(1, 4, 3))
+    nhwc.convert_(model, input_format="channels_last")
+    seen = []
+    model[0].register_forward_hook(lambda _, __, output: seen.append(output))
+    model(x)
+    assert seen[0].stride() == wanted
+    assert torch.equal(seen[0], x)

@@ -56,6 +56,24 @@ def test_h15_a_second_call_adds_no_second_hook():
     assert len(model._forward_pre_hooks) == 1
 
 
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 4, 5), (1, 3, 1, 5), (1, 1, 1, 1), (0, 1, 4, 5), (2, 1, 4, 5, 6), (1, 3, 1, 1, 1)]
+)
+def test_h40_ambiguous_inputs_enter_in_canonical_strides_without_a_copy(shape):
+    model = nn.Identity()
+    nhwc.convert_(model, input_format="channels_last")
+    x = torch.randn(shape, requires_grad=True)
+    output = model(x)
+    assert in_channels_last(output)
+    assert torch.equal(output, x)
+    if shape[1] == 1:
+        assert output.data_ptr() == x.data_ptr()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), x)
+    output.sum().backward()
+    assert x.grad.shape == x.shape
+
+
 def test_an_input_in_channels_last_is_passed_on_as_it_is():
     model = Entry()
     nhwc.convert_(model, input_format="channels_last")

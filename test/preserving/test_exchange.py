@@ -89,7 +89,6 @@ def test_what_is_not_known_is_kept_with_a_reason():
             "replaced": replaced,
             "other_dim": nn.Softmax(-1),
             "padded": nn.Conv3d(2, 2, 1, padding=1),
-            "lazy": nn.LazyInstanceNorm2d(),
             "ordinary": nn.Conv3d(2, 2, 3),
             "bilinear": nn.Upsample(scale_factor=2, mode="trilinear"),
         }
@@ -99,7 +98,6 @@ def test_what_is_not_known_is_kept_with_a_reason():
         "replaced": Reason.FORWARD_REPLACED,
         "other_dim": Reason.OTHER_ARGUMENTS,
         "padded": Reason.OTHER_ARGUMENTS,
-        "lazy": Reason.OTHER_CLASS,
     }
     assert reasons(nn.ModuleDict({"norm": nn.GroupNorm(2, 6)}), filter_fn=lambda module, path: path != "norm") == {
         "norm": Reason.FILTERED

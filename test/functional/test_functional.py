@@ -1,0 +1,253 @@
+"""The functions of `torch_nhwc.functional`: signatures, routing, errors."""
+
+import inspect
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from reference import FORMATS, canonical_strides
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import functional
+
+CL, CL3D = torch.channels_last, torch.channels_last_3d
+IMAGE, VOLUME = (2, 6, 5, 7), (2, 6, 4, 5, 7)
+# By name: the arguments behind the input, and the input's shape.
+CALLS = {
+    "group_norm": [((3,), IMAGE), ((6,), VOLUME)],
+    "instance_norm": [((), IMAGE), ((), VOLUME)],
+    "softmax": [((1,), IMAGE), ((-4,), VOLUME)],
+    "log_softmax": [((1,), IMAGE)],
+    "gelu": [((), IMAGE), (("tanh",), VOLUME)],
+    "avg_pool3d": [((2,), VOLUME), (((2, 1, 3), 2, (1, 0, 1), True, False, 5), VOLUME)],
+    "adaptive_avg_pool3d": [((2,), VOLUME), (((None, 2, 3),), VOLUME)],
+    "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
+    "lp_pool3d": [((2, 2), VOLUME), ((1.5, (1, 2, 2), 1, True), VOLUME), ((float("inf"), 2), VOLUME)],
+    "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
+    "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
+}
+EACH = [pytest.param(name, *call, id=f"{name}{index}") for name in CALLS for index, call in enumerate(CALLS[name])]
+
+
+def positive(shape):
+    return torch.rand(shape) + 0.1  # for powers that are no whole numbers
+
+
+def test_every_function_is_tried():
+    assert {*CALLS, "conv3d", "cross_entropy"} == set(functional.__all__)
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_signatures_are_pytorch_s(name):
+    ours = inspect.signature(getattr(functional, name)).parameters.values()
+    theirs = getattr(F, name)
+    try:
+        expected = inspect.signature(theirs).parameters.values()
+    except ValueError:  # of a function in C++ the documentation has it
+        first = theirs.__doc__.strip().splitlines()[0]
+        names = first[first.index("(") + 1 : first.rindex(")")].replace("'none'", "none").split(", ")
+        assert [each.name if each.default is each.empty else f"{each.name}={each.default}" for each in ours] == names
+        return
+    if [each.name for each in expected] == ["args", "kwargs"]:
+        assert [each.name for each in ours] == ["input", "output_size", "return_indices"]
+        return
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in expected]
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_channels_last_stays_with_pytorch_s_numbers(name, arguments, shape):
+    x = positive(shape)
+    expected = getattr(F, name)(x, *arguments)
+    given = x.contiguous(memory_format=FORMATS[x.dim()]).requires_grad_()
+    output = getattr(functional, name)(given, *arguments)
+    torch.testing.assert_close(output, expected)
+    assert output.stride() == canonical_strides(output.shape, FORMATS[x.dim()])
+    (gradient,) = torch.autograd.grad(output.square().sum(), given)
+    assert gradient.stride() == canonical_strides(x.shape, FORMATS[x.dim()])
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_what_is_not_channels_last_is_pytorch_s_bit_for_bit(name, arguments, shape):
+    x = positive(shape)
+    for given in (x, x.double(), x[..., ::2], x.transpose(-1, -2)):
+        expected, output = (getattr(module, name)(given, *arguments) for module in (F, functional))
+        assert torch.equal(output, expected)
+        assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_functions_compile_to_pytorch_s(name, arguments, shape):
+    def call(x):
+        return getattr(functional, name)(x, *arguments)
+
+    x = positive(shape).contiguous(memory_format=FORMATS[len(shape)])
+    torch._dynamo.reset()
+    text = []
+    output = torch.compile(call, backend=lambda graph, _: text.append(graph.code) or graph, fullgraph=True)(x)
+    assert "nhwc" not in "".join(text)
+    torch.testing.assert_close(output, call(x))
+
+
+class Logged(torch.Tensor):
+    """A subclass that counts what is done to it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.Tensor.dim:
+            called.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+called = []
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_tensor_subclasses_get_pytorch_s_function(name, arguments, shape):
+    called.clear()
+    output = getattr(functional, name)(positive(shape).as_subclass(Logged), *arguments)
+    assert type(output) is Logged
+    assert not any("nhwc" in str(each) for each in called)
+    assert called
+
+
+@pytest.mark.parametrize("size", [1, (1, 1, 1)])
+@pytest.mark.parametrize("padding", [0, "valid", "same", 1])
+def test_convolutions_of_one_tap(size, padding):
+    layer = nn.Conv3d(6, 4, size)
+    x = torch.randn(VOLUME)
+    expected = F.conv3d(x, layer.weight, layer.bias, padding=padding)
+    output = functional.conv3d(x.contiguous(memory_format=CL3D), layer.weight, layer.bias, padding=padding)
+    torch.testing.assert_close(output, expected)
+    assert output.is_contiguous(memory_format=CL3D)
+
+
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 2, 3), (3, 1, 1)], ids=str)
+def test_other_convolutions_and_paddings_by_name_are_pytorch_s(kernel):
+    weight, x = torch.randn(4, 6, *kernel), torch.randn(VOLUME)
+    for options in ({"padding": "same"}, {"padding": "same", "dilation": (1, 2, 1)}, {"padding": "valid", "stride": 2}):
+        given = x.contiguous(memory_format=CL3D)
+        torch.testing.assert_close(functional.conv3d(given, weight, **options), F.conv3d(x, weight, **options))
+    with pytest.raises(RuntimeError, match="padding='same' is not supported for strided"):
+        functional.conv3d(x, weight, padding="same", stride=2)
+
+
+def test_what_is_no_batch_or_has_other_arguments_is_pytorch_s():
+    volume, image, line = torch.randn(6, 4, 5, 7), torch.randn(2, 6, 5, 7), torch.randn(2, 6, 5)
+    channels_last = image.contiguous(memory_format=CL)
+    for call in (
+        lambda f: f.avg_pool3d(volume, 2),
+        lambda f: f.adaptive_avg_pool3d(volume, 2),
+        lambda f: f.conv3d(volume, torch.ones(4, 6, 1, 1, 1)),
+        lambda f: f.avg_pool3d(channels_last, 2),
+        lambda f: f.adaptive_max_pool3d(channels_last, 2, return_indices=True)[1],
+        lambda f: f.softmax(channels_last, 2),
+        lambda f: f.softmax(channels_last, 1, dtype=torch.float64),
+        lambda f: f.pad(channels_last, (1, 1)),
+        lambda f: f.pad(channels_last, (1, 1, 1, 1), "reflect"),
+        lambda f: f.pad(channels_last, (1, 1, 1, 1), "constant", 3.0),
+        lambda f: f.pad(line, (1, 1), "circular"),
+        lambda f: f.interpolate(channels_last, scale_factor=2),
+        lambda f: f.interpolate(channels_last, scale_factor=2, mode="bilinear", align_corners=True),
+        lambda f: f.interpolate(line, 7),
+        lambda f: f.gelu(line),
+        lambda f: f.group_norm(line, 2),
+        lambda f: f.group_norm(torch.randn(2, 6), 2),
+        lambda f: f.instance_norm(line),
+        lambda f: f.instance_norm(channels_last, torch.zeros(6), torch.ones(6), use_input_stats=False),
+    ):
+        torch.testing.assert_close(call(functional), call(F))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_a_dimension_that_is_left_out_is_pytorch_s_warning(name):
+    x = torch.randn(IMAGE).to(memory_format=CL)
+    for module in (F, functional):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(module, name)(x)
+        assert [each.category for each in caught] == [UserWarning]
+        assert "Implicit dimension choice" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("shape", [(2, 6), IMAGE, VOLUME], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight": torch.rand(6), "ignore_index": 1},
+        {"reduction": "none", "label_smoothing": 0.2},
+        {"reduction": "sum"},
+        {"size_average": False},
+        {"reduce": False},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+def test_cross_entropy(shape, options, kind):
+    x = torch.randn(shape)
+    targets = torch.randint(0, 6, (shape[0], *shape[2:])) if kind == "indices" else torch.randn(shape).softmax(1)
+    if kind == "probabilities":
+        options = {name: value for name, value in options.items() if name != "ignore_index"}
+    given = x.contiguous(memory_format=FORMATS[x.dim()]) if x.dim() in FORMATS else x
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected, output = F.cross_entropy(x, targets, **options), functional.cross_entropy(given, targets, **options)
+    torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: f.group_norm(torch.ones(1, 2, 1, 1), 2),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 3),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 0),
+        lambda f: f.group_norm(torch.ones(2), 1),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2, torch.ones(3)),
+        lambda f: f.instance_norm(torch.ones(2, 4, 1, 1)),
+        lambda f: f.instance_norm(torch.ones(2, 4, 3, 3), torch.zeros(4)),
+        lambda f: f.softmax(torch.ones(2, 4, 3, 3), 4),
+        lambda f: f.gelu(torch.ones(2, 4, 3, 3), "other"),
+        lambda f: f.gelu(torch.ones(2, 4, 3, 3, dtype=torch.long)),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 3, 3), reduction="other"),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 2, 2, dtype=torch.long)),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.full((2, 3, 3), 7)),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 4),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 2, padding=2),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 2, divisor_override=0),
+        lambda f: f.adaptive_avg_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.lp_pool3d(torch.ones(2, 4, 3, 3, 3), 2, 4),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), (4, 4, 0, 0), "circular"),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1, 1, 1), "other"),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1).double()),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3)),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), 2, 2),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), scale_factor=2, align_corners=True),
+    ],
+)
+def test_errors_are_of_pytorch_s_types(call, monkeypatch):
+    """On channels-last and on contiguous inputs: `torch.ones` here makes both in turn."""
+    ones = torch.ones
+    for is_channels_last in (False, True):
+
+        def made(*shape, dtype=None, is_channels_last=is_channels_last):
+            memory_format = FORMATS.get(len(shape)) if is_channels_last else torch.contiguous_format
+            return ones(*shape, dtype=dtype).contiguous(memory_format=memory_format or torch.contiguous_format)
+
+        monkeypatch.setattr(torch, "ones", made)
+        try:
+            call(F)
+        except Exception as error:
+            expected = type(error)
+        with pytest.raises(expected):
+            call(functional)
+
+
+def test_the_module_is_public():
+    assert nhwc.functional is functional
