@@ -99,6 +99,7 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
     ratios = {
         OVER_CONTIGUOUS: over(times, "ours", "contiguous"),
         STOCK_OVER_OURS: over(times, "stock_channels_last", "ours"),
+        "stock_over_contiguous": over(times, "stock_channels_last", "contiguous"),
     }
     return {
         "layer": case.layer,
@@ -197,7 +198,9 @@ def main() -> None:
     seconds = 0.0 if arguments.quick else arguments.seconds
     measured = run(chosen, large, seconds)
     results = measured.pop("results")
-    machine.write(arguments.out, "bench_layers.py", results, threads=1, seconds=seconds, **measured)
+    machine.write(
+        arguments.out, "bench_layers.py", results, quick=arguments.quick, threads=1, seconds=seconds, **measured
+    )
 
 
 if __name__ == "__main__":
