@@ -11,6 +11,7 @@ bars are of minima. What a layer cannot do has no time, and the text of its erro
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import layer_errors
 import machine
 import torch
 from layer_cases import (
@@ -25,7 +26,6 @@ from layer_cases import (
     Case,
     bars,
 )
-from layer_errors import measure_errors
 from layout_models import channels_last
 from stopwatch import Stopwatch, interleaved
 from torch import Tensor
@@ -171,7 +171,7 @@ def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Se
                 results.append(measure(case, dtype, mode, seconds))
                 show(results[-1])
     names = {case.layer for case in cases}
-    errors = [row for row in measure_errors(dtypes) if row["layer"] in names]
+    errors = [row for row in layer_errors.measure_errors(dtypes) if row["layer"] in names]
     threads = [
         measure_threads(case, dtype, mode, 2 * seconds)
         for case in large
