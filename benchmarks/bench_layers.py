@@ -170,8 +170,7 @@ def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Se
             for mode in case.modes:
                 results.append(measure(case, dtype, mode, seconds))
                 show(results[-1])
-    names = {case.layer for case in cases}
-    errors = [row for row in layer_errors.measure_errors(dtypes) if row["layer"] in names]
+    errors = layer_errors.measure_errors({case.layer for case in cases}, dtypes)
     threads = [
         measure_threads(case, dtype, mode, 2 * seconds)
         for case in large

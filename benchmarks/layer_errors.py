@@ -1,6 +1,6 @@
 """How far the norms are from float64, on data whose mean is up to thousands of times its deviation."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -66,6 +66,6 @@ def rows(case: Case, dtype: torch.dtype) -> Iterator[dict[str, object]]:
             }
 
 
-def measure_errors(dtypes: Sequence[torch.dtype]) -> list[dict]:
-    """A row for each norm, dtype and mean, with and without one corner at zero."""
-    return [row for case in CASES for dtype in dtypes for row in rows(case, dtype)]
+def measure_errors(layers: Collection[str], dtypes: Sequence[torch.dtype]) -> list[dict]:
+    """A row for each of the norms that are named, dtype and mean, with and without one corner at zero."""
+    return [row for case in CASES if case.layer in layers for dtype in dtypes for row in rows(case, dtype)]
