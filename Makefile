@@ -13,6 +13,8 @@ export TORCH_NHWC_VENV := $(VENV)
 # Programs of packages, such as ninja, wherever the packages are: here, or beside an interpreter that PATH does not name.
 beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTHON)))))
 export PATH := $(PATH):$(abspath $(bin))$(beside)
+# The models that are measured compiled as well, half a minute to two for each dtype and mode.
+compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
 .PHONY: demo test test-all test-exhaustive lint docs bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
@@ -42,12 +44,14 @@ docs: $(VENV)/has-test $(VENV)/built
 	$(bin)/python tools/write_documents.py
 	$(bin)/python benchmarks/report.py
 
-# Take the machine for yourself meanwhile: half an hour, 12 GB of memory.
+# Take the machine for yourself meanwhile: an hour, 12 GB of memory.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_forward.py
 	$(bin)/python benchmarks/bench_walk.py
+	$(bin)/python benchmarks/bench_layers.py
+	$(bin)/python benchmarks/bench_layouts.py --compile $(compiled_models)
 	$(bin)/python benchmarks/report.py
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.

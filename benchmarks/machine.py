@@ -30,6 +30,18 @@ def caches() -> dict[str, str]:
     return {f"L{cache['level']} {cache['type']}": cache["size"] for cache in read}
 
 
+def second_level_bytes() -> int:
+    """The size of the second level of cache, by which a sample is small or large."""
+    size = next((size for name, size in caches().items() if name.startswith("L2")), "1024K")
+    return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
+
+
+def has_amx() -> bool:
+    """Whether the processor multiplies matrices of bfloat16 in tiles, which decides what convolutions gain."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_tile" in info.read_text()
+
+
 def huge_pages() -> str:
     """Whether a program gets huge pages: always, where it asks (madvise), or never."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -85,6 +97,7 @@ def describe() -> dict[str, object]:
         "processor": processor(),
         "cores": os.cpu_count(),
         "caches": caches(),
+        "AMX": has_amx(),
         "huge pages": huge_pages(),
         "capability": torch.ops.nhwc.cpu_capability(),
         "environment": environment.describe(),

@@ -11,11 +11,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import cuda_report
+import report_layers
 from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
 
 PERFORMANCE = ROOT / "docs/performance.md"
+PRESERVING = ROOT / "docs/preserving.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/fraction-of-memcpy.svg"
 
@@ -199,14 +201,14 @@ def single(measured: dict | None) -> str:
 
 
 def gain(measured: dict) -> str:
-    """The README's one line."""
+    """The conversion of whole models, in one line."""
     gains = [(r["model"], r["source"], r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]) for r in measured["results"]]
     loaded = [value for _, source, value in gains if source != "made"]
     by_model = ", ".join(f"{model} {value:.1f}x" for model, source, value in gains if source == "made")
     return (
         f"On one thread of an {measured['machine']['processor']}, each in a fresh process, models convert faster "
         f"than with `torch.nn.utils`: {by_model}; after `torch.load` or `from_pretrained`, where new memory is needed, "
-        f"{min(loaded):.1f}x to {max(loaded):.1f}x (medians, [all figures](docs/performance.md))."
+        f"{min(loaded):.1f}x to {max(loaded):.1f}x (medians)."
     )
 
 
@@ -219,9 +221,24 @@ def forward(measured: dict) -> str:
 def documents() -> dict[Path, dict[str, str]]:
     """What stands between the marks of each document."""
     weights, of_models, of_forward = load("weights"), load("models"), load("forward")
+    layers, layouts = load("layers"), load("layouts")
     return {
-        README: {"gain": gain(of_models), "forward": forward(of_forward)},
+        README: {"gains": report_layers.gains(layouts)},
+        PRESERVING: {
+            "preserving machine": "\n\n".join(
+                f"{what}: {machine(measured)}" for what, measured in (("Layers", layers), ("Models", layouts))
+            ),
+            "losses": report_layers.losses(layers),
+            "preserving bars": report_layers.bars(layers, layouts),
+            "layouts": report_layers.layouts(layouts),
+            "peers": report_layers.peers(layouts),
+            "accuracy": report_layers.accuracy(layers),
+            "layers": report_layers.layers(layers),
+            "layer threads": report_layers.threads(layers),
+        },
         PERFORMANCE: {
+            "gain": gain(of_models),
+            "forward": forward(of_forward),
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
                 for what, measured in (("Weights", weights), ("Models", of_models), ("The walk", load("walk")))

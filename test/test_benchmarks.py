@@ -1,4 +1,6 @@
-"""The benchmarks for a GPU: all of it that needs none on small weights on the CPU, and for real where there is one."""
+"""The benchmarks for a GPU, all of it that needs none on small weights on the CPU, and for real where there is one; and
+those of layers and layouts, on small activations.
+"""
 
 import contextlib
 import json
@@ -15,11 +17,16 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_counters
+import bench_layers
+import bench_layouts
 import bench_models
 import cuda_models
 import cuda_report
 import cuda_weights
+import layer_cases
+import layout_models
 import machine
+import report_layers
 import shapes
 import shared_copy
 import stopwatch
@@ -340,3 +347,117 @@ def test_a_profile_without_kernels_is_none():
 def test_the_commit_can_be_told(monkeypatch):
     monkeypatch.setenv("TORCH_NHWC_COMMIT", "abc1234")
     assert machine.commit() == "abc1234"
+
+
+def small(case):
+    """The case on an activation of a few voxels."""
+    return case._replace(shape=(2, *case.shape[1:2], *(4 for _ in case.shape[2:])))
+
+
+def first_of_each_layer():
+    cases = {}
+    for case in layer_cases.CASES:
+        cases.setdefault((case.layer, case.arguments.split(", ")[-1]) if case.layer == "conv3d" else case.layer, case)
+    return list(cases.values())
+
+
+@pytest.mark.parametrize("case", first_of_each_layer(), ids=lambda case: case.name)
+def test_layers_are_measured_beside_both_of_pytorchs(case):
+    for mode in case.modes:
+        row = bench_layers.measure(small(case), torch.float32, mode, seconds=0)
+        assert row["errors"] == {}
+        assert all(0 < times["min"] <= times["median"] for times in row["times"].values())
+        assert row["times"].keys() == layer_cases.FUNCTIONS.keys()
+        assert row["bars"].keys() <= row["ratios"].keys()
+        assert report_layers.group(row) in report_layers.GROUPS.values()
+
+
+@pytest.mark.parametrize("case", layer_cases.CASES, ids=lambda case: case.name)
+def test_ours_and_pytorchs_compute_the_same_and_each_keeps_to_its_format(case):
+    outs = {}
+    for way, functions in layer_cases.FUNCTIONS.items():
+        x, parameters, targets = bench_layers.inputs(small(case), torch.float32, way)
+        outs[way] = case.of(functions)(x, *parameters, *targets)
+        assert x.stride()[1] == (1 if way != "contiguous" else x[0, 0].numel())
+    torch.testing.assert_close(outs["ours"], outs["contiguous"], rtol=1e-4, atol=1e-4)
+    assert outs["ours"].dim() == 0 or outs["ours"].stride()[1] == 1
+
+
+def test_what_a_layer_cannot_do_has_no_time_but_a_text(monkeypatch):
+    def refuse(*arguments):
+        raise NotImplementedError("not for this dtype\nand so on")
+
+    case = small(layer_cases.CASES[0])
+    monkeypatch.setitem(layer_cases.FUNCTIONS, "stock_channels_last", SimpleNamespace(group_norm=refuse))
+    row = bench_layers.measure(case, torch.float32, layer_cases.FORWARD, seconds=0)
+    assert row["times"]["stock_channels_last"] is None
+    assert row["errors"] == {"stock_channels_last": "not for this dtype"}
+    assert row["ratios"]["stock_over_ours"] is None
+    assert row["ratios"]["over_contiguous"] > 0
+
+
+def test_the_bars_of_layers_are_the_projects():
+    def bars(layer, dtype, mode, **fields):
+        (case, *_) = [case for case in layer_cases.CASES if case.layer == layer]
+        return layer_cases.bars(case._replace(**fields), dtype, mode)
+
+    forward, both, backward = layer_cases.FORWARD, layer_cases.BOTH, layer_cases.BACKWARD
+    large, tiny = (1, 64, 256, 256), (1, 16, 8, 8)
+    assert bars("group_norm", torch.float32, forward, shape=tiny) == {"over_contiguous": 1.15}
+    assert bars("group_norm", torch.float32, both, shape=large) == {"over_contiguous": 1.3}
+    assert bars("group_norm", torch.bfloat16, forward, shape=(1, 8, 8, 8)) == {}
+    assert bars("group_norm", torch.bfloat16, backward) == {"stock_over_ours": 8}
+    assert bars("instance_norm", torch.float32, both) == {"over_contiguous": 0.8, "stock_over_ours": 5}
+    assert bars("conv3d", torch.float32, both) == {"over_contiguous": 0.9}
+    assert bars("conv3d", torch.bfloat16, both) == {}
+    assert bars("interpolate", torch.float32, both) == {}
+
+
+def test_layers_and_layouts_are_reported(tmp_path, monkeypatch, capsys):
+    def tiny_model():
+        return nn.Sequential(nn.Conv3d(1, 8, 3), nn.GroupNorm(2, 8), nn.Conv3d(8, 2, 3))
+
+    tiny = layout_models.LayoutModel(tiny_model, (1, 1, 8, 8, 8))
+    monkeypatch.setattr(bench_layouts, "MODELS", {"first": tiny, "second": tiny})
+    out = tmp_path / "layouts-cpu.json"
+    for names in (["first", "second"], ["second"]):
+        bench_layouts.run(names, ["float32", "bfloat16"], [], 0, out)
+    layouts = json.loads(out.read_text())
+    assert [row["model"] for row in layouts["results"]] == ["first"] * 4 + ["second"] * 4
+    for row in layouts["results"]:
+        assert row["times"].keys() == row["gains"].keys() == {"contiguous", "weights", "full", "preserved"}
+        assert row["exchanged"] == {"GroupNorm": 1}
+        assert row["shape"][0] == (2 if row["dtype"] == "float32" else 1)
+        assert row["bars"].keys() == {"preserved_over_full", "preserved"}
+        assert max(row["differences"].values()) < (1e-4 if row["dtype"] == "float32" else 0.1)
+
+    monkeypatch.setattr(bench_layers.layer_errors, "CASES", [small(bench_layers.layer_errors.CASES[0])])
+    chosen = [small(layer_cases.CASES[0])]
+    measured = bench_layers.run(chosen, chosen, 0)
+    machine.write(tmp_path / "layers-cpu.json", "bench_layers.py", measured.pop("results"), quick=True, **measured)
+    layers = json.loads((tmp_path / "layers-cpu.json").read_text())
+    assert {row["mean_over_deviation"] for row in layers["accuracy"]} == {0, 3, 10, 100, 1000, 3000}
+    assert layers["machine"]["AMX"] == machine.has_amx()
+    bars = report_layers.bars(layers, layouts)
+    assert report_layers.QUICK in bars
+    assert "whole models where layers are exchanged: gain over contiguous | at least 0.98" in bars
+    assert "| group norm float32: the largest error over that of PyTorch's on contiguous | at most 2 |" in bars
+    assert "| second | 2 | float32 | training |" in report_layers.layouts(layouts)
+    assert "| first |" in report_layers.gains(layouts)
+    for table in (report_layers.losses, report_layers.layers, report_layers.accuracy, report_layers.threads):
+        assert "| group" in table(layers)
+
+
+def test_the_compiler_is_told_with_its_first_call(monkeypatch):
+    monkeypatch.setattr(bench_layouts.torch, "compile", lambda model: model)
+    monkeypatch.setitem(bench_layouts.MODELS, "tiny", layout_models.LayoutModel(tiny, (1, 3, 8, 8)))
+    row = bench_layouts.measure("tiny", torch.float32, "inference", with_compile=True, budget=0)
+    assert row["compile_seconds"].keys() == bench_layouts.COMPILED.keys() <= row["times"].keys()
+    assert (row["exchanged"], row["bars"]) == ({}, {})
+    assert "| tiny | float32 | inference |" in report_layers.peers({"results": [row]})
+
+
+@pytest.mark.parametrize("name", layout_models.MODELS)
+def test_every_model_of_the_layouts_is_made(name):
+    with torch.device("meta"):
+        assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())

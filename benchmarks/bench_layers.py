@@ -1,0 +1,206 @@
+"""Every layer that preserves channels-last: ours and PyTorch's on channels-last, and PyTorch's on contiguous.
+
+    python benchmarks/bench_layers.py [--case NAME ...] [--seconds S] [--quick] [--out FILE]
+
+The three take turns in one process, on one thread: forward, and forward with backward, which computes the gradients of
+the input and of the parameters from a gradient in the output's format. Then the errors of the norms against float64 for
+data with large means, and what a second thread gains beside a plain copy. Milliseconds, minimum and median; ratios and
+bars are of minima. What a layer cannot do has no time, and the text of its error.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import layer_errors
+import machine
+import torch
+from layer_cases import (
+    BACKWARD,
+    BOTH,
+    CASES,
+    FORWARD,
+    FUNCTIONS,
+    LARGE_CASES,
+    OVER_CONTIGUOUS,
+    STOCK_OVER_OURS,
+    Case,
+    bars,
+)
+from layout_models import channels_last
+from stopwatch import Stopwatch, interleaved
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+FEWEST, MOST = 3, 30
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def inputs(case: Case, dtype: torch.dtype, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """The input in the way's format, the parameters, and the target where there is one; equal values in every way."""
+    torch.manual_seed(0)
+    x = torch.randn(case.shape, dtype=dtype)
+    parameters = [torch.randn(shape, dtype=dtype) for shape in case.parameters]
+    if way != "contiguous":
+        x = channels_last(x)
+        parameters = [channels_last(each) if each.dim() > 2 else each for each in parameters]
+    targets = [torch.randint(case.shape[1], (case.shape[0], *case.shape[2:]))] if case.target else []
+    for each in (x, *parameters):
+        each.requires_grad_()
+    return x, parameters, targets
+
+
+def job(case: Case, dtype: torch.dtype, way: str, mode: str) -> Callable[[], object]:
+    """What is timed."""
+    x, parameters, targets = inputs(case, dtype, way)
+    call = partial(case.of(FUNCTIONS[way]), x, *parameters, *targets)
+    if mode == FORWARD:
+        return torch.no_grad()(call)
+    out = call()
+    gradient = torch.randn(out.shape, dtype=out.dtype)
+    if out.dim() > 2 and way != "contiguous":
+        gradient = channels_last(gradient)
+    if mode == BACKWARD:
+        return lambda: torch.autograd.grad(out, [x, *parameters], gradient, retain_graph=True)
+    return lambda: torch.autograd.grad(call(), [x, *parameters], gradient)
+
+
+def timed(
+    jobs: dict[str, Callable[[], Callable[[], object]]], seconds: float
+) -> tuple[dict[str, dict[str, float] | None], dict[str, str]]:
+    """The milliseconds of jobs that take turns for so long, None for those that fail; and the texts of the failures."""
+    made, errors, round_seconds = {}, {}, 0.0
+    for name, make in jobs.items():
+        try:
+            made[name] = make()
+            made[name]()
+        except RuntimeError as error:
+            made.pop(name, None)
+            errors[name] = str(error).strip().split("\n")[0]
+            continue
+        round_seconds += max(1e-3, Stopwatch().wall(made[name]) * 1e-6)
+    samples = min(MOST, max(FEWEST, int(seconds / max(round_seconds, 1e-3))))
+    taken, _ = interleaved(Stopwatch(), {name: [call] for name, call in made.items()}, samples)
+    milliseconds = {name: {key: value / 1e3 for key, value in times.items()} for name, times in taken.items()}
+    return {name: milliseconds.get(name) for name in jobs}, errors
+
+
+def over(times: dict[str, dict[str, float] | None], longer: str, shorter: str) -> float | None:
+    """The ratio of two minima; None where one of them failed."""
+    a, b = times[longer], times[shorter]
+    return None if a is None or b is None else a["min"] / b["min"]
+
+
+def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
+    """One row: the three ways, their ratios, and the bars."""
+    times, errors = timed({way: partial(job, case, dtype, way, mode) for way in FUNCTIONS}, seconds)
+    ratios = {
+        OVER_CONTIGUOUS: over(times, "ours", "contiguous"),
+        STOCK_OVER_OURS: over(times, "stock_channels_last", "ours"),
+        "stock_over_contiguous": over(times, "stock_channels_last", "contiguous"),
+    }
+    return {
+        "layer": case.layer,
+        "arguments": case.arguments,
+        "shape": list(case.shape),
+        "dtype": name_of(dtype),
+        "mode": mode,
+        "is_small": case.sample_bytes(dtype) <= machine.second_level_bytes(),
+        "times": times,
+        "errors": errors,
+        "ratios": ratios,
+        "bars": bars(case, dtype, mode),
+    }
+
+
+def on_threads(call: Callable[[], object], threads: int) -> Callable[[], object]:
+    """The same on so many threads; their number is one otherwise."""
+
+    def run() -> None:
+        torch.set_num_threads(threads)
+        try:
+            call()
+        finally:
+            torch.set_num_threads(1)
+
+    return run
+
+
+def measure_threads(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
+    """How many times faster two threads are than one, for ours and for a copy of the input to memory that is there."""
+    source = inputs(case, dtype, "ours")[0].detach()
+    copy = partial(torch.empty_like(source).copy_, source)
+    calls = {"ours": job(case, dtype, "ours", mode), "copy": copy}
+    jobs = {
+        f"{name}, {threads}": lambda call=call, threads=threads: on_threads(call, threads)
+        for name, call in calls.items()
+        for threads in (1, 2)
+    }
+    times, _ = timed(jobs, seconds)
+    gains = {name: over(times, f"{name}, 1", f"{name}, 2") for name in calls}
+    described = {"layer": case.layer, "arguments": case.arguments, "shape": list(case.shape)}
+    return {**described, "dtype": name_of(dtype), "mode": mode, "times": times, "gains": gains}
+
+
+def met(row: dict) -> list[str]:
+    """Each bar of a row beside what was measured."""
+    texts = []
+    for ratio, limit in row["bars"].items():
+        value = row["ratios"][ratio]
+        is_met = value is not None and (value <= limit if ratio == OVER_CONTIGUOUS else value >= limit)
+        texts.append(f"{ratio} {limit:g}: {'not measured' if value is None else 'met' if is_met else 'MISSED'}")
+    return texts
+
+
+def show(row: dict) -> None:
+    name = f"{row['layer']}({row['arguments']}) {'x'.join(map(str, row['shape']))} {row['dtype']} {row['mode']}"
+    times = [f"{times['min']:.3f}" if times else "fails" for times in row["times"].values()]
+    ratios = [f"{value:.2f}" if value else "-" for value in row["ratios"].values()]
+    print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}; {'; '.join(met(row))}", flush=True)
+
+
+def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> dict:
+    """All that is measured, by what it is."""
+    torch.set_num_threads(1)
+    results = []
+    for case in cases:
+        for dtype in dtypes:
+            for mode in case.modes:
+                results.append(measure(case, dtype, mode, seconds))
+                show(results[-1])
+    errors = layer_errors.measure_errors({case.layer for case in cases}, dtypes)
+    threads = [
+        measure_threads(case, dtype, mode, 2 * seconds)
+        for case in large
+        for dtype in dtypes
+        for mode in (FORWARD, BOTH)
+    ]
+    for row in threads:
+        print(f"{row['layer']} {row['dtype']} {row['mode']}, one thread over two: {row['gains']}", flush=True)
+    return {"results": results, "accuracy": errors, "two_threads": threads}
+
+
+def main() -> None:
+    parser = machine.parser(__doc__, machine.RESULTS / "layers-cpu.json")
+    parser.add_argument("--case", nargs="*", default=[], metavar="NAME", help="a part of the names of cases")
+    parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement")
+    parser.add_argument("--quick", action="store_true", help="few cases, few samples")
+    arguments = parser.parse_args()
+    chosen, large = [
+        [case for case in cases if not arguments.case or any(part in case.name for part in arguments.case)]
+        for cases in (CASES, LARGE_CASES)
+    ]
+    if arguments.quick:
+        chosen, large = [case for case in chosen if case.is_quick], []
+    seconds = 0.0 if arguments.quick else arguments.seconds
+    measured = run(chosen, large, seconds)
+    results = measured.pop("results")
+    machine.write(
+        arguments.out, "bench_layers.py", results, quick=arguments.quick, threads=1, seconds=seconds, **measured
+    )
+
+
+if __name__ == "__main__":
+    main()

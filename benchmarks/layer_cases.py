@@ -1,0 +1,188 @@
+"""The layers that preserve channels-last, as data: what is called, on which shapes, and which bars are set for it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from machine import second_level_bytes
+from torch import Tensor
+from torch.nn import functional as stock
+
+from torch_nhwc import functional as ours
+
+Call = Callable[..., Tensor]
+FORWARD, BOTH, BACKWARD = "forward", "forward with backward", "backward"
+OVER_CONTIGUOUS, STOCK_OVER_OURS = "over_contiguous", "stock_over_ours"
+POOLS = ("avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "lp_pool3d")
+NORMS = ("group_norm", "instance_norm")
+
+
+class Case(NamedTuple):
+    """A layer on one shape.
+
+    `call` takes the functions of ours or of PyTorch, the input, and the parameters, whose shapes are given.
+    """
+
+    layer: str
+    arguments: str
+    shape: tuple[int, ...]
+    call: Call
+    parameters: tuple[tuple[int, ...], ...] = ()
+    target: str | None = None
+    is_quick: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}({self.arguments}) {'x'.join(map(str, self.shape))}"
+
+    def sample_bytes(self, dtype: torch.dtype) -> int:
+        """Of one sample of the input."""
+        return torch.Size(self.shape[1:]).numel() * dtype.itemsize
+
+    def of(self, functions: ModuleType) -> Call:
+        """The call of ours, or of PyTorch's."""
+        return partial(self.call, functions)
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The backward by itself is measured where a bar is about it."""
+        return (FORWARD, BOTH, BACKWARD) if self.layer == "group_norm" else (FORWARD, BOTH)
+
+
+def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
+    """What is asked of a ratio: at most so much over contiguous, and at least so much of stock over ours."""
+    is_float, is_forward = dtype == torch.float32, mode == FORWARD
+    found: dict[str, float] = {}
+    if case.layer in NORMS and mode != BACKWARD:
+        if not is_float:
+            limits = (1.1, 1.0) if case.shape[1] >= 16 else None
+        elif case.layer == "instance_norm":
+            limits = (0.6, 0.8)
+        else:
+            limits = (1.15, 1.0) if case.sample_bytes(dtype) <= second_level_bytes() else (1.5, 1.3)
+        if limits:
+            found[OVER_CONTIGUOUS] = limits[0] if is_forward else limits[1]
+    if case.layer == "instance_norm" and is_float:
+        found[STOCK_OVER_OURS] = 5
+    if case.layer == "group_norm" and not is_float and mode == BACKWARD:
+        found[STOCK_OVER_OURS] = 8
+    if case.layer in POOLS:
+        found[OVER_CONTIGUOUS] = 0.5
+    if case.layer == "conv3d" and is_float and case.arguments.endswith("1x1x1"):
+        found[OVER_CONTIGUOUS] = 1.2 if is_forward else 0.9
+    if case.layer in ("gelu", "softmax", "log_softmax", "cross_entropy", "pad"):
+        found[OVER_CONTIGUOUS] = 1.1
+    return found
+
+
+def group_norm(groups: int, functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functions.group_norm(x, groups, weight, bias)
+
+
+def instance_norm(functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functions.instance_norm(x, weight=weight, bias=bias)
+
+
+def over_channels(layer: str, functions: ModuleType, x: Tensor) -> Tensor:
+    return getattr(functions, layer)(x, 1)
+
+
+def with_arguments(layer: str, arguments: Sequence[Any], functions: ModuleType, x: Tensor) -> Tensor:
+    return getattr(functions, layer)(x, *arguments)
+
+
+def cross_entropy(functions: ModuleType, x: Tensor, target: Tensor) -> Tensor:
+    return functions.cross_entropy(x, target)
+
+
+def circular(functions: ModuleType, x: Tensor) -> Tensor:
+    return functions.pad(x, (1,) * 2 * (x.dim() - 2), mode="circular")
+
+
+def conv3d(padding: tuple[int, ...], functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functions.conv3d(x, weight, bias, padding=padding)
+
+
+def upsample(functions: ModuleType, x: Tensor) -> Tensor:
+    return functions.interpolate(x, scale_factor=2.0)
+
+
+def norm_cases() -> Iterator[Case]:
+    small, large = ((4, 32, 32, 32), (4, 32, 8, 12, 12)), ((4, 128, 96, 96), (2, 32, 48, 48, 48))
+    for shape in (*small, *large):
+        affine = ((shape[1],),) * 2
+        for groups in (8, 32):
+            call = partial(group_norm, groups)
+            yield Case("group_norm", str(groups), shape, call, affine, is_quick=shape == small[0] and groups == 8)
+        yield Case("instance_norm", "affine", shape, instance_norm, affine)
+    wide, narrow = (2, 512, 32, 32), (2, 16, 48, 48, 48)
+    yield Case("group_norm", "32", wide, partial(group_norm, 32), ((512,),) * 2)
+    yield Case("group_norm", "8", narrow, partial(group_norm, 8), ((16,),) * 2)
+    for shape in ((1, 64, 64, 64), (1, 32, 48, 48, 48)):
+        yield Case("instance_norm", "affine", shape, instance_norm, ((shape[1],),) * 2)
+
+
+def channel_cases() -> Iterator[Case]:
+    for channels in (2, 4, 8, 21, 64, 150, 512):
+        side, edge = (128, 32) if channels < 64 else (48, 12)
+        for shape in ((2, channels, side, side), (2, channels, edge, edge, edge)):
+            for layer in ("softmax", "log_softmax"):
+                is_quick = shape == (2, 21, 128, 128) and layer == "softmax"
+                yield Case(layer, "1", shape, partial(over_channels, layer), is_quick=is_quick)
+            yield Case("cross_entropy", "classes", shape, cross_entropy, target="classes")
+
+
+def pool_cases() -> Iterator[Case]:
+    shape = (2, 32, 32, 32, 32)
+    for layer, text, arguments in (
+        ("avg_pool3d", "2", (2,)),
+        ("avg_pool3d", "3, 2, 1", (3, 2, 1)),
+        ("adaptive_avg_pool3d", "4", (4,)),
+        ("adaptive_avg_pool3d", "1", (1,)),
+        ("adaptive_max_pool3d", "4", (4,)),
+        ("lp_pool3d", "2, 2", (2.0, 2)),
+    ):
+        yield Case(layer, text, shape, partial(with_arguments, layer, arguments), is_quick=text == "2")
+
+
+def convolution_cases() -> Iterator[Case]:
+    for inner, outer, edge in ((16, 2, 48), (32, 32, 24), (64, 64, 24), (128, 64, 16), (256, 256, 8)):
+        yield convolution(inner, outer, edge, (1, 1, 1), is_quick=inner == 128)
+    for taps in ((1, 3, 3), (3, 1, 1)):
+        for inner, edge in ((16, 32), (32, 24), (64, 16)):
+            yield convolution(inner, inner, edge, taps)
+
+
+def convolution(inner: int, outer: int, edge: int, taps: tuple[int, ...], is_quick: bool = False) -> Case:
+    """With a batch of two: a single sample may go PyTorch's slow path, in every format."""
+    padding = tuple(each // 2 for each in taps)
+    text = f"to {outer} channels, {'x'.join(map(str, taps))}"
+    shape = (2, inner, edge, edge, edge)
+    return Case("conv3d", text, shape, partial(conv3d, padding), ((outer, inner, *taps), (outer,)), is_quick=is_quick)
+
+
+def other_cases() -> Iterator[Case]:
+    for shape in ((4, 64, 56, 56), (2, 32, 32, 32, 32)):
+        yield Case("gelu", "", shape, partial(with_arguments, "gelu", ()))
+        yield Case("pad", '1, "circular"', shape, circular)
+    yield Case("interpolate", '2, "nearest"', (2, 32, 16, 16, 16), upsample)
+
+
+CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *convolution_cases(), *other_cases()]
+# Of activations so large that no cache holds them: what a second thread gains.
+LARGE_CASES = [
+    case._replace(shape=(2, case.shape[1], 80, 80, 80))
+    for case in CASES
+    if case.name
+    in (
+        "group_norm(8) 2x32x48x48x48",
+        "instance_norm(affine) 2x32x48x48x48",
+        "softmax(1) 2x21x32x32x32",
+        "cross_entropy(classes) 2x21x32x32x32",
+        "avg_pool3d(2) 2x32x32x32x32",
+        "gelu() 2x32x32x32x32",
+    )
+]
+FUNCTIONS = {"ours": ours, "stock_channels_last": stock, "contiguous": stock}
