@@ -19,6 +19,7 @@ struct Level {
   std::string_view aten_name;  // the ATEN_CPU_CAPABILITY that it belongs to
   bool is_supported;
   FilterKernels kernels;
+  SoftmaxKernels softmax;
 };
 
 #if defined(__x86_64__)
@@ -47,19 +48,19 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {{"baseline", "default", true, levels::baseline},
-          {"avx2", "avx2", avx2, levels::avx2},
-          {"avx512", "avx512", avx512, levels::avx512},
-          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi()}};
+  return {{"baseline", "default", true, levels::baseline, levels::baseline_softmax},
+          {"avx2", "avx2", avx2, levels::avx2, levels::avx2_softmax},
+          {"avx512", "avx512", avx512, levels::avx512, levels::avx512_softmax},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), levels::avx512_softmax}};
 }
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon}}; }
+std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon, levels::baseline_softmax}}; }
 
 #else
 
-std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline}}; }
+std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline, levels::baseline_softmax}}; }
 
 #endif
 
@@ -93,6 +94,8 @@ const Level& chosen_level() {
 }  // namespace
 
 const FilterKernels& filter_kernels() { return chosen_level().kernels; }
+
+const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

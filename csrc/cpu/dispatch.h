@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cpu/filter_kernels.h"
+#include "cpu/softmax_kernels.h"
 
 namespace nhwc::cpu {
 
@@ -12,6 +13,9 @@ namespace nhwc::cpu {
 ///
 /// Raises where TORCH_NHWC_CPU_CAPABILITY names a level that this CPU does not have.
 const FilterKernels& filter_kernels();
+
+/// Those of softmax, of the same level.
+const SoftmaxKernels& softmax_kernels();
 
 /// The name of the level that `filter_kernels` has chosen.
 std::string capability();

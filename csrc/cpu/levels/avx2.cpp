@@ -6,10 +6,12 @@
 NHWC_TARGET("avx2,fma,bmi2,f16c")
 
 #include "cpu/levels/make_filter_kernels.h"
+#include "cpu/levels/make_softmax_kernels.h"
 
 namespace nhwc::cpu::levels {
 
 constexpr FilterKernels avx2 = make_filter_kernels();
+constexpr SoftmaxKernels avx2_softmax = softmax::make_kernels();
 
 }  // namespace nhwc::cpu::levels
 

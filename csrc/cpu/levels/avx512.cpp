@@ -6,10 +6,12 @@
 NHWC_TARGET("avx2,fma,bmi2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
 #include "cpu/levels/make_filter_kernels.h"
+#include "cpu/levels/make_softmax_kernels.h"
 
 namespace nhwc::cpu::levels {
 
 constexpr FilterKernels avx512 = make_filter_kernels();
+constexpr SoftmaxKernels avx512_softmax = softmax::make_kernels();
 
 }  // namespace nhwc::cpu::levels
 

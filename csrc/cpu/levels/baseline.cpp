@@ -1,6 +1,7 @@
 // The instruction set of everything else: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "cpu/levels/before_level.h"
 #include "cpu/levels/make_filter_kernels.h"
+#include "cpu/levels/make_softmax_kernels.h"
 
 namespace nhwc::cpu::levels {
 
@@ -9,5 +10,6 @@ constexpr FilterKernels neon = make_filter_kernels();
 #else
 constexpr FilterKernels baseline = make_filter_kernels();
 #endif
+constexpr SoftmaxKernels baseline_softmax = softmax::make_kernels();
 
 }  // namespace nhwc::cpu::levels

@@ -12,6 +12,7 @@
 #endif
 
 #include "cpu/filter_kernels.h"
+#include "cpu/softmax_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)
