@@ -4,6 +4,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "activations/channels_last.h"
@@ -26,11 +27,10 @@ std::optional<Triple> triple(at::IntArrayRef values) {
   return std::nullopt;
 }
 
-bool is_valid_window(const at::Tensor& input, const Triple& kernel, const Triple& stride, const Triple& padding,
-                     bool ceil_mode) {
+bool is_valid_window(const at::Tensor& input, const Triple& kernel, const Triple& stride, const Triple& padding) {
   for (size_t dim = 0; dim < 3; ++dim) {
     if (kernel[dim] <= 0 || stride[dim] <= 0 || padding[dim] < 0 || padding[dim] > kernel[dim] / 2) return false;
-    if (input.sym_size(dim + 2) + 2 * padding[dim] - kernel[dim] + (ceil_mode ? stride[dim] - 1 : 0) < 0) return false;
+    if (input.sym_size(dim + 2) < kernel[dim]) return false;
   }
   return true;
 }
@@ -45,8 +45,7 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
   if (!is_composed(input)) return leave(by_torch(enter(input)));
   const auto kernel = triple(kernel_size), stride = triple(strides.empty() ? kernel_size : strides),
              padding = triple(paddings);
-  if (!kernel || !stride || !padding || !is_valid_window(input, *kernel, *stride, *padding, ceil_mode) ||
-      divisor_override == 0) {
+  if (!kernel || !stride || !padding || !is_valid_window(input, *kernel, *stride, *padding) || divisor_override == 0) {
     return by_torch(input);
   }
   const auto [kernel_d, kernel_h, kernel_w] = *kernel;
@@ -69,7 +68,11 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
 at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef output_size) {
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
-  if (!is_composed(input)) return leave(by_torch(enter(input)));
+  const auto is_one = [](const c10::SymInt& size) { return size == 1; };
+  // To one voxel is a mean, which PyTorch takes in every format.
+  if (!is_composed(input) || std::all_of(output_size.begin(), output_size.end(), is_one)) {
+    return leave(by_torch(enter(input)));
+  }
   if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
     return by_torch(input);
   }
@@ -112,9 +115,12 @@ at::Tensor lp_pool3d(const at::Tensor& input, double norm_type, at::IntArrayRef 
                                .findSchemaOrThrow("nhwc::avg_pool3d", "")
                                .typed<at::Tensor(const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
                                                  bool, bool, std::optional<int64_t>)>();
-  const at::Tensor mean = pool.call(input.pow(norm_type), kernel_size, stride, {0, 0, 0}, ceil_mode, true, {});
+  const bool keeps_format = is_volume(input);
+  const at::Tensor powers = keeps_format ? to_channels_last(enter(input).pow(norm_type)) : input.pow(norm_type);
+  const at::Tensor mean = pool.call(powers, kernel_size, stride, {0, 0, 0}, ceil_mode, true, {});
   const Triple kernel = triple(kernel_size).value();  // else the pool has complained
-  return (mean.sign() * mean.abs().relu()).mul(kernel[0] * kernel[1] * kernel[2]).pow(1.0 / norm_type);
+  const at::Tensor sum = (mean.sign() * mean.abs().relu()).mul(kernel[0] * kernel[1] * kernel[2]);
+  return keeps_format ? leave(sum.pow(1.0 / norm_type)) : sum.pow(1.0 / norm_type);
 }
 
 }  // namespace
