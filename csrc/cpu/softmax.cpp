@@ -10,9 +10,11 @@ namespace nhwc::cpu {
 namespace {
 
 // More channels than this are enough for the registers of one row after the other, which is what PyTorch does.
-constexpr int64_t most_channels = 256;
+constexpr int64_t most_channels = 128;
 // A block and the output's beside it stay in a first-level cache of 32 KiB with what they are read from.
 constexpr int64_t block_elements = 4096;
+// Rows of a block come by this number, so that none is left over beside full registers.
+constexpr int64_t whole_rows = 16;
 
 // The transposes of a block, with the casts between its type and float.
 struct Block {
@@ -31,7 +33,7 @@ Block block_of(at::ScalarType type) {
 template <typename Visit>
 void visit_blocks(const at::Tensor& rows, const Visit& visit) {
   constexpr int64_t elements_worth_a_thread = 1 << 15;
-  const int64_t channels = rows.size(-1), block = block_elements / channels;
+  const int64_t channels = rows.size(-1), block = block_elements / channels / whole_rows * whole_rows;
   at::parallel_for(0, rows.numel() / channels, std::max<int64_t>(elements_worth_a_thread / channels, 1),
                    [&](int64_t begin, int64_t end) {
                      for (int64_t row = begin; row < end; row += block) visit(row, std::min(block, end - row));
