@@ -13,11 +13,10 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("copy_weight_(Tensor(a!) self, Tensor weight) -> ()", compliant);
   m.def("plan_weights(Tensor[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
 
-  // Layers on channels-last activations, each as PyTorch's operator of the same name; one that is not channels-last goes
-  // to that operator.
-  m.def(
-      "group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
-      compliant);
+  // Layers on channels-last activations, each as PyTorch's operator of the same name; one that is not channels-last
+  // goes to that operator.
+  m.def("group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
+        compliant);
   m.def(
       "instance_norm(Tensor input, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, Tensor? weight=None, "
       "Tensor? bias=None, bool use_input_stats=True, float momentum=0.1, float eps=1e-05) -> Tensor");
@@ -33,7 +32,7 @@ TORCH_LIBRARY(nhwc, m) {
       "bool count_include_pad=True, int? divisor_override=None) -> Tensor",
       compliant);
   m.def("adaptive_avg_pool3d(Tensor input, SymInt[3] output_size) -> Tensor", compliant);
-  m.def("adaptive_max_pool3d(Tensor input, SymInt[3] output_size) -> (Tensor, Tensor)", compliant);
+  m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> (Tensor, Tensor)", compliant);
   m.def(
       "lp_pool3d(Tensor input, float norm_type, int[3] kernel_size, int[3] stride=[], bool ceil_mode=False) -> Tensor",
       compliant);
@@ -42,8 +41,10 @@ TORCH_LIBRARY(nhwc, m) {
       "conv3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
       "SymInt[3] dilation=1, SymInt groups=1) -> Tensor",
       compliant);
-  m.def("upsample_nearest3d(Tensor input, SymInt[]? output_size=None, float[]? scale_factors=None, *, "
-        "bool exact=False) -> Tensor", compliant);
+  m.def(
+      "upsample_nearest3d(Tensor input, SymInt[]? output_size=None, float[]? scale_factors=None, *, "
+      "bool exact=False) -> Tensor",
+      compliant);
 
   // What the layers above are made of where PyTorch has nothing for it.
   m.def(
@@ -56,8 +57,8 @@ TORCH_LIBRARY(nhwc, m) {
       compliant);
   m.def("native_softmax(Tensor input, bool log) -> Tensor", compliant);
   m.def("native_softmax_backward(Tensor grad, Tensor output, bool log) -> Tensor", compliant);
-  m.def("native_pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
-  m.def("native_pad_circular_backward(Tensor grad, SymInt[] pad) -> Tensor", compliant);
+  m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
+  m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
 
   m.def("cpu_capability() -> str", compliant);
   m.def("sentence(str reason) -> str", compliant);

@@ -28,7 +28,7 @@ ROOMS = [
 
 
 # The same for the folders of csrc, by the headers that they include.
-FOLDERS = ["weights", "cpu", "cuda", "no_cuda", "writing", "in_place", "ops"]
+FOLDERS = ["weights", "activations", "cpu", "cuda", "no_cuda", "writing", "in_place", "ops"]
 
 
 def rooms():

@@ -60,7 +60,8 @@ at::Tensor to_channels_last(const at::Tensor& input) {
 
 at::Tensor empty_channels_last(const at::Tensor& like, std::optional<at::ScalarType> dtype) {
   const auto sizes = like.sym_sizes();
-  return at::empty_strided_symint(sizes, canonical_strides(sizes), like.options().dtype(dtype.value_or(like.scalar_type())));
+  return at::empty_strided_symint(sizes, canonical_strides(sizes),
+                                  like.options().dtype(dtype.value_or(like.scalar_type())));
 }
 
 }  // namespace nhwc

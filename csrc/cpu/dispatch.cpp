@@ -20,6 +20,7 @@ struct Level {
   bool is_supported;
   FilterKernels kernels;
   NormKernelsByType norm;
+  SoftmaxKernels softmax;
 };
 
 #if defined(__x86_64__)
@@ -48,19 +49,19 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {{"baseline", "default", true, levels::baseline, levels::norm_baseline},
-          {"avx2", "avx2", avx2, levels::avx2, levels::norm_avx2},
-          {"avx512", "avx512", avx512, levels::avx512, levels::norm_avx512},
-          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), levels::norm_avx512}};
+  return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline},
+          {"avx2", "avx2", avx2, levels::avx2, levels::norm_avx2, levels::softmax_avx2},
+          {"avx512", "avx512", avx512, levels::avx512, levels::norm_avx512, levels::softmax_avx512},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), levels::norm_avx512, levels::softmax_avx512}};
 }
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon, levels::norm_neon}}; }
+std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon, levels::norm_neon, levels::softmax_neon}}; }
 
 #else
 
-std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline, levels::norm_baseline}}; }
+std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline}}; }
 
 #endif
 
@@ -96,6 +97,8 @@ const Level& chosen_level() {
 const FilterKernels& filter_kernels() { return chosen_level().kernels; }
 
 const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
+
+const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

@@ -5,6 +5,7 @@
 
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/softmax_kernels.h"
 
 namespace nhwc::cpu {
 
@@ -16,6 +17,8 @@ const FilterKernels& filter_kernels();
 
 /// The passes of group norm, of the same level.
 const NormKernelsByType& norm_kernels();
+/// Those of softmax, of the same level.
+const SoftmaxKernels& softmax_kernels();
 
 /// The name of the level that `filter_kernels` has chosen.
 std::string capability();

@@ -1,14 +1,80 @@
-"""Activations in channels-last, and what layers make of them beside plain torch."""
+"""Activations in channels-last, and operators on them beside PyTorch's own in float64."""
 
 import torch
 
+import torch_nhwc  # noqa: F401  registers the operators
+
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
 
-def channels_last(tensor):
-    """The tensor in canonical channels-last strides, also where sizes are 1 and of 3 dimensions."""
-    dense = tensor.movedim(1, -1).contiguous()
+def channels_last(values):
+    """The values in canonical channels-last strides, also where sizes are 1 and of 3 dimensions."""
+    dense = values.movedim(1, -1).contiguous()
     return dense.flatten().view(dense.shape).movedim(-1, 1)
+
+
+def sliced(values):
+    """The same values as a part of a larger activation in channels-last."""
+    wide = channels_last(torch.cat([values, values], dim=1))
+    return wide[:, : values.shape[1]]
+
+
+def assert_in_format(tensor):
+    assert tensor.stride() == channels_last(tensor.detach()).stride()
+
+
+def first(output):
+    return output[0] if isinstance(output, tuple) else output
+
+
+def assert_like(operator, reference, values, dtype=torch.float32, arrange=channels_last, same_rank=True):
+    """Values, format, and the gradient of an operator, by the reference in float64."""
+    values = values.to(dtype)
+    inputs, expected_inputs = arrange(values).detach().requires_grad_(), values.double().requires_grad_()
+    output, expected = operator(inputs), reference(expected_inputs)
+    if isinstance(expected, tuple):
+        assert torch.equal(output[1], expected[1])
+        assert_in_format(output[1])
+    output, expected = first(output), first(expected)
+    tolerance = TOLERANCES[dtype]
+    assert output.shape == expected.shape
+    torch.testing.assert_close(
+        output.double(), expected, rtol=tolerance, atol=tolerance * float(expected.detach().abs().max())
+    )
+    gradient = torch.randn(expected.shape).to(dtype)
+    # Contiguous, as a loss may hand it on: what comes out is channels-last all the same.
+    output.backward(gradient)
+    expected.backward(gradient.double())
+    scale = tolerance * max(float(expected_inputs.grad.abs().max()), 1e-3)
+    torch.testing.assert_close(inputs.grad.double(), expected_inputs.grad, rtol=tolerance, atol=scale)
+    if same_rank:
+        assert_in_format(output)
+    if arrange is channels_last:
+        assert_in_format(inputs.grad)
+
+
+def assert_as_stock(operator, stock, values):
+    """Bit for bit PyTorch's own, format included, where an activation is not channels-last."""
+    output, expected = first(operator(values)), first(stock(values))
+    assert torch.equal(output, expected)
+    assert output.stride() == expected.stride()
+
+
+def assert_differentiable(operator, values):
+    """Twice in reverse mode, forward mode, forward over reverse, batches, and torch.func."""
+    inputs = channels_last(values.double()).requires_grad_()
+    run = lambda x: first(operator(x))  # noqa: E731
+    torch.autograd.gradcheck(run, inputs, check_forward_ad=True, fast_mode=True)
+    torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
+    batch = torch.stack([inputs.detach(), 2 * inputs.detach()])
+    torch.testing.assert_close(torch.func.vmap(run)(batch), torch.stack([run(each) for each in batch]))
+    total = lambda x: run(x).square().sum()  # noqa: E731
+    each = torch.stack([torch.func.grad(total)(x) for x in batch])
+    torch.testing.assert_close(torch.func.vmap(torch.func.grad(total))(batch), each)
+    tangent = torch.randn_like(inputs)
+    expected = torch.autograd.functional.jvp(run, inputs, tangent)[1]
+    torch.testing.assert_close(torch.func.jvp(run, (inputs.detach(),), (tangent,))[1], expected)
 
 
 def canonical(shape):

@@ -7,11 +7,13 @@ NHWC_TARGET("avx2,fma,bmi2,f16c")
 
 #include "cpu/levels/make_filter_kernels.h"
 #include "cpu/levels/make_norm_kernels.h"
+#include "cpu/levels/make_softmax_kernels.h"
 
 namespace nhwc::cpu::levels {
 
 constexpr FilterKernels avx2 = make_filter_kernels();
 constexpr NormKernelsByType norm_avx2 = make_all_norm_kernels();
+constexpr SoftmaxKernels softmax_avx2 = softmax::make_kernels();
 
 }  // namespace nhwc::cpu::levels
 

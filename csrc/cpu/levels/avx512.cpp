@@ -7,11 +7,13 @@ NHWC_TARGET("avx2,fma,bmi2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
 #include "cpu/levels/make_filter_kernels.h"
 #include "cpu/levels/make_norm_kernels.h"
+#include "cpu/levels/make_softmax_kernels.h"
 
 namespace nhwc::cpu::levels {
 
 constexpr FilterKernels avx512 = make_filter_kernels();
 constexpr NormKernelsByType norm_avx512 = make_all_norm_kernels();
+constexpr SoftmaxKernels softmax_avx512 = softmax::make_kernels();
 
 }  // namespace nhwc::cpu::levels
 

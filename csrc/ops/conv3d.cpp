@@ -1,0 +1,102 @@
+// 3D convolutions of channels-last volumes with one tap, or with one along depth or in the plane, as 2D ones over
+// views.
+#include <ATen/ATen.h>
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "activations/channels_last.h"
+#include "ops/composition.h"
+
+namespace nhwc {
+namespace {
+
+// Whether a convolution has one tap in some of its dimensions, and nothing beside the volume's edges there.
+bool is_one_tap(const at::Tensor& weight, at::SymIntArrayRef padding, size_t first, size_t end) {
+  for (size_t dim = first; dim < end; ++dim) {
+    if (weight.sym_size(dim + 2) != 1 || padding[dim] != 0) return false;
+  }
+  return true;
+}
+
+// The part of a volume that a stride leaves, in dimensions with one tap.
+at::Tensor strided(at::Tensor volume, at::SymIntArrayRef stride, size_t first, size_t end) {
+  for (size_t dim = first; dim < end; ++dim) {
+    if (stride[dim] != 1) volume = volume.slice_symint(dim + 2, std::nullopt, std::nullopt, stride[dim]);
+  }
+  return volume;
+}
+
+// Whether the arguments fit each other, and the convolution gains. All else, errors included, is PyTorch's own to
+// answer.
+bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                   at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                   const c10::SymInt& groups) {
+  if (input.dim() != 5 || weight.dim() != 5 || !is_channels_last(input) || !is_composed(input)) return false;
+  if (stride.size() != 3 || padding.size() != 3 || dilation.size() != 3) return false;
+  for (size_t dim = 0; dim < 3; ++dim) {
+    const c10::SymInt reach = dilation[dim] * (weight.sym_size(dim + 2) - 1);
+    if (stride[dim] <= 0 || padding[dim] < 0 || dilation[dim] <= 0 || weight.sym_size(dim + 2) <= 0 ||
+        input.sym_size(dim + 2) + 2 * padding[dim] <= reach) {
+      return false;
+    }
+  }
+  if (!is_one_tap(weight, padding, 0, 1) && !is_one_tap(weight, padding, 1, 3)) return false;
+  // Groups: only what was measured to gain.
+  if (groups > 1 && (!is_one_tap(weight, padding, 0, 3) || input.scalar_type() != at::kFloat)) return false;
+  if (groups <= 0 || weight.sym_size(0) <= 0 || weight.sym_size(0) % groups != 0 ||
+      input.sym_size(1) != weight.sym_size(1) * groups || input.scalar_type() != weight.scalar_type()) {
+    return false;
+  }
+  const bool has_bias = bias && bias->defined();
+  return !has_bias ||
+         (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) && bias->scalar_type() == input.scalar_type());
+}
+
+at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                  at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                  c10::SymInt groups) {
+  if (!is_composable(input, weight, bias, stride, padding, dilation, groups)) {
+    if (input.dim() != 5 || !is_channels_last(input)) {
+      return at::conv3d_symint(input, weight, bias, stride, padding, dilation, std::move(groups));
+    }
+    return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
+  }
+  const c10::SymInt one = 1, zero = 0;
+  const at::Tensor volume = enter(input);
+  if (!is_one_tap(weight, padding, 0, 1)) {
+    const at::Tensor columns = strided(volume, stride, 1, 3);
+    const at::Tensor out =
+        at::conv2d_symint(to_columns(columns), weight.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
+                          at::SymIntArrayRef({padding[0], zero}), at::SymIntArrayRef({dilation[0], one}), groups);
+    return leave(from_columns(out, columns.sym_size(4)));
+  }
+  const bool is_pointwise = is_one_tap(weight, padding, 1, 3);
+  const at::Tensor planes = strided(volume, stride, 0, is_pointwise ? 3 : 1);
+  const c10::SymInt ones[] = {one, one};
+  const at::Tensor out = at::conv2d_symint(to_planes(planes), weight.squeeze(2), bias,
+                                           is_pointwise ? at::SymIntArrayRef(ones) : stride.slice(1), padding.slice(1),
+                                           dilation.slice(1), groups);
+  return leave(from_planes(out, input.sym_size(0)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("conv3d", TORCH_FN(conv3d)); }
+TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { m.impl("conv3d", TORCH_FN(conv3d)); }
+
+// As PyTorch's: in lower precision. Cast before the views are made, of which autocast would keep no cast; on other
+// devices it is PyTorch's own that is called.
+TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
+  m.impl("conv3d",
+         [](const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+            at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation, c10::SymInt groups) {
+           const c10::impl::ExcludeDispatchKeyGuard off(c10::DispatchKey::AutocastCPU);
+           const auto lower = [](const auto& tensor) {
+             return at::autocast::cached_cast(at::autocast::get_lower_precision_fp_from_device_type(at::kCPU), tensor,
+                                              at::kCPU);
+           };
+           return nhwc::conv3d(lower(input), lower(weight), lower(bias), stride, padding, dilation, std::move(groups));
+         });
+}
+
+}  // namespace nhwc

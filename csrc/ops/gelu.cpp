@@ -1,0 +1,21 @@
+// GELU of a channels-last activation: PyTorch's own, on the dense view with channels last.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "activations/channels_last.h"
+#include "ops/composition.h"
+
+namespace nhwc {
+namespace {
+
+at::Tensor gelu(const at::Tensor& input, c10::string_view approximate) {
+  if (!is_channels_last(input)) return at::gelu(input, approximate);
+  return leave(channels_from_end(at::gelu(channels_to_end(enter(input)), approximate)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("gelu", TORCH_FN(gelu)); }
+TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { m.impl("gelu", TORCH_FN(gelu)); }
+
+}  // namespace nhwc
