@@ -57,11 +57,15 @@ std::vector<Level> all_levels() {
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() { return {{"neon", "default", true, levels::neon, levels::norm_neon, levels::softmax_neon}}; }
+std::vector<Level> all_levels() {
+  return {{"neon", "default", true, levels::neon, levels::norm_neon, levels::softmax_neon}};
+}
 
 #else
 
-std::vector<Level> all_levels() { return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline}}; }
+std::vector<Level> all_levels() {
+  return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline}};
+}
 
 #endif
 

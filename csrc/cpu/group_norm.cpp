@@ -17,15 +17,10 @@ constexpr int64_t elements_worth_a_thread = 1 << 15;
 const NormKernels& kernels_of(at::ScalarType type) {
   const NormKernelsByType& kernels = norm_kernels();
   switch (type) {
-    case at::kDouble:
-      return kernels.of_double;
-    case at::kFloat:
-      return kernels.of_float;
-    case at::kHalf:
-      return kernels.of_half;
-    default:
-      TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type);
-      return kernels.of_bfloat16;
+    case at::kDouble: return kernels.of_double;
+    case at::kFloat: return kernels.of_float;
+    case at::kHalf: return kernels.of_half;
+    default: TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
   }
 }
 

@@ -92,10 +92,10 @@ struct OperatorBackward : autograd::Node {
     };
     const auto& compiler = compiled::getPyCompilerInterface();
     const std::string function = bound(*compiler, swapped.get_py_compiler(), call, types);
-    autograd::variable_list result = compiler->call_function(
-        swapped.get_py_compiler(), "apply_functional", function, gradients, packed,
-        compiled::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
-            compiled::get_input_metadata(next_edges())));
+    autograd::variable_list result =
+        compiler->call_function(swapped.get_py_compiler(), "apply_functional", function, gradients, packed,
+                                compiled::IValuePacker<std::vector<std::optional<autograd::InputMetadata>>>::pack(
+                                    compiled::get_input_metadata(next_edges())));
     for (autograd::SavedVariable& each : saved) swapped.after(each);
     return result;
   }
@@ -136,15 +136,14 @@ void record(const Formula& formula, const at::Tensor& output, const std::vector<
 }
 
 bool needs_gradient(at::ArrayRef<at::Tensor> inputs) {
-  return at::GradMode::is_enabled() &&
-         std::any_of(inputs.begin(), inputs.end(),
-                     [](const at::Tensor& input) { return input.defined() && input.requires_grad(); });
+  return at::GradMode::is_enabled() && std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
+           return input.defined() && input.requires_grad();
+         });
 }
 
 bool has_tangent(at::ArrayRef<at::Tensor> inputs) {
-  return std::any_of(inputs.begin(), inputs.end(), [](const at::Tensor& input) {
-    return input.defined() && input._fw_grad(/*level=*/0).defined();
-  });
+  return std::any_of(inputs.begin(), inputs.end(),
+                     [](const at::Tensor& input) { return input.defined() && input._fw_grad(/*level=*/0).defined(); });
 }
 
 }  // namespace nhwc

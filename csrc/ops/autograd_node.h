@@ -1,8 +1,8 @@
 // Derivatives of operators: a node of the autograd graph whose backward is a plain function.
 //
-// Nodes are made by hand because only this form also passes torch.func, compiled autograd, double backward, and programs
-// that never start Python: torch::autograd::Function raises under torch.func, and a formula registered from Python is
-// lost, without an error, where our Python is not imported.
+// Nodes are made by hand because only this form also passes torch.func, compiled autograd, double backward, and
+// programs that never start Python: torch::autograd::Function raises under torch.func, and a formula registered from
+// Python is lost, without an error, where our Python is not imported.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// 3D convolutions of channels-last volumes with one tap, or with one along depth or in the plane, as 2D ones over
-// views.
+// 3D convolutions of channels-last volumes with one tap in the plane, as 2D ones over views. With one tap along depth
+// alone nothing is gained, nor with a stride in the plane: these are PyTorch's own.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -9,22 +9,6 @@
 
 namespace nhwc {
 namespace {
-
-// Whether a convolution has one tap in some of its dimensions, and nothing beside the volume's edges there.
-bool is_one_tap(const at::Tensor& weight, at::SymIntArrayRef padding, size_t first, size_t end) {
-  for (size_t dim = first; dim < end; ++dim) {
-    if (weight.sym_size(dim + 2) != 1 || padding[dim] != 0) return false;
-  }
-  return true;
-}
-
-// The part of a volume that a stride leaves, in dimensions with one tap.
-at::Tensor strided(at::Tensor volume, at::SymIntArrayRef stride, size_t first, size_t end) {
-  for (size_t dim = first; dim < end; ++dim) {
-    if (stride[dim] != 1) volume = volume.slice_symint(dim + 2, std::nullopt, std::nullopt, stride[dim]);
-  }
-  return volume;
-}
 
 // Whether the arguments fit each other, and the convolution gains. All else, errors included, is PyTorch's own to
 // answer.
@@ -40,9 +24,11 @@ bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std:
       return false;
     }
   }
-  if (!is_one_tap(weight, padding, 0, 1) && !is_one_tap(weight, padding, 1, 3)) return false;
+  for (size_t dim = 1; dim < 3; ++dim) {
+    if (weight.sym_size(dim + 2) != 1 || padding[dim] != 0 || stride[dim] != 1) return false;
+  }
   // Groups: only what was measured to gain.
-  if (groups > 1 && (!is_one_tap(weight, padding, 0, 3) || input.scalar_type() != at::kFloat)) return false;
+  if (groups > 1 && (weight.sym_size(2) != 1 || input.scalar_type() != at::kFloat)) return false;
   if (groups <= 0 || weight.sym_size(0) <= 0 || weight.sym_size(0) % groups != 0 ||
       input.sym_size(1) != weight.sym_size(1) * groups || input.scalar_type() != weight.scalar_type()) {
     return false;
@@ -62,21 +48,10 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
     return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
   }
   const c10::SymInt one = 1, zero = 0;
-  const at::Tensor volume = enter(input);
-  if (!is_one_tap(weight, padding, 0, 1)) {
-    const at::Tensor columns = strided(volume, stride, 1, 3);
-    const at::Tensor out =
-        at::conv2d_symint(to_columns(columns), weight.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
-                          at::SymIntArrayRef({padding[0], zero}), at::SymIntArrayRef({dilation[0], one}), groups);
-    return leave(from_columns(out, columns.sym_size(4)));
-  }
-  const bool is_pointwise = is_one_tap(weight, padding, 1, 3);
-  const at::Tensor planes = strided(volume, stride, 0, is_pointwise ? 3 : 1);
-  const c10::SymInt ones[] = {one, one};
-  const at::Tensor out = at::conv2d_symint(to_planes(planes), weight.squeeze(2), bias,
-                                           is_pointwise ? at::SymIntArrayRef(ones) : stride.slice(1), padding.slice(1),
-                                           dilation.slice(1), groups);
-  return leave(from_planes(out, input.sym_size(0)));
+  const at::Tensor out =
+      at::conv2d_symint(to_columns(enter(input)), weight.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
+                        at::SymIntArrayRef({padding[0], zero}), at::SymIntArrayRef({dilation[0], one}), groups);
+  return leave(from_columns(out, input.sym_size(4)));
 }
 
 }  // namespace

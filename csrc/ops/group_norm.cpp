@@ -1,4 +1,6 @@
 // Group norm and instance norm on channels-last activations, under every dispatch key.
+#include "cpu/group_norm.h"
+
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
@@ -9,7 +11,6 @@
 #include <tuple>
 
 #include "activations/channels_last.h"
-#include "cpu/group_norm.h"
 #include "ops/autograd_node.h"
 
 namespace nhwc {
@@ -28,9 +29,8 @@ auto operator_named(const char* name) {
 
 Results native_group_norm(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
                           double eps) {
-  static const auto op =
-      operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
-          "nhwc::native_group_norm");
+  static const auto op = operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
+      "nhwc::native_group_norm");
   return op.call(input, groups, weight, bias, eps);
 }
 
@@ -67,8 +67,10 @@ bool is_served(const at::Tensor& input, int64_t groups, const Optional& weight, 
 void check(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias) {
   TORCH_CHECK(input.dim() >= 3 && input.dim() <= 5,
               "nhwc::native_group_norm: expected an input of 3 to 5 dimensions, got ", input.dim());
-  TORCH_CHECK(groups > 0 && input.sym_size(1) % groups == 0, "nhwc::native_group_norm: expected a number of groups that "
-              "divides the ", input.sym_size(1), " channels, got ", groups);
+  TORCH_CHECK(groups > 0 && input.sym_size(1) % groups == 0,
+              "nhwc::native_group_norm: expected a number of groups that "
+              "divides the ",
+              input.sym_size(1), " channels, got ", groups);
   for (const Optional& each : {weight, bias}) {
     TORCH_CHECK(is_of_channels(input, each), "nhwc::native_group_norm: expected a weight and a bias of ",
                 input.sym_size(1), " elements, got one of shape ", each->sym_sizes());
@@ -157,9 +159,7 @@ Results group_norm_backward_meta(const at::Tensor&, const at::Tensor& input, con
 /// The input as `[N, rows, groups, channels of a group]`, in the type of the statistics.
 at::Tensor grouped(const at::Tensor& input, int64_t groups) {
   const c10::SymInt of_group = input.sym_size(1) / groups;
-  return channels_to_end(input)
-      .to(type_of_statistics(input))
-      .reshape_symint({input.sym_size(0), -1, groups, of_group});
+  return channels_to_end(input).to(type_of_statistics(input)).reshape_symint({input.sym_size(0), -1, groups, of_group});
 }
 
 /// The way back.
@@ -222,9 +222,8 @@ Results group_norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input, i
                             const Optional& bias, double eps) {
   const std::array<at::Tensor, 3> inputs = {input, value_of(weight), value_of(bias)};
   if (has_tangent(inputs)) return composed_group_norm(input, groups, weight, bias, eps);
-  static const auto op =
-      operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
-          "nhwc::native_group_norm");
+  static const auto op = operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
+      "nhwc::native_group_norm");
   Results results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -252,7 +251,7 @@ Results group_norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor&
 }
 
 at::Tensor group_norm_of_any(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
-                      double eps) {
+                             double eps) {
   if (!is_served(input, groups, weight, bias)) return at::group_norm(input, groups, weight, bias, eps);
   return std::get<0>(native_group_norm(input, groups, weight, bias, eps));
 }
@@ -265,8 +264,8 @@ void update(const at::Tensor& running, const at::Tensor& statistics, double mome
 }
 
 at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
-                         const Optional& weight, const Optional& bias, bool use_input_stats, double momentum,
-                         double eps) {
+                                const Optional& weight, const Optional& bias, bool use_input_stats, double momentum,
+                                double eps) {
   const bool is_tracked = value_of(running_mean).defined() && value_of(running_var).defined();
   if (!is_served(input, input.dim() > 1 ? input.size(1) : 0, weight, bias) || (!use_input_stats && !is_tracked) ||
       value_of(running_mean).defined() != value_of(running_var).defined()) {

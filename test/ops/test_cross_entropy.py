@@ -71,7 +71,7 @@ def test_anything_else_is_pytorchs_own():
 
 
 @pytest.mark.parametrize(
-    "change, error, message",
+    ("change", "error", "message"),
     [
         ({"target": torch.zeros(2, 3, 4, dtype=torch.long)}, RuntimeError, "size"),
         ({"target": torch.zeros(2, 3, 5)}, RuntimeError, "expected target dtype to be Long or Byte"),

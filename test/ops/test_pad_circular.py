@@ -18,7 +18,7 @@ def stock(x, pad):
 
 
 @pytest.mark.parametrize("arrange", [channels_last, sliced])
-@pytest.mark.parametrize("shape, pad", CASES, ids=str)
+@pytest.mark.parametrize(("shape", "pad"), CASES, ids=str)
 def test_values_and_gradients(shape, pad, arrange):
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         values = torch.randn(shape).to(dtype)
@@ -28,7 +28,9 @@ def test_values_and_gradients(shape, pad, arrange):
     assert torch.equal(ours(arrange(integers), pad), stock(integers, pad))
 
 
-@pytest.mark.parametrize("shape, pad", [((2, 2, 3, 4), (1, 2, -1, 2)), ((1, 2, 2, 3, 3), (1, 1, 2, 0, 1, -1))], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "pad"), [((2, 2, 3, 4), (1, 2, -1, 2)), ((1, 2, 2, 3, 3), (1, 1, 2, 0, 1, -1))], ids=str
+)
 def test_derivatives_and_contract(shape, pad):
     assert_differentiable(lambda x: ours(x, pad), torch.randn(shape))
     padded = channels_last(torch.randn(stock(torch.empty(shape), pad).shape).double())
@@ -47,7 +49,7 @@ def test_anything_else_is_pytorchs_own():
 
 
 @pytest.mark.parametrize(
-    "pad, message",
+    ("pad", "message"),
     [
         ((6, 0, 0, 0), "wrapping around more than once"),
         ((-6, 0, 0, 0), "Negative padding value is resulting in an empty dimension"),

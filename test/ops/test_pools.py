@@ -31,9 +31,9 @@ def agrees(operator, reference, arrange=channels_last, dtypes=(torch.float32, to
 @pytest.mark.parametrize("arrange", [channels_last, sliced])
 @pytest.mark.parametrize("window", WINDOWS, ids=str)
 def test_avg_pool3d(window, arrange):
-    stock = lambda x: functional.avg_pool3d(
-        x, window[0], window[1] if len(window) > 1 and window[1] else None, *window[2:]
-    )  # noqa: E731
+    def stock(x):
+        return functional.avg_pool3d(x, window[0], window[1] if len(window) > 1 and window[1] else None, *window[2:])
+
     agrees(lambda x: nhwc.avg_pool3d(x, *window), stock, arrange)
 
 
@@ -99,7 +99,7 @@ def test_anything_else_is_pytorchs_own(name):
 
 @every_call
 def test_derivatives_and_contract(name):
-    arguments, stock = CALLS[name]
+    arguments, _stock = CALLS[name]
     assert_differentiable(lambda x: getattr(nhwc, name)(x, *arguments), torch.rand(2, 2, 4, 4, 5) + 0.5)
     values = channels_last(torch.rand(2, 3, 4, 5, 6)).requires_grad_()
     torch.library.opcheck(getattr(nhwc, name).default, (values, *arguments))
@@ -120,7 +120,7 @@ def test_autocast(name):
 
 
 @pytest.mark.parametrize(
-    "window, message",
+    ("window", "message"),
     [
         (([0, 2, 2],), "stride should not be zero"),
         (([2, 2, 2], [0, 1, 1]), "stride"),

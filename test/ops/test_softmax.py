@@ -11,7 +11,7 @@ OPERATORS = {
     "softmax": (torch.ops.nhwc.softmax, functional.softmax),
     "log_softmax": (torch.ops.nhwc.log_softmax, functional.log_softmax),
 }
-both = pytest.mark.parametrize("operator, reference", OPERATORS.values(), ids=OPERATORS)
+both = pytest.mark.parametrize(("operator", "reference"), OPERATORS.values(), ids=OPERATORS)
 SHAPES = [(2, 3, 5, 7), (2, 2, 3, 4, 5), (3, 17, 11), (1, 1, 4, 4), (2, 6, 1, 1, 1), (2, 40, 9, 9), (1, 300, 5, 5)]
 
 

@@ -147,7 +147,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
 
 
 class PreservingConv3d(Preserving, nn.Conv3d):
-    """`Conv3d` of one tap, or with circular padding."""
+    """`Conv3d` of one tap in the plane, or with circular padding."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":

@@ -13,7 +13,10 @@ def _over_channels(layer: Any) -> bool:
 
 
 def _of_one_tap(layer: Any) -> bool:
-    return layer.padding_mode == "zeros" and all(size == 1 for size in layer.kernel_size)
+    """In the plane, without a stride there; along depth there may be more, with a stride and padding of zeros."""
+    in_plane = all(size == 1 for size in (*layer.kernel_size[1:], *layer.stride[1:]))
+    along_depth = layer.kernel_size[0] == 1 or (layer.groups == 1 and not isinstance(layer.padding, str))
+    return layer.padding_mode == "zeros" and in_plane and along_depth
 
 
 def _is_circular(layer: Any) -> bool:
@@ -21,7 +24,8 @@ def _is_circular(layer: Any) -> bool:
 
 
 def _is_unpadded(layer: Any) -> bool:
-    return _is_circular(layer) or not any(layer._reversed_padding_repeated_twice)
+    """In the plane: the padding of its two dimensions comes first."""
+    return _is_circular(layer) or not any(layer._reversed_padding_repeated_twice[:4])
 
 
 def _is_nearest(layer: Any) -> bool:

@@ -37,9 +37,9 @@ void fold(const Real<Element>* sums, std::int64_t period, std::int64_t channels,
   }
 }
 
-/// Calls `pairs(at, step, k)` for pairs of registers of `count` rows that begin `stride` elements apart, and `single(at, k)` for
-/// the elements of the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`.
-/// Rows that are not dense are whole periods by themselves.
+/// Calls `pairs(at, step, k)` for pairs of registers of `count` rows that begin `stride` elements apart, and
+/// `single(at, k)` for the elements of the last, incomplete period: they begin with element `at`, and their parameters
+/// and sums are at `k`. Rows that are not dense are whole periods by themselves.
 template <typename Element, typename Pairs, typename Single>
 NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, std::int64_t stride, const Pairs& pairs,
                                  const Single& single) {
@@ -65,8 +65,8 @@ std::int64_t block_rows(std::int64_t channels) {
   return (wanted < 256 ? 256 : wanted) / multiple * multiple + multiple;
 }
 
-/// Sums of numbers, and what was lost where they were rounded, by Dekker's summation: one of the numbers may be far larger
-/// than all others.
+/// Sums of numbers, and what was lost where they were rounded, by Dekker's summation: one of the numbers may be far
+/// larger than all others.
 template <typename Number>
 NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
   const Vector<Number> before = load(sum), after = before + value;
@@ -113,8 +113,8 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, s
 
 /// The method of provisional means: within a block, sums of deviations, and of their squares, from a guess of each
 /// channel's mean; it is the mean so far, and the mean of a few rows before there is one. Where it was a bad guess, so
-/// that squares would cancel, the block is summed again around its own mean. Blocks are merged by the rule of Chan, Golub
-/// and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
+/// that squares would cancel, the block is summed again around its own mean. Blocks are merged by the rule of Chan,
+/// Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 template <typename Element>
 void moments(const void* data, std::int64_t count, std::int64_t channels, std::int64_t stride, double* mean,
              double* deviations, void* scratch) {
@@ -176,7 +176,7 @@ void normalise(const void* data, void* out, std::int64_t count, std::int64_t cha
         for (int row = 0; row < periods; ++row) {
           const Pair<Number> x = load_pair(rows + at + row * step);
           store_pair(to + at + row * step, Pair<Number>{(x.first - m.first) * a.first + b.first,
-                                                          (x.second - m.second) * a.second + b.second});
+                                                        (x.second - m.second) * a.second + b.second});
         }
       },
       [=](std::int64_t at, std::int64_t k) {
@@ -255,14 +255,14 @@ void backward(const void* gradient, const void* data, void* out, std::int64_t co
         }
       },
       [=](std::int64_t at, std::int64_t k) {
-        store_one(to + at,
-                  load_one(grad + at) * by_grad[k] + ((load_one(rows + at) - mean[k]) * by_row[k] + shift[k]));
+        store_one(to + at, load_one(grad + at) * by_grad[k] + ((load_one(rows + at) - mean[k]) * by_row[k] + shift[k]));
       });
 }
 
 template <typename Element>
 constexpr cpu::NormKernels make_norm_kernels() {
-  return {period_of<Element>, spread<Element>, moments<Element>, normalise<Element>, backward_sums<Element>, backward<Element>};
+  return {period_of<Element>, spread<Element>,        moments<Element>,
+          normalise<Element>, backward_sums<Element>, backward<Element>};
 }
 
 constexpr cpu::NormKernelsByType make_all_norm_kernels() {
