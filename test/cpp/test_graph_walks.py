@@ -124,8 +124,8 @@ def quantized():
     return quantization.convert(model, inplace=True)
 
 
-def converted(model):
-    nhwc.convert_(model)
+def converted(model, **options):
+    nhwc.convert_(model, **options)
     return model
 
 
@@ -143,6 +143,7 @@ MODELS = {
     "laid_out": lambda: nn.Sequential(LaidOut(3, 3, 3)),
     "from_arguments": FromArguments,
     "converted": lambda: converted(nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 1))),
+    "preserved": lambda: converted(layers(), preserve=True),
 }
 CASES = [(name, script, "loaded") for name in MODELS if name != "normed"]
 CASES += [(name, trace, "loaded") for name in MODELS]

@@ -33,7 +33,7 @@ inline std::optional<Convolution> find_convolution(c10::Symbol kind) {
   static const std::string convolutions =
       " aten::conv2d aten::conv3d aten::conv_transpose2d aten::conv_transpose3d aten::convolution aten::_convolution "
       "aten::_convolution_mode aten::mkldnn_convolution prim::mkldnn_convolution mkldnn_prepacked::conv2d_run "
-      "quantized::conv2d quantized::conv2d_relu quantized::conv2d_add quantized::conv2d_add_relu "
+      "nhwc::conv3d quantized::conv2d quantized::conv2d_relu quantized::conv2d_add quantized::conv2d_add_relu "
       "quantized::conv2d_dynamic quantized::conv3d quantized::conv3d_relu quantized::conv3d_dynamic "
       "quantized::conv_transpose2d quantized::conv_transpose2d_dynamic quantized::conv_transpose3d "
       "quantized::conv_transpose3d_dynamic ";
