@@ -11,7 +11,7 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-constexpr int rows_at_once = 4;  // as many periods as share the loads of parameters and sums
+constexpr int rows_at_once = 8;  // as many periods as share the loads of parameters and sums
 
 template <typename Element>
 std::int64_t period_of(std::int64_t channels) {
