@@ -256,11 +256,16 @@ at::Tensor group_norm_of_any(const at::Tensor& input, int64_t groups, const Opti
   return std::get<0>(native_group_norm(input, groups, weight, bias, eps));
 }
 
-/// Brings running statistics along as PyTorch does: by the average over the samples, of the unbiased variance.
-void update(const at::Tensor& running, const at::Tensor& statistics, double momentum) {
-  if (!running.defined()) return;
+/// Brings running statistics along as PyTorch does: by the averages over the samples, of the unbiased variance.
+void update(const at::Tensor& running_mean, const at::Tensor& running_var, const at::Tensor& input, double momentum) {
   const at::NoGradGuard without_gradient;
-  running.mul_(1 - momentum).add_(statistics.mean(0).to(running.scalar_type()), momentum);
+  const at::Tensor values = channels_to_end(input.detach()).flatten(1, -2).to(type_of_statistics(input));
+  const auto [variance, mean] = at::var_mean(values, at::IntArrayRef{1}, /*correction=*/1);
+  const auto bring = [&](const at::Tensor& running, const at::Tensor& statistics) {
+    running.mul_(1 - momentum).add_(statistics.mean(0).to(running.scalar_type()), momentum);
+  };
+  bring(running_mean, mean);
+  bring(running_var, variance);
 }
 
 at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
@@ -279,13 +284,8 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
                                            eps, /*cudnn_enabled=*/true)
                                 .view_symint(input.sym_sizes()));
   }
-  const auto [out, mean, rstd] = native_group_norm(input, input.size(1), weight, bias, eps);
-  if (is_tracked) {
-    const double rows = static_cast<double>(input.numel()) / static_cast<double>(input.size(0) * input.size(1));
-    update(*running_mean, mean.detach(), momentum);
-    update(*running_var, (rstd.detach().pow(-2) - eps) * (rows / (rows - 1)), momentum);
-  }
-  return out;
+  if (is_tracked) update(*running_mean, *running_var, input, momentum);
+  return std::get<0>(native_group_norm(input, input.size(1), weight, bias, eps));
 }
 
 // Where autocast has a rule for PyTorch's group norm, it is this one.

@@ -43,6 +43,8 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
   };
   if (!is_volume(input)) return by_torch(input);
   if (!is_composed(input)) return leave(by_torch(enter(input)));
+  // The sum of a plane may be more than a half can be.
+  if (divisor_override && input.scalar_type() == at::kHalf) return by_torch(input);
   const auto kernel = triple(kernel_size), stride = triple(strides.empty() ? kernel_size : strides),
              padding = triple(paddings);
   if (!kernel || !stride || !padding || !is_valid_window(input, *kernel, *stride, *padding) || divisor_override == 0) {

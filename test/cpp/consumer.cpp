@@ -1,6 +1,7 @@
 // Converts, trains, and runs a TorchScript archive, from C++ alone. Prints "ok" where everything agrees.
 #include <torch/script.h>
 #include <torch/torch.h>
+#include <torch_nhwc/functional.h>
 #include <torch_nhwc/ops.h>
 
 #include <iostream>
@@ -43,6 +44,36 @@ void converts_a_module_in_place() {
   }
 }
 
+void keeps_activations_channels_last() {
+  namespace ours = nhwc::functional;
+  const auto format = at::MemoryFormat::ChannelsLast3d;
+  const auto x = torch::randn({2, 4, 4, 4, 4}).contiguous(format).requires_grad_();
+  const auto ones = torch::ones({4}), weight = torch::randn({4, 4, 1, 1, 1});
+  const auto expect = [&](const at::Tensor& out, const at::Tensor& expected, const char* what) {
+    check(torch::allclose(out, expected, 1e-4, 1e-5), what);
+    check(out.is_contiguous(format), what);
+  };
+  const auto dense = x.detach().contiguous();
+  expect(ours::group_norm(x, 2, ones, ones), torch::group_norm(dense, 2, ones, ones), "group norm");
+  expect(ours::instance_norm(x), torch::group_norm(dense, 4), "instance norm");
+  expect(ours::softmax(x, 1), torch::softmax(dense, 1), "softmax");
+  expect(ours::log_softmax(x, 1), torch::log_softmax(dense, 1), "log_softmax");
+  expect(ours::gelu(x), torch::gelu(dense), "gelu");
+  expect(ours::avg_pool3d(x, 2), torch::avg_pool3d(dense, 2), "avg_pool3d");
+  expect(ours::adaptive_avg_pool3d(x, std::array<c10::SymInt, 3>{2, 2, 2}),
+         torch::adaptive_avg_pool3d(dense, {2, 2, 2}), "adaptive_avg_pool3d");
+  expect(std::get<0>(ours::adaptive_max_pool3d(x, 2)), std::get<0>(torch::adaptive_max_pool3d(dense, 2)), "max pool");
+  expect(ours::lp_pool3d(x, 2, 2), (torch::avg_pool3d(dense.pow(2), 2) * 8).sqrt(), "lp_pool3d");
+  expect(ours::conv3d(x, weight), torch::conv3d(dense, weight), "conv3d");
+  const std::array<c10::SymInt, 6> pad = {1, 1, 0, 0, 0, 0};
+  expect(ours::pad_circular(x, pad), torch::cat({dense.slice(4, 3), dense, dense.slice(4, 0, 1)}, 4), "pad");
+  const auto classes = torch::zeros({2, 4, 4, 4}, torch::kLong);
+  const auto loss = ours::cross_entropy(x, classes);
+  check(torch::allclose(loss, torch::cross_entropy_loss(dense, classes)), "cross_entropy");
+  loss.backward();
+  check(x.grad().is_contiguous(format), "the gradient's format");
+}
+
 void trains_an_archive(const char* path) {
   auto module = torch::jit::load(path);
   const auto x = torch::randn({2, 3, 8, 8});
@@ -58,6 +89,7 @@ void trains_an_archive(const char* path) {
 int main(int, char** arguments) {
   converts_and_differentiates();
   converts_a_module_in_place();
+  keeps_activations_channels_last();
   trains_an_archive(arguments[1]);
   std::cout << "ok\n";
 }

@@ -23,7 +23,8 @@ ROOT = HERE.parent.parent
 INCLUDE = Path(nhwc.include_paths()[0])
 HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
 CXX = os.environ.get("CXX", "c++")
-TORCH_FREE = [header for header in HEADERS if not header.startswith(("torch_nhwc/ops.h", "torch_nhwc/module"))]
+NEED_TORCH = ("torch_nhwc/ops.h", "torch_nhwc/functional.h", "torch_nhwc/module")
+TORCH_FREE = [header for header in HEADERS if not header.startswith(NEED_TORCH)]
 
 
 def compile_alone(header, standard, folder, *flags):

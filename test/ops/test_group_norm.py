@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from activations import assert_as_accurate, canonical, channels_last, error, gradients
 from selection import some_of
 from torch.func import grad, hessian, jvp, vmap
@@ -276,6 +276,25 @@ def test_instance_norm(shape, track):
             call(stock, F.instance_norm)(x, weight, bias), call(ours, ops.instance_norm)(channels_last(x), weight, bias)
             torch.testing.assert_close(ours.running_mean, stock.running_mean)
             torch.testing.assert_close(ours.running_var, stock.running_var)
+
+
+@pytest.mark.parametrize(("deviation", "eps"), [(1e-3, 1.0), (1e-4, 1e-3), (0.0, 0.3)])
+def test_the_running_variance_is_right_beside_a_large_eps(deviation, eps):
+    x = torch.randn(2, 3, 9, 9) * deviation + 1
+    ours, stock = (torch.nn.InstanceNorm2d(3, eps=eps, momentum=1.0, track_running_stats=True) for _ in range(2))
+    ops.instance_norm(channels_last(x), ours.running_mean, ours.running_var, None, None, True, 1.0, eps)
+    stock(x)
+    torch.testing.assert_close(ours.running_var, stock.running_var, rtol=1e-5, atol=1e-12)
+    torch.testing.assert_close(ours.running_mean, stock.running_mean)
+
+
+def test_one_outlier_leaves_its_group_finite():
+    """Where the sum of squares is infinite, as in PyTorch."""
+    x = torch.randn(1, 4, 8, 8)
+    x[0, 0, 0, 0] = 1e20
+    out, stock = ops.group_norm(channels_last(x), 2), F.group_norm(x, 2)
+    assert out.isfinite().all()
+    torch.testing.assert_close(out, stock, rtol=1e-4, atol=1e-4)
 
 
 def test_h35_instance_norm_of_batch_one_has_the_right_gradient():

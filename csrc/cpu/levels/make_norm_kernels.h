@@ -74,6 +74,12 @@ NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
   store(lost, load(lost) + (value - (after - before)));
 }
 
+/// Adds what was lost. Where a sum is infinite that is infinite or not a number, and the sum stays.
+template <typename Number>
+void make_up(Number* sums, const Number* lost, std::int64_t count) {
+  for (std::int64_t k = 0; k < count; ++k) sums[k] += lost[k] - lost[k] == 0 ? lost[k] : 0;
+}
+
 /// Sums of deviations from `shift`, and of their squares.
 template <typename Element>
 void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, std::int64_t stride,
@@ -105,10 +111,8 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, s
         sum[k] += value;
         square[k] += value * value;
       });
-  for (std::int64_t k = 0; k < period; ++k) {
-    sum[k] += lost[k];
-    square[k] += lost[period + k];
-  }
+  make_up(sum, lost, period);
+  make_up(square, lost + period, period);
 }
 
 /// The method of provisional means: within a block, sums of deviations, and of their squares, from a guess of each
@@ -222,10 +226,8 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
           sums[k] += value;
           products[k] += value * (load_one(x + at) - mean[k]);
         });
-    for (std::int64_t k = 0; k < period; ++k) {
-      sums[k] += lost[k];
-      products[k] += lost[period + k];
-    }
+    make_up(sums, lost, period);
+    make_up(products, lost + period, period);
     fold<Element>(sums, period, channels, folded);
     for (std::int64_t c = 0; c < channels; ++c) sum[c] += folded[c];
     fold<Element>(products, period, channels, folded);
