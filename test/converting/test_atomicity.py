@@ -142,7 +142,7 @@ def ends_of_interrupts(make, function):
             scene, *others = make()
             before, values = scene.layout(), scene.values()
             identities, pointers, around = scene.identities(), scene.pointers(), surroundings()
-        has_more = interrupted(lambda: function(scene, *others), line)  # noqa: B023
+        has_more = interrupted(lambda: function(scene, *others), line)
         assert scene.identities() == identities, line
         assert all(torch.equal(a, b) for a, b in zip(scene.values(), values)), line
         assert surroundings() == around, line
