@@ -117,6 +117,10 @@ class Reason(enum.Enum):
     )
 
     EXCHANGED = Kind.LAYER, "it is exchanged already, and keeps channels-last"
+    LAZY_LAYER = (
+        Kind.LAYER,
+        "it is lazy, and has another class after its first forward: exchange it by another call then",
+    )
     OTHER_CLASS = (
         Kind.LAYER,
         "its class derives from PyTorch's and is not one that is known here: what its forward does cannot be exchanged",

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from torch_nhwc.modules.walk import walk
@@ -35,13 +36,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
     losses: dict[type, Loss | None] = {}  # of the model's classes, which are few
     elsewhere = _device_of(model)
     for path, module, wrapped in walk(model):
-        layer_type = type(module)
+        layer_type = _becomes(module) or type(module)
         if layer_type not in losses:
             of_base = None if issubclass(layer_type, torch.jit.ScriptModule) else loss_of(layer_type)
             losses[layer_type] = of_base and of_base[1]
         loss = losses[layer_type]
-        if loss is not None and loss.concerns(module):
-            stock = _unparametrized(module)
+        # An exchanged layer has its row whatever its arguments are by now: it is to be found, and brought back.
+        if loss is not None and (is_exchanged(layer_type) or loss.concerns(module)):
+            stock = _unparametrized(module, layer_type)
             reason = _reason_of(module, stock, loss, elsewhere)
             if wrapped is not None and reason is not Reason.EXCHANGED:
                 reason = wrapped
@@ -54,15 +56,22 @@ def exchanged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module, _ in walk(model) if is_exchanged(type(module)))
 
 
-def _unparametrized(module: nn.Module) -> type:
-    layer_type = stock_of(type(module))
-    is_made = parametrize.is_parametrized(module) and layer_type is type(module)
-    return layer_type.__bases__[0] if is_made else layer_type
+def _becomes(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a lazy layer has after its first forward; `None` of others."""
+    return module.cls_to_become if isinstance(module, LazyModuleMixin) else None
+
+
+def _unparametrized(module: nn.Module, layer_type: type) -> type:
+    stock = stock_of(layer_type)
+    is_made = parametrize.is_parametrized(module) and stock is layer_type
+    return stock.__bases__[0] if is_made else stock
 
 
 def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.device | None) -> Reason | None:
     if is_exchanged(type(module)):
         return Reason.EXCHANGED
+    if _becomes(module) is not None:
+        return Reason.LAZY_LAYER
     if not is_known(stock):
         return Reason.OTHER_CLASS
     if any(name in module.__dict__ for name in _METHODS):
