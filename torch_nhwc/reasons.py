@@ -125,7 +125,10 @@ class Reason(enum.Enum):
         Kind.LAYER,
         "its class derives from PyTorch's and is not one that is known here: what its forward does cannot be exchanged",
     )
-    FORWARD_REPLACED = Kind.LAYER, "its forward was replaced on the layer itself, which an exchange would not change"
+    FORWARD_REPLACED = (
+        Kind.LAYER,
+        "its forward was replaced, on the layer or its class, which an exchange would not change",
+    )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no form of it that keeps channels-last for its arguments"
     OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and what it loses elsewhere was not measured"
 

@@ -108,6 +108,23 @@ def test_what_is_not_known_is_kept_with_a_reason():
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (lambda: nn.GroupNorm(2, 6), "forward"),
+        (known_subclass, "forward"),
+        (lambda: nn.Conv3d(2, 2, 1), "_conv_forward"),
+        (lambda: nn.InstanceNorm2d(2), "_apply_instance_norm"),
+    ],
+)
+def test_layers_of_a_class_whose_method_was_replaced_are_kept(make, method, monkeypatch):
+    layer = make()
+    stock, _ = loss_of(type(layer))
+    assert reasons(layer) == {"": None}
+    monkeypatch.setattr(stock, method, lambda self, *args: args[0])
+    assert reasons(layer) == {"": Reason.FORWARD_REPLACED}
+
+
 def test_layers_of_another_device_are_kept():
     """The device of a layer without tensors is that of the model."""
 

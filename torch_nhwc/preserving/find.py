@@ -11,11 +11,19 @@ from torch.nn.utils import parametrize
 
 from torch_nhwc.modules.walk import walk
 from torch_nhwc.preserving.exchange import is_exchanged, stock_of
-from torch_nhwc.preserving.losing import Loss, is_known, loss_of
+from torch_nhwc.preserving.losing import LOSSES, Loss, is_known, loss_of
 from torch_nhwc.reasons import Reason
 
 # The methods that a class here overrides; one that was put on the layer itself would still be called.
 _METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
+
+
+def _methods_of(layer_type: type) -> list[object]:
+    return [getattr(layer_type, name, None) for name in _METHODS]
+
+
+# As PyTorch has them: a package may put another in their place, for all layers of a class.
+_STOCK_METHODS = {layer_type: _methods_of(layer_type) for layer_type in LOSSES}
 
 
 class Layer(NamedTuple):
@@ -74,7 +82,8 @@ def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.devi
         return Reason.LAZY_LAYER
     if not is_known(stock):
         return Reason.OTHER_CLASS
-    if any(name in module.__dict__ for name in _METHODS):
+    is_patched = any(_methods_of(base) != _STOCK_METHODS[base] for base in stock.__mro__ if base in LOSSES)
+    if is_patched or any(name in module.__dict__ for name in _METHODS):
         return Reason.FORWARD_REPLACED
     if not loss.serves(module):
         return Reason.OTHER_ARGUMENTS
