@@ -127,7 +127,7 @@ class Reason(enum.Enum):
     )
     FORWARD_REPLACED = (
         Kind.LAYER,
-        "its forward was replaced, on the layer or its class, which an exchange would not change",
+        "its forward was replaced, on the layer or its class: an exchange would not be right",
     )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no form of it that keeps channels-last for its arguments"
     OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and what it loses elsewhere was not measured"
