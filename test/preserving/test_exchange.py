@@ -236,3 +236,16 @@ def test_a_class_of_the_same_name_elsewhere_is_not_known():
     module = types.ModuleType("somewhere")
     module.PoolFormerGroupNorm = type("PoolFormerGroupNorm", (nn.GroupNorm,), {"__module__": "somewhere"})
     assert reasons(nn.Sequential(module.PoolFormerGroupNorm(1, 2))) == {"0": Reason.OTHER_CLASS}
+
+
+def test_a_tracer_of_fx_can_take_exchanged_layers_as_leaves():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return is_exchanged(type(module)) or super().is_leaf_module(module, name)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.Softmax2d(), nn.CircularPad2d(1))
+    nhwc.convert_(model, preserve=True)
+    graph = Tracer().trace(model)
+    assert [node.op for node in graph.nodes] == ["placeholder", *["call_module"] * 4, "output"]
+    x = torch.randn(2, 3, 5, 5).to(memory_format=CL)
+    assert torch.equal(torch.fx.GraphModule(model, graph)(x), model(x))

@@ -156,7 +156,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             padding = 0, 0, 0
         elif isinstance(self.padding, str):
-            if weight.size(2) * weight.size(3) * weight.size(4) > 1:  # by now, though not when it was exchanged
+            if self.kernel_size != (1, 1, 1):  # by now, though not when it was exchanged
                 return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
             padding = 0, 0, 0  # whatever the name: it is of one tap
         else:
