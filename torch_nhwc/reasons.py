@@ -117,11 +117,18 @@ class Reason(enum.Enum):
     )
 
     EXCHANGED = Kind.LAYER, "it is exchanged already, and keeps channels-last"
+    LAZY_LAYER = (
+        Kind.LAYER,
+        "it is lazy, and has another class after its first forward: exchange it by another call then",
+    )
     OTHER_CLASS = (
         Kind.LAYER,
         "its class derives from PyTorch's and is not one that is known here: what its forward does cannot be exchanged",
     )
-    FORWARD_REPLACED = Kind.LAYER, "its forward was replaced on the layer itself, which an exchange would not change"
+    FORWARD_REPLACED = (
+        Kind.LAYER,
+        "its forward was replaced, on the layer or its class: an exchange would not be right",
+    )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no form of it that keeps channels-last for its arguments"
     OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and what it loses elsewhere was not measured"
 

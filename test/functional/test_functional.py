@@ -3,6 +3,7 @@
 import inspect
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -211,7 +212,20 @@ def test_cross_entropy(shape, options, kind):
         lambda f: f.instance_norm(torch.ones(2, 4, 1, 1)),
         lambda f: f.instance_norm(torch.ones(2, 4, 3, 3), torch.zeros(4)),
         lambda f: f.softmax(torch.ones(2, 4, 3, 3), 4),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2.0),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2, eps=None),
+        lambda f: f.instance_norm(torch.ones(2, 4, 3, 3), momentum=None),
+        lambda f: f.softmax(torch.ones(2, 4, 3, 3), 1.0),
         lambda f: f.gelu(torch.ones(2, 4, 3, 3), approximate="other"),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), None),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 2.0),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), None),
+        lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2,)),
+        lambda f: f.lp_pool3d(torch.ones(2, 4, 3, 3, 3), 2, (2, 2)),
+        lambda f: f.lp_pool3d(torch.ones(2, 4, 3, 3, 3), 0, 2),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), 1, "circular"),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), None),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), stride=None),
         lambda f: f.gelu(torch.ones(2, 4, 3, 3, dtype=torch.long)),
         lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 3, 3), reduction="other"),
         lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 2, 2, dtype=torch.long)),
@@ -250,6 +264,53 @@ def test_errors_are_of_pytorch_s_types(call, monkeypatch):
             expected = type(error)
         with pytest.raises(expected):
             call(functional)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f.avg_pool3d(x, x.size(2) // 2),
+        lambda f, x: f.lp_pool3d(x, 2, x.size(2) // 2),
+        lambda f, x: f.pad(x, (x.size(2) // 4,) * 6, "circular"),
+        lambda f, x: f.conv3d(x, torch.ones(2, 6, 1, 1, 1), stride=(x.size(2) // 2, 1, 1)),
+        lambda f, x: f.adaptive_max_pool3d(x, x.size(2) // 2),
+    ],
+)
+def test_sizes_of_a_tracer_are_traced_as_pytorch_does(call):
+    small, large = torch.rand(1, 6, 4, 4, 4).to(memory_format=CL3D), torch.rand(1, 6, 8, 8, 8)
+    results = []
+    for module in (F, functional):
+        try:
+            traced = torch.jit.trace(lambda x, module=module: call(module, x), small, check_trace=False)
+            results.append(traced(large))
+        except Exception as error:
+            results.append(type(error))
+    if isinstance(results[0], torch.Tensor):
+        torch.testing.assert_close(results[1], results[0])
+    else:
+        assert results[0] is results[1]
+
+
+def test_numbers_that_are_no_plain_ones_are_taken_as_pytorch_takes_them():
+    for x in (torch.rand(VOLUME), torch.rand(VOLUME).to(memory_format=CL3D)):
+        for two in (np.int64(2), torch.tensor(2)):
+            for call in (
+                lambda f, x=x, two=two: f.avg_pool3d(x, two),
+                lambda f, x=x, two=two: f.avg_pool3d(x, (two, 2, 2)),
+                lambda f, x=x, two=two: f.adaptive_avg_pool3d(x, (two, 2, 2)),
+                lambda f, x=x, two=two: f.group_norm(x, 2, eps=float(two)),
+                lambda f, x=x, two=two: f.softmax(x, two - 1),
+                lambda f, x=x, two=two: f.interpolate(x, scale_factor=float(two)),
+                lambda f, x=x, two=two: f.pad(x, (two,) * 6, "circular"),
+            ):
+                try:
+                    expected = call(F)
+                except Exception as error:
+                    with pytest.raises(type(error)):
+                        call(functional)
+                else:
+                    torch.testing.assert_close(call(functional), expected)
 
 
 def test_the_module_is_public():

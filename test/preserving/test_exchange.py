@@ -108,6 +108,23 @@ def test_what_is_not_known_is_kept_with_a_reason():
     assert {name: type(module) for name, module in model.named_modules()} == before
 
 
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (lambda: nn.GroupNorm(2, 6), "forward"),
+        (known_subclass, "forward"),
+        (lambda: nn.Conv3d(2, 2, 1), "_conv_forward"),
+        (lambda: nn.InstanceNorm2d(2), "_apply_instance_norm"),
+    ],
+)
+def test_layers_of_a_class_whose_method_was_replaced_are_kept(make, method, monkeypatch):
+    layer = make()
+    stock, _ = loss_of(type(layer))
+    assert reasons(layer) == {"": None}
+    monkeypatch.setattr(stock, method, lambda self, *args: args[0])
+    assert reasons(layer) == {"": Reason.FORWARD_REPLACED}
+
+
 def test_layers_of_another_device_are_kept():
     """The device of a layer without tensors is that of the model."""
 
@@ -219,3 +236,16 @@ def test_a_class_of_the_same_name_elsewhere_is_not_known():
     module = types.ModuleType("somewhere")
     module.PoolFormerGroupNorm = type("PoolFormerGroupNorm", (nn.GroupNorm,), {"__module__": "somewhere"})
     assert reasons(nn.Sequential(module.PoolFormerGroupNorm(1, 2))) == {"0": Reason.OTHER_CLASS}
+
+
+def test_a_tracer_of_fx_can_take_exchanged_layers_as_leaves():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return is_exchanged(type(module)) or super().is_leaf_module(module, name)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.Softmax2d(), nn.CircularPad2d(1))
+    nhwc.convert_(model, preserve=True)
+    graph = Tracer().trace(model)
+    assert [node.op for node in graph.nodes] == ["placeholder", *["call_module"] * 4, "output"]
+    x = torch.randn(2, 3, 5, 5).to(memory_format=CL)
+    assert torch.equal(torch.fx.GraphModule(model, graph)(x), model(x))

@@ -8,6 +8,7 @@ from losing_layers import LAYERS
 from reference import FORMATS, canonical_strides
 from torch import nn
 
+import torch_nhwc as nhwc
 from torch_nhwc.preserving.exchange import exchange, is_exchanged
 from torch_nhwc.preserving.losing import LOSSES
 
@@ -80,6 +81,26 @@ def test_evaluation_mode_and_running_statistics_are_kept(name):
     torch.testing.assert_close(exchanged(as_channels_last(x)), stock(x))
     for got, expected in zip(exchanged.buffers(), stock.buffers(), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+def test_convolutions_that_are_others_by_now_are_right():
+    padded = nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular")
+    grown = nn.Conv3d(6, 4, 1, padding="same")
+    for layer in (padded, grown):
+        exchange(layer)
+    padded.padding_mode = "zeros"
+    grown.weight, grown.kernel_size = nn.Parameter(torch.randn(4, 6, 3, 3, 3)), (3, 3, 3)
+    image, volume = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 4, 5, 7)
+    expected = nn.functional.conv2d(image, padded.weight, padded.bias, padding=1)
+    torch.testing.assert_close(padded(as_channels_last(image)), expected)
+    expected = nn.functional.conv3d(volume, grown.weight, grown.bias, padding=1)
+    torch.testing.assert_close(grown(as_channels_last(volume)), expected)
+
+
+def test_a_row_of_one_tap_in_the_plane_comes_back_from_json():
+    plan = nhwc.plan(nn.Conv3d(6, 4, (3, 1, 1), padding=(1, 0, 0)), preserve=True)
+    assert [(row.layer, row.action) for row in plan.layers] == [("Conv3d", nhwc.Action.EXCHANGE)]
+    assert nhwc.Plan.from_json(plan.to_json()) == plan
 
 
 def test_the_indices_of_a_max_pool_are_pytorch_s():

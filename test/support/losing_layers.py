@@ -31,6 +31,7 @@ LAYERS = {
         (2, 6, 4, 5, 7),
     ),
     "one_tap_same": (lambda: nn.Conv3d(6, 4, 1, padding="same"), (2, 6, 4, 5, 7)),
+    "one_tap_in_the_plane": (lambda: nn.Conv3d(6, 4, (3, 1, 1), (2, 1, 1), (1, 0, 0)), (2, 6, 4, 5, 7)),
     "upsample": (lambda: nn.Upsample(scale_factor=(2, 1, 1.5)), (2, 6, 4, 5, 7)),
     "upsample_exact": (lambda: nn.Upsample(size=(3, 8, 9), mode="nearest-exact"), (2, 6, 4, 5, 7)),
 }

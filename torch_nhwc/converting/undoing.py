@@ -15,7 +15,7 @@ from torch_nhwc.modules import wrapping
 from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.following import Following
-from torch_nhwc.planning.matching import match, match_layers
+from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Plan
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
@@ -58,7 +58,6 @@ class Undo(NamedTuple):
         given = sources_of(optimizer, ema)
         sources = self.sources().joined(given)
         found = match(plan, model, any_dtype=True)
-        match_layers(plan, model)
         sources.check_optimizers(model, (site.tensor for site in found.sites))
         weights = []
         for site in found.sites:

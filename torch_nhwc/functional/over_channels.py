@@ -12,7 +12,7 @@ from torch._jit_internal import is_scripting
 from torch.nn import _reduction as _Reduction  # noqa: N812
 from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]
 
-from torch_nhwc.functional.routing import is_theirs
+from torch_nhwc.functional.routing import NUMBER, are, is_theirs
 
 if TYPE_CHECKING:
     from torch import dtype as DType  # noqa: N812
@@ -33,7 +33,7 @@ def group_norm(
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if is_theirs(input, weight, bias) or input.dim() < 2:
+        if is_theirs(input, weight, bias) or not (are((int,), num_groups) and are(NUMBER, eps)) or input.dim() < 2:
             return F.group_norm(input, num_groups, weight, bias, eps)
     _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
     normed: Tensor = torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
@@ -58,7 +58,8 @@ def instance_norm(
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if is_theirs(input, running_mean, running_var, weight, bias):
+        is_usual = are((bool,), use_input_stats) and are(NUMBER, momentum, eps)
+        if is_theirs(input, running_mean, running_var, weight, bias) or not is_usual:
             return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     if use_input_stats:
         _verify_spatial_size(input.size())
@@ -77,7 +78,7 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        if is_theirs(input) or not are((int,), dim):
             return F.softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         return F.softmax(input, dim, _stacklevel + 1, dtype)
@@ -94,7 +95,7 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        if is_theirs(input) or not are((int,), dim):
             return F.log_softmax(input, dim, _stacklevel + 1, dtype)
     if dim is None:
         return F.log_softmax(input, dim, _stacklevel + 1, dtype)
@@ -120,7 +121,8 @@ def cross_entropy(
         tensor(2.0794)
     """
     if not is_scripting():
-        if is_theirs(input, target, weight):
+        is_usual = target is not None and are((int,), ignore_index) and are(NUMBER, label_smoothing)
+        if is_theirs(input, target, weight) or not is_usual:
             return F.cross_entropy(
                 input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
@@ -140,7 +142,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        if is_theirs(input) or not are((str,), approximate):
             return F.gelu(input, approximate=approximate)
     activated: Tensor = torch.ops.nhwc.gelu(input, approximate=approximate)
     return activated

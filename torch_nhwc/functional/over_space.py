@@ -12,7 +12,7 @@ from torch import Tensor
 from torch._jit_internal import BroadcastingList3, boolean_dispatched, is_scripting  # type: ignore[attr-defined]
 from torch.nn.modules.utils import _list_with_default
 
-from torch_nhwc.functional.routing import is_theirs
+from torch_nhwc.functional.routing import NONE, NUMBER, are, are_sizes, is_theirs
 
 
 def avg_pool3d(
@@ -32,7 +32,9 @@ def avg_pool3d(
         (64, 1, 32, 16, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        is_usual = are_sizes(kernel_size, padding) and (stride is None or are_sizes(stride))
+        is_usual = is_usual and are((bool,), ceil_mode, count_include_pad) and are((int, NONE), divisor_override)
+        if is_theirs(input) or not is_usual:
             return F.avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
     if stride is None:
         stride = kernel_size
@@ -51,7 +53,7 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
         (128, 1, 32, 16, 8)
     """
     if not is_scripting():
-        if is_theirs(input) or _is_of_traced_sizes(output_size):
+        if is_theirs(input) or not _are_known(output_size):
             return F.adaptive_avg_pool3d(input, output_size)
         output_size = _each_way(output_size)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
@@ -59,9 +61,9 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
     return pooled
 
 
-def _is_of_traced_sizes(output_size: Any) -> bool:
-    """Whether `torch.jit.trace` takes sizes from the input, which lists of numbers for operators do not hold."""
-    return torch._C._is_tracing() and not all(type(size) is int for size in _each_way(output_size))
+def _are_known(output_size: Any) -> bool:
+    """Those of `None` come from the input, as numbers that `torch.jit.trace` does not take in lists for operators."""
+    return are_sizes(output_size, kinds=(int,) if torch._C._is_tracing() else (int, NONE))
 
 
 def adaptive_max_pool3d(
@@ -77,7 +79,7 @@ def adaptive_max_pool3d(
         >>> pooled.stride()
         (64, 1, 32, 16, 8)
     """
-    if is_theirs(input) or _is_of_traced_sizes(output_size):
+    if is_theirs(input) or not (_are_known(output_size) and are((bool,), return_indices)):
         return F.adaptive_max_pool3d(input, output_size, return_indices)  # type: ignore[call-overload]
     both = _max_with_indices(input, _each_way(output_size))
     return both if return_indices else both[0]
@@ -122,7 +124,8 @@ def lp_pool3d(
     """
     # An infinite norm is a max pool, which keeps the format.
     if not is_scripting():
-        if is_theirs(input) or type(norm_type) not in (int, float):
+        is_usual = are_sizes(kernel_size) and (stride is None or are_sizes(stride)) and are((bool,), ceil_mode)
+        if is_theirs(input) or not (is_usual and are(NUMBER, norm_type) and norm_type):
             return F.lp_pool3d(input, norm_type, kernel_size, stride, ceil_mode)
     if abs(norm_type) == float("inf"):
         return F.lp_pool3d(input, norm_type, kernel_size, stride, ceil_mode)
@@ -141,7 +144,7 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
         (288, 1, 48, 8)
     """
     if not is_scripting():
-        if is_theirs(input):
+        if is_theirs(input) or are((int,), pad) or not are_sizes(pad, count=2 * input.dim() - 4):
             return F.pad(input, pad, mode, value)
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
@@ -166,12 +169,13 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if isinstance(padding, str):
+        is_usual = weight is not None and are_sizes(stride, dilation) and are((int,), groups)
+        if is_usual and isinstance(padding, str):
             numbers = None if is_theirs(weight) else _padding_in_numbers(padding, weight, stride, dilation)
             if numbers is None:
                 return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
             padding = numbers
-        if is_theirs(input, weight, bias):
+        if is_theirs(input, weight, bias) or not (is_usual and are_sizes(padding)):
             return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
         stride, padding, dilation = _each_way(stride), _each_way(padding), _each_way(dilation)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
@@ -212,7 +216,7 @@ def interpolate(
     is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
     if is_nearest and not recompute_scale_factor and not is_theirs(input) and input.dim() == 5:
         exact = mode == "nearest-exact"
-        sizes, scales = _thrice(size, int), _thrice(scale_factor, (int, float))
+        sizes, scales = _thrice(size, (int,)), _thrice(scale_factor, NUMBER)
         if sizes is not None and scale_factor is None:
             return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, sizes, None, exact=exact))
         if scales is not None and size is None:
@@ -221,8 +225,8 @@ def interpolate(
     return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
-def _thrice(value: Any, kind: Any) -> list[Any] | None:
+def _thrice(value: Any, kinds: tuple[type, ...]) -> list[Any] | None:
     """One number for each of three dimensions; `None` where it is no such thing."""
-    each = [value] * 3 if isinstance(value, kind) else value
-    is_fit = isinstance(each, Sequence) and len(each) == 3 and all(isinstance(one, kind) for one in each)
+    each = [value] * 3 if are(kinds, value) else value
+    is_fit = isinstance(each, Sequence) and len(each) == 3 and are(kinds, *each)
     return list(each) if is_fit else None

@@ -7,8 +7,22 @@ from torch import Tensor, nn
 
 # Of other classes only they themselves know what a call means.
 _PLAIN = (Tensor, nn.Parameter)
+_LISTS = (tuple, list, torch.Size)
+NUMBER, NONE = (int, float), type(None)
 
 
 def is_theirs(*tensors: Any) -> bool:
     """Whether a call goes to PyTorch: of a tensor subclass or a tracer's stand-in, and while a compiler traces."""
     return torch.compiler.is_compiling() or any(type(each) not in _PLAIN for each in tensors if each is not None)
+
+
+def are(kinds: tuple[type, ...], *values: Any) -> bool:
+    """Whether values are of exactly these types; PyTorch takes, traces or refuses all others by its own rules."""
+    return all(type(value) in kinds for value in values)
+
+
+def are_sizes(*values: Any, kinds: tuple[type, ...] = (int,), count: int = 3) -> bool:
+    """Whether each value is one plain number, or one for each of some dimensions."""
+    return all(
+        type(value) is int or (type(value) in _LISTS and len(value) == count and are(kinds, *value)) for value in values
+    )

@@ -29,11 +29,12 @@ def decide_layers(layers: Sequence[Layer], request: Request, plan: Plan | None =
     Args:
         layers: of a model.
         request: what is asked for.
-        plan: whose rows are those of the layers, and which says what is to change; what can be done is decided anew.
+        plan: which says what is to change; what can be done is decided anew.
     """
     decisions = []
-    for index, layer in enumerate(layers):
-        reason, planned = layer.reason, plan.layers[index] if plan else None
+    rows = {row.path: row for row in plan.layers} if plan else {}
+    for layer in layers:
+        reason, planned = layer.reason, rows.get(layer.path)
         if planned is not None and not planned.is_wanted:
             reason = planned.reason
         elif reason is None and request.filter_fn is not None and not request.filter_fn(layer.module, layer.path):

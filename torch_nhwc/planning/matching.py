@@ -46,8 +46,10 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
 def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:
     """The model's layers that lose, in the order of a plan's rows; none where the plan has none.
 
+    A layer that is kept is not compared: it may have another class by now, or be another, or none that loses.
+
     Raises:
-        ValueError: naming the first layer that differs.
+        ValueError: naming the first layer to exchange that differs.
     """
     if not plan.layers:
         return []
@@ -55,13 +57,15 @@ def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:
     matched = []
     for row in plan.layers:
         layer = layers.pop(row.path, None)
-        if layer is None or layer.kind != row.layer:
+        if row.is_wanted and (layer is None or layer.kind != row.layer):
             got = "no such layer" if layer is None else f"a {layer.kind}"
             raise ValueError(f"the model differs from the plan: it has {got} at {row.path!r}, the plan a {row.layer}")
-        matched.append(layer)
+        if layer is not None:
+            matched.append(layer)
     for layer in layers.values():
-        raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
-    return matched
+        if layer.reason is None:
+            raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
+    return [*matched, *layers.values()]
 
 
 def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:

@@ -6,15 +6,24 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
 from torch_nhwc.modules.walk import walk
 from torch_nhwc.preserving.exchange import is_exchanged, stock_of
-from torch_nhwc.preserving.losing import Loss, is_known, loss_of
+from torch_nhwc.preserving.losing import LOSSES, Loss, is_known, loss_of
 from torch_nhwc.reasons import Reason
 
 # The methods that a class here overrides; one that was put on the layer itself would still be called.
 _METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
+
+
+def _methods_of(layer_type: type) -> list[object]:
+    return [getattr(layer_type, name, None) for name in _METHODS]
+
+
+# As PyTorch has them: a package may put another in their place, for all layers of a class.
+_STOCK_METHODS = {layer_type: _methods_of(layer_type) for layer_type in LOSSES}
 
 
 class Layer(NamedTuple):
@@ -35,13 +44,14 @@ def find_layers(model: nn.Module) -> list[Layer]:
     losses: dict[type, Loss | None] = {}  # of the model's classes, which are few
     elsewhere = _device_of(model)
     for path, module, wrapped in walk(model):
-        layer_type = type(module)
+        layer_type = _becomes(module) or type(module)
         if layer_type not in losses:
             of_base = None if issubclass(layer_type, torch.jit.ScriptModule) else loss_of(layer_type)
             losses[layer_type] = of_base and of_base[1]
         loss = losses[layer_type]
-        if loss is not None and loss.concerns(module):
-            stock = _unparametrized(module)
+        # An exchanged layer has its row whatever its arguments are by now: it is to be found, and brought back.
+        if loss is not None and (is_exchanged(layer_type) or loss.concerns(module)):
+            stock = _unparametrized(module, layer_type)
             reason = _reason_of(module, stock, loss, elsewhere)
             if wrapped is not None and reason is not Reason.EXCHANGED:
                 reason = wrapped
@@ -54,18 +64,26 @@ def exchanged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     return ((path, module) for path, module, _ in walk(model) if is_exchanged(type(module)))
 
 
-def _unparametrized(module: nn.Module) -> type:
-    layer_type = stock_of(type(module))
-    is_made = parametrize.is_parametrized(module) and layer_type is type(module)
-    return layer_type.__bases__[0] if is_made else layer_type
+def _becomes(module: nn.Module) -> type[nn.Module] | None:
+    """The class that a lazy layer has after its first forward; `None` of others."""
+    return module.cls_to_become if isinstance(module, LazyModuleMixin) else None
+
+
+def _unparametrized(module: nn.Module, layer_type: type) -> type:
+    stock = stock_of(layer_type)
+    is_made = parametrize.is_parametrized(module) and stock is layer_type
+    return stock.__bases__[0] if is_made else stock
 
 
 def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.device | None) -> Reason | None:
     if is_exchanged(type(module)):
         return Reason.EXCHANGED
+    if _becomes(module) is not None:
+        return Reason.LAZY_LAYER
     if not is_known(stock):
         return Reason.OTHER_CLASS
-    if any(name in module.__dict__ for name in _METHODS):
+    is_patched = any(_methods_of(base) != _STOCK_METHODS[base] for base in stock.__mro__ if base in LOSSES)
+    if is_patched or any(name in module.__dict__ for name in _METHODS):
         return Reason.FORWARD_REPLACED
     if not loss.serves(module):
         return Reason.OTHER_ARGUMENTS

@@ -142,6 +142,8 @@ class PreservingConv2d(Preserving, nn.Conv2d):
     """`Conv2d` with a circular padding that goes over memory in order."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode == "zeros":  # by now, though not when it was exchanged
+            return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
         return F.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
 
@@ -154,6 +156,8 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             padding = 0, 0, 0
         elif isinstance(self.padding, str):
+            if self.kernel_size != (1, 1, 1):  # by now, though not when it was exchanged
+                return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
             padding = 0, 0, 0  # whatever the name: it is of one tap
         else:
             padding = self.padding  # type: ignore[assignment]

@@ -86,6 +86,12 @@ LOSSES: dict[type[nn.Module], Loss] = {
 }
 
 # Subclasses in other packages that leave the method alone which the exchange overrides: they were looked at one by one.
+# Left out, since their own forward takes the place of the one that is overridden, or calls it for other activations:
+# - monai: MaisiGroupNorm3D computes its statistics itself.
+# - diffusers: WanUpsample, QwenImageUpsample and QwenImage21Upsample are 2D; MiniMaxH3VideoGroupNorm makes each frame
+#   contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
+# - transformers: Emu3VQVAEGroupNorm and BitGroupNormActivation call the function; PeVideoMaskedGroupNorm and those of
+#   its kind take a mask, and sequences.
 _DIFFUSERS = "diffusers.models.autoencoders.autoencoder_"
 KNOWN_SUBCLASSES = frozenset(
     {

@@ -128,9 +128,11 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
         if row.reason is Reason.COPIED_EACH_FORWARD and computed.step_format(site.module) is None:
             remark = "has lost the step that copies it into the memory format before each forward"
             seen.deviations.append(Deviation(name, "weight", own, wanted, None, remark))
-    for layer_row, layer in zip(plan.layers, match_layers(plan, model)):
+    layers = {layer.path: layer for layer in match_layers(plan, model)}
+    for layer_row in plan.layers:
         seen.planned[layer_row.path] = f"{layer_row.layer}, {'exchanged' if layer_row.is_wanted else 'kept'}"
-        if layer_row.is_wanted and layer.reason is not Reason.EXCHANGED:
+        layer = layers.get(layer_row.path)
+        if layer_row.is_wanted and layer is not None and layer.reason is not Reason.EXCHANGED:
             remark = f"is a {layer.kind} again, and loses {layer.loses}"
             seen.deviations.append(Deviation(layer_row.path, "layer", None, None, None, remark))
     sources = sources_of(optimizer, ema)
