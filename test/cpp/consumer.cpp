@@ -62,7 +62,9 @@ void keeps_activations_channels_last() {
   expect(ours::avg_pool3d(x, 2), torch::avg_pool3d(dense, 2), "avg_pool3d");
   expect(ours::adaptive_avg_pool3d(x, std::array<c10::SymInt, 3>{2, 2, 2}),
          torch::adaptive_avg_pool3d(dense, {2, 2, 2}), "adaptive_avg_pool3d");
-  expect(std::get<0>(ours::adaptive_max_pool3d(x, 2)), std::get<0>(torch::adaptive_max_pool3d(dense, 2)), "max pool");
+  const std::array<std::int64_t, 3> two = {2, 2, 2};
+  expect(std::get<0>(ours::adaptive_max_pool3d(x, two)), std::get<0>(torch::adaptive_max_pool3d(dense, two)),
+         "max pool");
   expect(ours::lp_pool3d(x, 2, 2), (torch::avg_pool3d(dense.pow(2), 2) * 8).sqrt(), "lp_pool3d");
   expect(ours::conv3d(x, weight), torch::conv3d(dense, weight), "conv3d");
   const std::array<c10::SymInt, 6> pad = {1, 1, 0, 0, 0, 0};
