@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import cuda_build
 import pytest
 import torch
+from selection import some_of
 from torch import nn
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
@@ -372,7 +373,7 @@ def test_layers_are_measured_beside_both_of_pytorchs(case):
         assert report_layers.group(row) in report_layers.GROUPS.values()
 
 
-@pytest.mark.parametrize("case", layer_cases.CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", some_of(layer_cases.CASES, *first_of_each_layer()), ids=lambda case: case.name)
 def test_ours_and_pytorchs_compute_the_same_and_each_keeps_to_its_format(case):
     outs = {}
     for way, functions in layer_cases.FUNCTIONS.items():
@@ -448,6 +449,7 @@ def test_layers_and_layouts_are_reported(tmp_path, monkeypatch, capsys):
         assert "| group" in table(layers)
 
 
+@pytest.mark.exhaustive
 def test_the_compiler_is_told_with_its_first_call(monkeypatch):
     monkeypatch.setattr(bench_layouts.torch, "compile", lambda model: model)
     monkeypatch.setitem(bench_layouts.MODELS, "tiny", layout_models.LayoutModel(tiny, (1, 3, 8, 8)))
@@ -457,7 +459,7 @@ def test_the_compiler_is_told_with_its_first_call(monkeypatch):
     assert "| tiny | float32 | inference |" in report_layers.peers({"results": [row]})
 
 
-@pytest.mark.parametrize("name", layout_models.MODELS)
+@pytest.mark.parametrize("name", some_of(layout_models.MODELS, "unet2d", "segresnet3d", "poolformer"))
 def test_every_model_of_the_layouts_is_made(name):
     with torch.device("meta"):
         assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())

@@ -70,10 +70,10 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
 at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef output_size) {
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
-  const auto is_one = [](const c10::SymInt& size) { return size == 1; };
-  // To one voxel is a mean, which PyTorch takes in every format.
-  if (!is_composed(input) || std::all_of(output_size.begin(), output_size.end(), is_one)) {
-    return leave(by_torch(enter(input)));
+  if (!is_composed(input)) return leave(by_torch(enter(input)));
+  if (std::all_of(output_size.begin(), output_size.end(), [](const c10::SymInt& size) { return size == 1; })) {
+    // A mean, whose gradient is spread in the order of its dimensions.
+    return to_channels_last(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
   }
   if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
     return by_torch(input);
