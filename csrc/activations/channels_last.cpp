@@ -58,10 +58,8 @@ at::Tensor to_channels_last(const at::Tensor& input) {
   return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
 }
 
-at::Tensor empty_channels_last(const at::Tensor& like, std::optional<at::ScalarType> dtype) {
-  const auto sizes = like.sym_sizes();
-  return at::empty_strided_symint(sizes, canonical_strides(sizes),
-                                  like.options().dtype(dtype.value_or(like.scalar_type())));
+at::Tensor empty_channels_last(const at::Tensor& like) {
+  return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), like.options());
 }
 
 }  // namespace nhwc

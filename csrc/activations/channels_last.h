@@ -20,7 +20,7 @@ inline at::Tensor channels_from_end(const at::Tensor& input) { return input.move
 /// The activation in canonical channels-last strides, itself where it has them.
 at::Tensor to_channels_last(const at::Tensor& input);
 
-/// New memory of the activation's sizes in canonical channels-last strides, of its dtype where no other is given.
-at::Tensor empty_channels_last(const at::Tensor& like, std::optional<at::ScalarType> dtype = {});
+/// New memory of the activation's sizes and dtype in canonical channels-last strides.
+at::Tensor empty_channels_last(const at::Tensor& like);
 
 }  // namespace nhwc

@@ -1,10 +1,10 @@
 // Cross entropy over the channels of a channels-last activation.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "activations/channels_last.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -68,9 +68,8 @@ at::Tensor cross_entropy(const at::Tensor& input, const at::Tensor& target, cons
   if (!is_composable(input, target, weight, reduction, ignore_index, label_smoothing)) {
     return at::cross_entropy_loss_symint(input, target, weight, reduction, std::move(ignore_index), label_smoothing);
   }
-  static const auto log_softmax = c10::Dispatcher::singleton()
-                                      .findSchemaOrThrow("nhwc::log_softmax", "")
-                                      .typed<at::Tensor(const at::Tensor&, int64_t, std::optional<at::ScalarType>)>();
+  static const auto log_softmax =
+      ops_detail::find<at::Tensor(const at::Tensor&, int64_t, std::optional<at::ScalarType>)>("nhwc::log_softmax");
   const at::Tensor weights = weight.value_or(at::Tensor());
   const at::Tensor rows = channels_to_end(log_softmax.call(input, 1, input.scalar_type()));
   return is_probabilities(input, target) ? of_probabilities(rows, target, weights, reduction, label_smoothing)

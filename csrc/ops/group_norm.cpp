@@ -4,7 +4,6 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <array>
@@ -12,6 +11,7 @@
 
 #include "activations/channels_last.h"
 #include "ops/autograd_node.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -22,25 +22,18 @@ using Mask = std::array<bool, 3>;
 
 at::Tensor value_of(const Optional& tensor) { return tensor.value_or(at::Tensor()); }
 
-template <typename Signature>
-auto operator_named(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+using Forward = Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double);
+using Backward = Results(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const Optional&,
+                         int64_t, double, Mask);
+
+const auto& native_group_norm() {
+  static const auto op = ops_detail::find<Forward>("nhwc::native_group_norm");
+  return op;
 }
 
-Results native_group_norm(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
-                          double eps) {
-  static const auto op = operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
-      "nhwc::native_group_norm");
-  return op.call(input, groups, weight, bias, eps);
-}
-
-Results native_group_norm_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
-                                   const at::Tensor& rstd, const Optional& weight, int64_t groups, double eps,
-                                   Mask mask) {
-  static const auto op =
-      operator_named<Results(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                             const Optional&, int64_t, double, Mask)>("nhwc::native_group_norm_backward");
-  return op.call(grad, input, mean, rstd, weight, groups, eps, mask);
+const auto& native_group_norm_backward() {
+  static const auto op = ops_detail::find<Backward>("nhwc::native_group_norm_backward");
+  return op;
 }
 
 bool is_cast_with(at::ScalarType input, const Optional& parameter) {
@@ -212,7 +205,7 @@ const Formula group_norm_formula = {
       if (!gradients[0].defined()) return std::vector<at::Tensor>(3);
       const auto& saved = context.saved;
       const Optional weight = saved[3].defined() ? Optional(saved[3]) : Optional();
-      auto [input, of_weight, of_bias] = native_group_norm_backward(
+      auto [input, of_weight, of_bias] = native_group_norm_backward().call(
           gradients[0], saved[0], saved[1], saved[2], weight, context.constants[0].toInt(),
           context.constants[1].toDouble(), {context.needed[0], context.needed[1], context.needed[2]});
       return {input, of_weight, of_bias};
@@ -222,12 +215,10 @@ Results group_norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input, i
                             const Optional& bias, double eps) {
   const std::array<at::Tensor, 3> inputs = {input, value_of(weight), value_of(bias)};
   if (has_tangent(inputs)) return composed_group_norm(input, groups, weight, bias, eps);
-  static const auto op = operator_named<Results(const at::Tensor&, int64_t, const Optional&, const Optional&, double)>(
-      "nhwc::native_group_norm");
   Results results;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    results = op.redispatch(keys & c10::after_autograd_keyset, input, groups, weight, bias, eps);
+    results = native_group_norm().redispatch(keys & c10::after_autograd_keyset, input, groups, weight, bias, eps);
   }
   if (needs_gradient(inputs)) {
     const auto& [out, mean, rstd] = results;
@@ -243,17 +234,15 @@ Results group_norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor&
   if (has_tangent(inputs) || needs_gradient(inputs)) {
     return composed_group_norm_backward(grad, input, mean, rstd, weight, groups, eps, mask);
   }
-  static const auto op =
-      operator_named<Results(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                             const Optional&, int64_t, double, Mask)>("nhwc::native_group_norm_backward");
   const at::AutoDispatchBelowADInplaceOrView below;
-  return op.redispatch(keys & c10::after_autograd_keyset, grad, input, mean, rstd, weight, groups, eps, mask);
+  return native_group_norm_backward().redispatch(keys & c10::after_autograd_keyset, grad, input, mean, rstd, weight,
+                                                 groups, eps, mask);
 }
 
 at::Tensor group_norm_of_any(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
                              double eps) {
   if (!is_served(input, groups, weight, bias)) return at::group_norm(input, groups, weight, bias, eps);
-  return std::get<0>(native_group_norm(input, groups, weight, bias, eps));
+  return std::get<0>(native_group_norm().call(input, groups, weight, bias, eps));
 }
 
 /// Brings running statistics along as PyTorch does: by the averages over the samples, of the unbiased variance.
@@ -285,7 +274,7 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
                                 .view_symint(input.sym_sizes()));
   }
   if (is_tracked) update(*running_mean, *running_var, input, momentum);
-  return std::get<0>(native_group_norm(input, input.size(1), weight, bias, eps));
+  return std::get<0>(native_group_norm().call(input, input.size(1), weight, bias, eps));
 }
 
 // Where autocast has a rule for PyTorch's group norm, it is this one.

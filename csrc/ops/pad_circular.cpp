@@ -1,13 +1,13 @@
 // Circular padding of channels-last activations, and its adjoint, each the other's derivative.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "activations/channels_last.h"
 #include "ops/autograd_node.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -15,14 +15,12 @@ namespace {
 using Signature = at::Tensor(const at::Tensor&, at::IntArrayRef);
 
 const auto& native_pad_circular() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::native_pad_circular", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::native_pad_circular");
   return op;
 }
 
 const auto& native_pad_circular_backward() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("nhwc::native_pad_circular_backward", "").typed<Signature>();
+  static const auto op = ops_detail::find<Signature>("nhwc::native_pad_circular_backward");
   return op;
 }
 

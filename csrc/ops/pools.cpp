@@ -9,6 +9,7 @@
 
 #include "activations/channels_last.h"
 #include "ops/composition.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -113,10 +114,9 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
 
 at::Tensor lp_pool3d(const at::Tensor& input, double norm_type, at::IntArrayRef kernel_size, at::IntArrayRef stride,
                      bool ceil_mode) {
-  static const auto pool = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("nhwc::avg_pool3d", "")
-                               .typed<at::Tensor(const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef,
-                                                 bool, bool, std::optional<int64_t>)>();
+  static const auto pool =
+      ops_detail::find<at::Tensor(const at::Tensor&, at::IntArrayRef, at::IntArrayRef, at::IntArrayRef, bool, bool,
+                                  std::optional<int64_t>)>("nhwc::avg_pool3d");
   const bool keeps_format = is_volume(input);
   const at::Tensor powers = keeps_format ? to_channels_last(enter(input).pow(norm_type)) : input.pow(norm_type);
   const at::Tensor mean = pool.call(powers, kernel_size, stride, {0, 0, 0}, ceil_mode, true, {});

@@ -4,26 +4,23 @@
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include "activations/channels_last.h"
 #include "ops/autograd_node.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
 
 const auto& native_softmax() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("nhwc::native_softmax", "")
-                             .typed<at::Tensor(const at::Tensor&, bool)>();
+  static const auto op = ops_detail::find<at::Tensor(const at::Tensor&, bool)>("nhwc::native_softmax");
   return op;
 }
 
 const auto& native_softmax_backward() {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("nhwc::native_softmax_backward", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, bool)>();
+  static const auto op =
+      ops_detail::find<at::Tensor(const at::Tensor&, const at::Tensor&, bool)>("nhwc::native_softmax_backward");
   return op;
 }
 
