@@ -30,7 +30,7 @@ CALLS = {
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
     "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
 }
-EACH = [pytest.param(name, *call, id=f"{name}{index}") for name in CALLS for index, call in enumerate(CALLS[name])]
+EACH = [(name, *call) for name in CALLS for call in CALLS[name]]
 
 
 def positive(shape):
