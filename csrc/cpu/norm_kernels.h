@@ -6,9 +6,8 @@
 
 namespace nhwc::cpu {
 
-/// A row is the channels of one voxel. Rows begin `stride` elements apart: as many as the channels are, or more where
-/// these are a slice of whole periods. Sums are in float, in double for doubles, within a block of rows, and in double
-/// across blocks. `Real*` is `const float*` or, for doubles, `const double*`.
+/// A row is the channels of one voxel, and rows are dense. Sums are in float, in double for doubles, within a block of
+/// rows, and in double across blocks. `Real*` is `const float*` or, for doubles, `const double*`.
 struct NormKernels {
   using Real = const void;
 
@@ -20,20 +19,20 @@ struct NormKernels {
   void (*spread)(const double* values, std::int64_t channels, std::int64_t period, void* out);
 
   /// Each channel's mean, and sum of squared deviations from it. `scratch` has room for seven periods of doubles.
-  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t stride, double* mean,
-                  double* deviations, void* scratch);
+  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
+                  void* scratch);
 
   /// out = (rows - mean) * scale + shift.
-  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t channels, std::int64_t stride,
-                    Real* mean, Real* scale, Real* shift);
+  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t channels, Real* mean, Real* scale,
+                    Real* shift);
 
   /// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`. `scratch` as for `moments`.
-  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels,
-                        std::int64_t stride, Real* mean, double* sum, double* product, void* scratch);
+  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels, Real* mean,
+                        double* sum, double* product, void* scratch);
 
   /// out = of_grad * grad + of_rows * (rows - mean) + shift.
-  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t channels,
-                   std::int64_t stride, Real* mean, Real* of_grad, Real* of_rows, Real* shift);
+  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t channels, Real* mean,
+                   Real* of_grad, Real* of_rows, Real* shift);
 };
 
 /// For doubles, floats, halves and bfloat16s.

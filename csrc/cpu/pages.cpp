@@ -9,8 +9,8 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-
-#include "cpu/caches.h"
+#include <fstream>
+#include <string>
 
 namespace nhwc::cpu {
 
@@ -21,6 +21,17 @@ namespace {
 constexpr uintptr_t huge_page = uintptr_t{2} << 20;
 
 uintptr_t round_down(uintptr_t address, uintptr_t unit) { return address / unit * unit; }
+
+// sysconf is not asked: on some machines it adds up the caches of CPUs that this one does not share.
+int64_t last_level_cache_bytes() {
+  int64_t bytes = 0;
+  for (int level = 0; level < 5; ++level) {
+    std::ifstream file("/sys/devices/system/cpu/cpu0/cache/index" + std::to_string(level) + "/size");
+    int64_t kilobytes = 0;
+    if (file >> kilobytes) bytes = std::max(bytes, kilobytes << 10);
+  }
+  return bytes > 0 ? bytes : int64_t{32} << 20;
+}
 
 // Looks at three pages; asking for all of them would take as long as touching them.
 bool is_resident(const at::Tensor& tensor) {
@@ -64,7 +75,7 @@ void advise_huge_pages(const at::Tensor& fresh) {
 }
 
 bool is_worth_streaming(const at::Tensor& weight, const at::Tensor& out) {
-  const int64_t cache = last_level_cache_bytes();
+  static const int64_t cache = last_level_cache_bytes();
   return static_cast<int64_t>(weight.nbytes() + out.nbytes()) > cache / 2 && is_resident(out);
 }
 

@@ -6,15 +6,19 @@
 
 namespace nhwc::cpu {
 
-/// Kernels on a block of rows that is transposed: a matrix of `channels` x `rows`, each column of which is a row of its
-/// own. In place.
 struct SoftmaxKernels {
+  /// On a block of rows that is transposed: a matrix of `channels` x `rows`, each column of which is a row of its own.
+  /// In place.
   using Forward = void (*)(float* values, std::int64_t channels, std::int64_t rows);
-  /// From the gradient of the output to that of the input.
-  using Backward = void (*)(float* gradients, const float* outputs, std::int64_t channels, std::int64_t rows);
+  /// From the gradients of the outputs to those of the inputs: dense rows of `channels`.
+  using Backward = void (*)(const void* gradients, const void* outputs, void* to, std::int64_t channels,
+                            std::int64_t rows);
+  struct BackwardByType {
+    Backward of_float, of_half, of_bfloat16;
+  };
 
   Forward softmax, log_softmax;
-  Backward softmax_backward, log_softmax_backward;
+  BackwardByType softmax_backward, log_softmax_backward;
 };
 
 namespace levels {

@@ -1,5 +1,6 @@
-// 3D convolutions of channels-last volumes with one tap in the plane, as 2D ones over views. With one tap along depth
-// alone nothing is gained, nor with a stride in the plane: these are PyTorch's own.
+// 3D convolutions of channels-last volumes with one tap in the plane, as 2D ones over views, or as products of matrices
+// where there is no other tap. With one tap along depth alone nothing is gained, nor with a stride in the plane: these
+// are PyTorch's own.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -38,6 +39,13 @@ bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std:
          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) && bias->scalar_type() == input.scalar_type());
 }
 
+// Whether every voxel is a product by itself, and a matrix product is faster: of narrower types the convolutions are.
+bool is_linear(const at::Tensor& input, const at::Tensor& weight, const c10::SymInt& stride, const c10::SymInt& padding,
+               const c10::SymInt& groups) {
+  const bool is_wide = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
+  return is_wide && weight.sym_size(2) == 1 && stride == 1 && padding == 0 && groups == 1;
+}
+
 at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                   at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
                   c10::SymInt groups) {
@@ -46,6 +54,9 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
       return at::conv3d_symint(input, weight, bias, stride, padding, dilation, std::move(groups));
     }
     return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
+  }
+  if (is_linear(input, weight, stride[0], padding[0], groups)) {
+    return leave(channels_from_end(at::linear(channels_to_end(enter(input)), weight.flatten(1), bias)));
   }
   const c10::SymInt one = 1, zero = 0;
   const at::Tensor out =

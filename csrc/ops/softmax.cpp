@@ -59,7 +59,7 @@ at::Tensor softmax_cpu(const at::Tensor& input, bool log) {
 }
 
 at::Tensor softmax_cpu_backward(const at::Tensor& grad, const at::Tensor& output, bool log) {
-  if (!cpu::has_softmax(output.scalar_type(), output.size(1))) return softmax_rows_backward(grad, output, log);
+  if (!cpu::has_softmax_backward(output.scalar_type())) return softmax_rows_backward(grad, output, log);
   const at::Tensor gradients = channels_to_end(grad).contiguous(), outputs = channels_to_end(output).contiguous();
   at::Tensor out = at::empty(outputs.sizes(), outputs.options());
   cpu::softmax_backward(gradients, outputs, out, log);

@@ -41,25 +41,23 @@ void fold(const Real<Element>* sums, std::int64_t period, std::int64_t channels,
 /// processors foresee.
 NHWC_ALWAYS_INLINE void prefetch(const void* next) { __builtin_prefetch(next); }
 
-/// Calls `pairs(at, step, k)` for pairs of registers of `count` rows that begin `stride` elements apart, and
-/// `single(at, k)` for the elements of the last, incomplete period: they begin with element `at`, and their parameters
-/// and sums are at `k`. Rows that are not dense are whole periods by themselves.
+/// Calls `pairs(at, step, k)` for pairs of registers, `step` elements apart, and `single(at, k)` for the elements of
+/// the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`.
 template <typename Element, typename Pairs, typename Single>
-NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, std::int64_t stride, const Pairs& pairs,
-                                 const Single& single) {
-  const std::int64_t period = period_of<Element>(channels), rows = period / channels, step = rows * stride;
+NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, const Pairs& pairs, const Single& single) {
+  const std::int64_t period = period_of<Element>(channels), rows = period / channels;
   std::int64_t row = 0;
   for (; row + rows_at_once * rows <= count; row += rows_at_once * rows) {
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<rows_at_once>(row * stride + k, step, k);
+      pairs.template operator()<rows_at_once>(row * channels + k, period, k);
     }
   }
   for (; row + rows <= count; row += rows) {
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<1>(row * stride + k, step, k);
+      pairs.template operator()<1>(row * channels + k, period, k);
     }
   }
-  for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * stride + k, slot_of<Element>(k));
+  for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * channels + k, slot_of<Element>(k));
 }
 
 /// The rows of a block: enough that what is done once for a block is little beside it.
@@ -86,14 +84,14 @@ void make_up(Number* sums, const Number* lost, std::int64_t count) {
 
 /// Sums of deviations from `shift`, and of their squares.
 template <typename Element>
-void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, std::int64_t stride,
-               const Real<Element>* shift, Real<Element>* sum, Real<Element>* square, Real<Element>* lost) {
+void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, const Real<Element>* shift,
+               Real<Element>* sum, Real<Element>* square, Real<Element>* lost) {
   using Number = Real<Element>;
   constexpr int lanes = VectorOf<Number>::lanes;
   const std::int64_t period = period_of<Element>(channels);
   for (std::int64_t k = 0; k < period; ++k) sum[k] = square[k] = lost[k] = lost[period + k] = 0;
   for_each<Element>(
-      count, channels, stride,
+      count, channels,
       [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> origin = load_pair(shift + k);
         Pair<Number> sums{}, squares{};
@@ -125,8 +123,8 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, s
 /// that squares would cancel, the block is summed again around its own mean. Blocks are merged by the rule of Chan,
 /// Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 template <typename Element>
-void moments(const void* data, std::int64_t count, std::int64_t channels, std::int64_t stride, double* mean,
-             double* deviations, void* scratch) {
+void moments(const void* data, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
+             void* scratch) {
   using Number = Real<Element>;
   const auto* rows = static_cast<const Element*>(data);
   const std::int64_t period = period_of<Element>(channels), block = block_rows<Element>(channels);
@@ -136,12 +134,12 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, std::i
   Number *sum = shift + period, *square = sum + period, *lost = square + period;
   for (std::int64_t seen = 0; seen < count; seen += block) {
     const std::int64_t taken = seen + block < count ? block : count - seen;
-    const Element* first = rows + seen * stride;
+    const Element* first = rows + seen * channels;
     if (seen == 0) {
       const std::int64_t few = taken < 16 ? taken : 16;
       for (std::int64_t c = 0; c < channels; ++c) mean[c] = deviations[c] = 0;
       for (std::int64_t row = 0; row < few; ++row) {
-        const Element* from = first + taken / few * row * stride;
+        const Element* from = first + taken / few * row * channels;
         for (std::int64_t c = 0; c < channels; ++c) mean[c] += static_cast<double>(load_one(from + c));
       }
       for (std::int64_t c = 0; c < channels; ++c) mean[c] /= static_cast<double>(few);
@@ -150,7 +148,7 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, std::i
     const double of_here = 1 / here, part = here / (here + before), weight = before * part;
     for (bool is_good = false, is_second = false; !is_good; is_second = true) {
       spread<Element>(is_second ? block_sum : mean, channels, period, shift);
-      sum_block(first, taken, channels, stride, shift, sum, square, lost);
+      sum_block(first, taken, channels, shift, sum, square, lost);
       fold<Element>(sum, period, channels, block_sum);
       fold<Element>(square, period, channels, block_square);
       int bad = 0;
@@ -171,15 +169,15 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, std::i
 }
 
 template <typename Element>
-void normalise(const void* data, void* out, std::int64_t count, std::int64_t channels, std::int64_t stride,
-               const void* means, const void* scales, const void* shifts) {
+void normalise(const void* data, void* out, std::int64_t count, std::int64_t channels, const void* means,
+               const void* scales, const void* shifts) {
   using Number = Real<Element>;
   const auto* rows = static_cast<const Element*>(data);
   auto* to = static_cast<Element*>(out);
   const auto *mean = static_cast<const Number*>(means), *scale = static_cast<const Number*>(scales),
              *shift = static_cast<const Number*>(shifts);
   for_each<Element>(
-      count, channels, stride,
+      count, channels,
       [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(scale + k), b = load_pair(shift + k);
         for (int row = 0; row < periods; ++row) {
@@ -195,8 +193,8 @@ void normalise(const void* data, void* out, std::int64_t count, std::int64_t cha
 }
 
 template <typename Element>
-void backward_sums(const void* gradient, const void* data, std::int64_t count, std::int64_t channels,
-                   std::int64_t stride, const void* means, double* sum, double* product, void* scratch) {
+void backward_sums(const void* gradient, const void* data, std::int64_t count, std::int64_t channels, const void* means,
+                   double* sum, double* product, void* scratch) {
   using Number = Real<Element>;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
@@ -208,10 +206,10 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
   Number *products = sums + period, *lost = products + period;
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const std::int64_t taken = begin + block < count ? block : count - begin;
-    const Element *g = grad + begin * stride, *x = rows + begin * stride;
+    const Element *g = grad + begin * channels, *x = rows + begin * channels;
     for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = lost[k] = lost[period + k] = 0;
     for_each<Element>(
-        taken, channels, stride,
+        taken, channels,
         [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
           const Pair<Number> m = load_pair(mean + k);
           Pair<Number> s{}, p{};
@@ -245,7 +243,7 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
 
 template <typename Element>
 void backward(const void* gradient, const void* data, void* out, std::int64_t count, std::int64_t channels,
-              std::int64_t stride, const void* means, const void* of_grads, const void* of_rows, const void* shifts) {
+              const void* means, const void* of_grads, const void* of_rows, const void* shifts) {
   using Number = Real<Element>;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
@@ -253,7 +251,7 @@ void backward(const void* gradient, const void* data, void* out, std::int64_t co
   const auto *mean = static_cast<const Number*>(means), *by_grad = static_cast<const Number*>(of_grads),
              *by_row = static_cast<const Number*>(of_rows), *shift = static_cast<const Number*>(shifts);
   for_each<Element>(
-      count, channels, stride,
+      count, channels,
       [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(by_grad + k), p = load_pair(by_row + k),
                            b = load_pair(shift + k);

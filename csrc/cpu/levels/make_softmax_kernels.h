@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
+#include "cpu/levels/vectors.h"
 #include "cpu/softmax_kernels.h"
-#include "torch_nhwc/cpu/level.h"
 
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
@@ -98,42 +98,157 @@ struct Lanes {
     }
   }
 
-  template <bool logarithm>
-  static NHWC_ALWAYS_INLINE void backward(float* gradients, const float* outputs, Index channels, Index stride) {
-    Floats sum = all(0.0f);
-    for (Index c = 0; c < channels; ++c) {
-      const Floats gradient = load(gradients + c * stride);
-      sum += logarithm ? gradient : gradient * load(outputs + c * stride);
-    }
-    for (Index c = 0; c < channels; ++c) {
-      const Floats gradient = load(gradients + c * stride), output = load(outputs + c * stride);
-      store(gradients + c * stride, logarithm ? gradient - exp(output) * sum : (gradient - sum) * output);
+  static NHWC_ALWAYS_INLINE float sum(Floats values) {
+    float each[count];
+    store(each, values);
+    if constexpr (count == 4) {
+      return (each[0] + each[2]) + (each[1] + each[3]);
+    } else {
+      using Narrow = Lanes<width / 2>;
+      return Narrow::sum(Narrow::load(each) + Narrow::load(each + Narrow::count));
     }
   }
 };
 
+using Wide = Lanes<NHWC_REGISTER_BYTES>;
+
 template <bool logarithm>
 void forward(float* values, Index channels, Index rows) {
-  using Wide = Lanes<NHWC_REGISTER_BYTES>;
   Index row = 0;
   for (; row + Wide::count <= rows; row += Wide::count) Wide::template forward<logarithm>(values + row, channels, rows);
   for (; row < rows; ++row) Lanes<sizeof(float)>::forward<logarithm>(values + row, channels, rows);
 }
 
 template <bool logarithm>
-void backward(float* gradients, const float* outputs, Index channels, Index rows) {
-  using Wide = Lanes<NHWC_REGISTER_BYTES>;
-  Index row = 0;
-  for (; row + Wide::count <= rows; row += Wide::count) {
-    Wide::template backward<logarithm>(gradients + row, outputs + row, channels, rows);
+NHWC_ALWAYS_INLINE Wide::Floats term(Wide::Floats gradient, Wide::Floats output) {
+  return logarithm ? gradient : gradient * output;
+}
+
+template <bool logarithm>
+NHWC_ALWAYS_INLINE Wide::Floats result(Wide::Floats gradient, Wide::Floats output, Wide::Floats sum) {
+  return logarithm ? gradient - Wide::exp(output) * sum : (gradient - sum) * output;
+}
+
+// One row after the other, where a row fills registers. Its last ones reach back to elements that were taken already,
+// whose terms are left out of the sum.
+template <typename Element, bool logarithm>
+void backward_long(const Element* gradients, const Element* outputs, Element* to, Index channels, Index rows) {
+  constexpr Index step = pair_size<Element>;
+  const Index whole = channels / step * step, last = channels - step;
+  Wide::Bits counts[2];
+  for (Index k = 0; k < step; ++k) {
+    reinterpret_cast<std::int32_t*>(counts)[slot_of<Element>(k)] = last + k >= whole ? -1 : 0;
   }
-  for (; row < rows; ++row) {
-    Lanes<sizeof(float)>::backward<logarithm>(gradients + row, outputs + row, channels, rows);
+  for (Index row = 0; row < rows; ++row, gradients += channels, outputs += channels, to += channels) {
+    Pair<float> sums{};
+    for (Index c = 0; c < whole; c += step) {
+      const Pair<float> gradient = load_pair(gradients + c), output = load_pair(outputs + c);
+      sums.first += term<logarithm>(gradient.first, output.first);
+      sums.second += term<logarithm>(gradient.second, output.second);
+    }
+    if (whole < channels) {
+      const Pair<float> gradient = load_pair(gradients + last), output = load_pair(outputs + last);
+      const Pair<float> terms{term<logarithm>(gradient.first, output.first),
+                              term<logarithm>(gradient.second, output.second)};
+      sums.first += Wide::as_floats(Wide::as_bits(terms.first) & counts[0]);
+      sums.second += Wide::as_floats(Wide::as_bits(terms.second) & counts[1]);
+    }
+    const Wide::Floats sum = Wide::all(Wide::sum(sums.first + sums.second));
+    for (Index c = 0; c < channels; c += step) {
+      const Index at = c < whole ? c : last;
+      const Pair<float> gradient = load_pair(gradients + at), output = load_pair(outputs + at);
+      store_pair(to + at, Pair<float>{result<logarithm>(gradient.first, output.first, sum),
+                                      result<logarithm>(gradient.second, output.second, sum)});
+    }
   }
 }
 
+// The value of the lane whose number differs in one bit.
+template <int bit>
+NHWC_ALWAYS_INLINE Wide::Floats swapped(Wide::Floats values) {
+  Wide::Floats result;
+  for (int lane = 0; lane < Wide::count; ++lane) result[lane] = values[lane ^ bit];
+  return result;
+}
+
+// Adds up runs of `count` lanes, each of which gets the sum.
+template <Index count, int bit = 1>
+NHWC_ALWAYS_INLINE Wide::Floats sums_of_runs(Wide::Floats values) {
+  if constexpr (bit < count) {
+    return sums_of_runs<count, 2 * bit>(values + swapped<bit>(values));
+  } else {
+    return values;
+  }
+}
+
+// Rows of a power of two, several of which fill registers.
+template <typename Element, bool logarithm, Index channels>
+void backward_even(const Element* gradients, const Element* outputs, Element* to, Index count) {
+  constexpr bool is_by_parity = slot_of<Element>(1) != 1;  // a row's elements are in both registers
+  for (Index k = 0; k < count; k += pair_size<Element>) {
+    const Pair<float> gradient = load_pair(gradients + k), output = load_pair(outputs + k);
+    Wide::Floats first = term<logarithm>(gradient.first, output.first);
+    Wide::Floats second = term<logarithm>(gradient.second, output.second);
+    first = sums_of_runs<is_by_parity ? channels / 2 : channels>(is_by_parity ? first + second : first);
+    second = is_by_parity ? first : sums_of_runs<channels>(second);
+    store_pair(to + k, Pair<float>{result<logarithm>(gradient.first, output.first, first),
+                                   result<logarithm>(gradient.second, output.second, second)});
+  }
+}
+
+// Any short rows, in a block: their terms, the sum of each row in the places of its elements, then the results.
+template <typename Element, bool logarithm>
+void backward_odd(const Element* gradients, const Element* outputs, Element* to, Index channels, Index rows) {
+  constexpr Index most = 1024, lanes = Wide::count;
+  alignas(64) float gradient[most], output[most], sums[most];
+  const Index block = (most - lanes) / channels;
+  for (Index row = 0; row < rows; row += block) {
+    const Index taken = row + block < rows ? block : rows - row, count = taken * channels;
+    for (Index k = 0; k < count; ++k) gradient[k] = load_one(gradients + row * channels + k);
+    for (Index k = 0; k < count; ++k) output[k] = load_one(outputs + row * channels + k);
+    for (Index k = 0; k < count; ++k) sums[k] = logarithm ? gradient[k] : gradient[k] * output[k];
+    for (float* of_row = sums; of_row < sums + count; of_row += channels) {
+      float sum = 0;
+      for (Index c = 0; c < channels; ++c) sum += of_row[c];
+      for (Index c = 0; c < channels; ++c) of_row[c] = sum;
+    }
+    for (Index k = 0; k < count; k += lanes) {
+      Wide::store(sums + k, result<logarithm>(Wide::load(gradient + k), Wide::load(output + k), Wide::load(sums + k)));
+    }
+    for (Index k = 0; k < count; ++k) store_one(to + row * channels + k, sums[k]);
+  }
+}
+
+template <typename Element, bool logarithm>
+void backward_short(const Element* gradients, const Element* outputs, Element* to, Index channels, Index rows) {
+  Index whole = 0;  // of the elements, by full registers
+  const auto even = [&]<Index power>() {
+    if (power != channels || power >= pair_size<Element>) return;
+    whole = rows * channels / pair_size<Element> * pair_size<Element>;
+    backward_even<Element, logarithm, power>(gradients, outputs, to, whole);
+  };
+  even.template operator()<2>();
+  even.template operator()<4>();
+  even.template operator()<8>();
+  even.template operator()<16>();
+  backward_odd<Element, logarithm>(gradients + whole, outputs + whole, to + whole, channels, rows - whole / channels);
+}
+
+template <typename Element, bool logarithm>
+void backward(const void* gradients, const void* outputs, void* to, Index channels, Index rows) {
+  const auto kernel =
+      channels < pair_size<Element> ? backward_short<Element, logarithm> : backward_long<Element, logarithm>;
+  kernel(static_cast<const Element*>(gradients), static_cast<const Element*>(outputs), static_cast<Element*>(to),
+         channels, rows);
+}
+
+template <bool logarithm>
+constexpr cpu::SoftmaxKernels::BackwardByType make_backward() {
+  return {backward<float, logarithm>, backward<Half, logarithm>, backward<BFloat16, logarithm>};
+}
+
 constexpr cpu::SoftmaxKernels make_kernels() {
-  return {forward<false>, forward<true>, backward<false>, backward<true>};
+  return {forward<false>, forward<true>, make_backward<false>(), make_backward<true>()};
 }
 
 }  // namespace softmax

@@ -45,7 +45,7 @@ constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
 
 /// Where element `k` of a row of pairs is among their numbers.
 template <typename Element>
-NHWC_ALWAYS_INLINE std::int64_t slot_of(std::int64_t k) {
+NHWC_ALWAYS_INLINE constexpr std::int64_t slot_of(std::int64_t k) {
   if (!std::is_same<Element, BFloat16>::value) return k;
   constexpr std::int64_t size = pair_size<Element>;
   const std::int64_t within = k % size;
