@@ -13,6 +13,7 @@ from functools import partial
 import machine
 import torch
 from bench_weights import microseconds
+from points import Point
 from stopwatch import summary
 
 import torch_nhwc as nhwc
@@ -34,7 +35,7 @@ def measure(shape: tuple[int, ...], requires_grad: bool, samples: int) -> dict[s
     }
     taken = in_turns({name: partial(microseconds, job, CALLS_OF_A_SAMPLE) for name, job in jobs.items()}, samples)
     times = {name: summary(values) for name, values in taken.items()}
-    return {"shape": list(shape), "dtype": "float32", "to": None, "requires_grad": requires_grad, "times": times}
+    return {**Point(shape, torch.float32).described(), "requires_grad": requires_grad, "times": times}
 
 
 def main() -> None:
