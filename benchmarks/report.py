@@ -256,7 +256,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "forward": forward(of_forward),
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
-                for what, measured in ((
+                for what, measured in (
                     ("Weights", weights),
                     ("The call", load("calls")),
                     ("Models", of_models),
