@@ -7,6 +7,7 @@ In TorchScript call `torch.ops.nhwc.*` itself.
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
 import torch
@@ -261,7 +262,8 @@ def plan_weights(
         [<Outcome.REUSED: 2>, <Outcome.NOT_A_LEAF: -1>]
     """
     listed = _as_list("plan_weights", weights, memory_format)
-    with torch.inference_mode(False):  # in which a tensor subclass would be asked instead of refused
+    # In inference mode a tensor subclass would be asked instead of refused. To leave it when not in it takes long.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
         outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
