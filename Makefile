@@ -47,6 +47,7 @@ docs: $(VENV)/has-test $(VENV)/built
 # Take the machine for yourself meanwhile: an hour, 12 GB of memory.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
+	$(bin)/python benchmarks/bench_calls.py
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_forward.py
 	$(bin)/python benchmarks/bench_walk.py

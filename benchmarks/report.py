@@ -151,6 +151,21 @@ def compiled(weights: dict) -> str:
     return table(head, rows)
 
 
+def calls(measured: dict) -> str:
+    rows = []
+    for r in measured["results"]:
+        least = {job: times["min"] for job, times in r["times"].items()}
+        over_clone = [ratio(r, job, "clone", "min") for job in ("function", "operator", "operator without format")]
+        added = [least[f"function{which}"] - least[f"operator{which}"] for which in ("", " without format")]
+        rows.append(
+            [name(r), "yes" if r["requires_grad"] else "no", f"{least['clone']:.1f}"]
+            + [f"{each:.2f}" for each in over_clone + added]
+        )
+    head = ["weight", "gradient", "`clone`, us", "`nhwc.convert_weight` / `clone`", "`torch.ops` / `clone`"]
+    head += ["`torch.ops` without a format / `clone`", "ours less `torch.ops`, us", "both without a format, us"]
+    return table(head, rows)
+
+
 def threads(weights: dict) -> str:
     single = {name(p): p for p in grid(weights)}
     rows = []
@@ -241,7 +256,12 @@ def documents() -> dict[Path, dict[str, str]]:
             "forward": forward(of_forward),
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
-                for what, measured in (("Weights", weights), ("Models", of_models), ("The walk", load("walk")))
+                for what, measured in (
+                    ("Weights", weights),
+                    ("The call", load("calls")),
+                    ("Models", of_models),
+                    ("The walk", load("walk")),
+                )
             ),
             "bars": bars(weights),
             "sizes": sizes(weights),
@@ -249,6 +269,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "casts": casts(weights),
             "compiled": compiled(weights),
             "threads": threads(weights),
+            "calls": calls(load("calls")),
             "models": models(of_models),
             "walk": walk(load("walk")),
             "accesses": cuda_report.accesses(RESULTS),

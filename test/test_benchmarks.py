@@ -17,6 +17,7 @@ from torch import nn
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
+import bench_calls
 import bench_counters
 import bench_layers
 import bench_layouts
@@ -27,6 +28,7 @@ import cuda_weights
 import layer_cases
 import layout_models
 import machine
+import report
 import report_layers
 import shapes
 import shared_copy
@@ -74,6 +76,15 @@ def test_a_weight_is_measured_beside_every_baseline(point, device, monkeypatch):
         point.dtype.itemsize + to.itemsize
     )
     assert json.loads(json.dumps(measured)) == measured
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_a_call_is_measured_beside_the_clone_and_the_operator(requires_grad):
+    measured = bench_calls.measure((4, 1, 3, 3), requires_grad, samples=2)
+    assert all(0 < times["min"] <= times["median"] for times in measured["times"].values())
+    assert json.loads(json.dumps(measured)) == measured
+    (row,) = report.calls({"results": [measured]}).splitlines()[2:]
+    assert row.startswith(f"| 4x1x3x3 float32 | {'yes' if requires_grad else 'no'} |")
 
 
 @pytest.mark.cuda

@@ -6,6 +6,11 @@ from torch import Tensor, nn
 from torch_nhwc.formats import Strides
 
 
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor only says what a real one would be; by the name of its class, whose module may not be loaded."""
+    return "FakeTensor" in (type(tensor).__name__, type(tensor.data).__name__)
+
+
 def place_of(tensor: Tensor) -> int:
     """Equal for tensors that begin at one place in memory; of the object itself where there is no memory to see."""
     has_memory = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided and not tensor.is_meta

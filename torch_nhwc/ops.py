@@ -7,6 +7,7 @@ In TorchScript call `torch.ops.nhwc.*` itself.
 import functools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import TypeVar, cast
 
 import torch
@@ -19,6 +20,11 @@ library.load()
 
 _OUTCOMES = {int(outcome): outcome for outcome in Outcome}  # faster than the enumeration itself, for long lists
 _F = TypeVar("_F", bound=Callable[..., object])
+
+# PyTorch looks for a `__torch_function__` in every memory format that an operator is given, which takes as long as the
+# conversion of a small weight; it does not look into the number that stands for one.
+_NUMBERS: dict[object, object] = {torch.contiguous_format: 0, torch.channels_last: 2, torch.channels_last_3d: 3}
+_convert_weight = torch.ops.nhwc.convert_weight.default
 
 
 def convert_weight(
@@ -45,8 +51,16 @@ def convert_weight(
         >>> torch_nhwc.convert_weight(torch.randn(8, 3, 3, 3), dtype=torch.bfloat16).stride()
         (27, 1, 9, 3)
     """
-    _expect("convert_weight", memory_format, weight)
-    return cast(Tensor, torch.ops.nhwc.convert_weight(weight, memory_format, dtype=dtype))
+    number = _NUMBERS.get(memory_format, memory_format)
+    try:
+        if dtype is None:
+            converted: Tensor = _convert_weight(weight, number)
+        else:
+            converted = _convert_weight(weight, number, dtype=dtype)
+    except RuntimeError:  # the check before the call would take a tenth of it
+        _expect("convert_weight", memory_format, weight)
+        raise
+    return converted
 
 
 def convert_weights(
@@ -125,10 +139,12 @@ def _as_list(
 def _expect(function: str, memory_format: object, *weights: object) -> None:
     """Says in Python's words what the operators would say in those of their bindings."""
     if isinstance(memory_format, str):
-        raise TypeError(f"{function}: expected memory_format to be a torch.memory_format, got {memory_format!r}")
+        raise TypeError(
+            f"{function}: expected memory_format to be a torch.memory_format, got {memory_format!r}"
+        ) from None
     for weight in weights:
         if not isinstance(weight, Tensor) and not hasattr(weight, "__torch_function__"):  # tracers' proxies have that
-            raise TypeError(f"{function}: expected a weight to be a tensor, got {type(weight).__name__}")
+            raise TypeError(f"{function}: expected a weight to be a tensor, got {type(weight).__name__}") from None
 
 
 def _outside_of_graphs(function: _F) -> _F:
@@ -246,7 +262,9 @@ def plan_weights(
         [<Outcome.REUSED: 2>, <Outcome.NOT_A_LEAF: -1>]
     """
     listed = _as_list("plan_weights", weights, memory_format)
-    outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
+    # In inference mode a tensor subclass would be asked instead of refused. To leave it when not in it takes long.
+    with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+        outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
 

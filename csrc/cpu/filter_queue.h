@@ -2,8 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-
-#include <vector>
+#include <c10/util/SmallVector.h>
 
 #include "cpu/filter_kernels.h"
 
@@ -38,9 +37,10 @@ class FilterQueue {
   };
   void add(const Entry& entry);
 
-  std::vector<Entry> entries_;
-  std::vector<int64_t> ends_;  // the running totals of the bytes that are read
-  int64_t scratch_bytes_ = 0;  // of one thread
+  // One weight by itself needs no memory for its entry.
+  c10::SmallVector<Entry, 1> entries_;
+  c10::SmallVector<int64_t, 1> ends_;  // the running totals of the bytes that are read
+  int64_t scratch_bytes_ = 0;          // of one thread
   at::Tensor scratch_;
 };
 

@@ -119,13 +119,14 @@ struct OperatorBackward : autograd::Node {
 
 }  // namespace
 
-void record(const Formula& formula, const at::Tensor& output, const std::vector<at::Tensor>& inputs,
-            const std::vector<at::Tensor>& saved, std::vector<c10::IValue> constants, bool saves_output) {
+void record(const Formula& formula, const at::Tensor& output, at::ArrayRef<at::Tensor> inputs,
+            at::ArrayRef<at::Tensor> saved, std::vector<c10::IValue> constants, bool saves_output) {
   const auto node = make_node<OperatorBackward>();
   node->formula = &formula;
   node->constants = std::move(constants);
   node->saves_output = saves_output;
   autograd::edge_list edges;
+  edges.reserve(inputs.size());
   for (const at::Tensor& each : inputs) {
     edges.push_back(each.defined() ? autograd::impl::gradient_edge(each) : autograd::Edge());
   }

@@ -31,8 +31,8 @@ struct Formula {
 ///
 /// `inputs` are those that the formula has gradients for. What is saved is one of them, or a tensor without a history;
 /// an undefined tensor may be among both. Constants are always of the same types for one formula.
-void record(const Formula& formula, const at::Tensor& output, const std::vector<at::Tensor>& inputs,
-            const std::vector<at::Tensor>& saved, std::vector<c10::IValue> constants, bool saves_output = false);
+void record(const Formula& formula, const at::Tensor& output, at::ArrayRef<at::Tensor> inputs,
+            at::ArrayRef<at::Tensor> saved, std::vector<c10::IValue> constants, bool saves_output = false);
 
 /// Whether the output of an operator on these inputs is to be differentiable.
 bool needs_gradient(at::ArrayRef<at::Tensor> inputs);

@@ -8,7 +8,6 @@ import pytest
 import torch
 from comparison import strides_at_convolutions
 from torch import nn
-from torch._subclasses import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import torch_nhwc as nhwc
@@ -250,16 +249,10 @@ def non_leaf():
     return layer
 
 
-def fake():
-    with FakeTensorMode():
-        return nn.Conv2d(3, 4, 3)
-
-
 LEFT = {
     "computed": (computed_in_an_unknown_way, "computed from other tensors"),
     "non_leaf": (non_leaf, "computed from other tensors"),
     "frozen": (lambda: torch.jit.freeze(scripted(nn.Sequential(nn.Conv2d(3, 4, 3)).eval())), "convert before freezing"),
-    "fake": (fake, "it is a fake tensor"),
     "quantized": (quantized, "packed"),
     "scripted_quantized": (lambda: scripted(nn.Sequential(quantized())), "packed"),
     "mkldnn": (mkldnn, "packed"),
@@ -441,10 +434,9 @@ def test_a_warning_that_is_an_error_changes_nothing():
 
 @pytest.mark.parametrize("rank", [2, 3])
 def test_bad_arguments_raise(rank):
-    other = {2: CL3D, 3: CL}[rank]
     model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv3d(3, 3, 3))
     before = snapshot(model)
-    for memory_format in (other, torch.preserve_format, "channels_last", None):
+    for memory_format in (torch.preserve_format, None):
         with pytest.raises(
             RuntimeError, match=rf"convert_conv{rank}d.*expected torch.contiguous_format or {FORMATS[rank]}"
         ):

@@ -655,6 +655,23 @@ def fsdp2_trains_a_model_with_exchanged_layers_and_contiguous_weights():
 
 
 @scenario
+def drop_ins_convert_dtensors_with_their_local_tensors():
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = dist.init_device_mesh("cpu", (world(),))
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        layer = nn.Conv2d(5, 6, 3, bias=False)
+        values = torch.arange(6 * 5 * 9, dtype=torch.float32).view(6, 5, 3, 3)
+        layer.weight = weight = nn.Parameter(distribute_tensor(values, mesh, [placement]))
+        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+        local = weight._local_tensor  # to_local gives a view, which has strides of its own where a rank has one channel
+        assert layer.weight is weight
+        assert weight.stride() == (45, 1, 15, 5)
+        assert local.stride() == torch.empty(local.shape, memory_format=torch.channels_last).stride()
+        assert torch.equal(weight.full_tensor(), values)
+
+
+@scenario
 def a_rank_that_exchanged_other_layers_is_named():
     model = normed()
     is_last = rank() == dist.get_world_size() - 1

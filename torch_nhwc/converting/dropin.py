@@ -6,6 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from torch_nhwc.converting.cloning import clones_of, memory_of
 from torch_nhwc.converting.commit import commit_changes
 from torch_nhwc.converting.preparing import prepare
 from torch_nhwc.finding.layers import walk_layers
@@ -27,7 +28,8 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
     identity of the parameters, recursion, the returned module. Beyond it, everything is checked before anything
     changes; a weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
     parametrized, normed, pruned, lazy and scripted layers convert as well, as by `convert_`; and the bytes are permuted
-    in place where nothing else can see them.
+    in place where nothing else can see them. Fake tensors and wrapper subclasses (DTensor) become what their clones in
+    the format are, inner tensors included; a subclass whose clone is not in the format is refused.
 
     Args:
         module: a model, or one layer.
@@ -37,13 +39,13 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
         `module`.
 
     Raises:
-        TypeError: `module` is not a module.
-        RuntimeError: the format is neither of the two, or a weight was refused, with the reason. The module is then as
-            it was.
+        TypeError: `module` is not a module, or `memory_format` is a number or a name.
+        RuntimeError: the format is neither of the two, and there is a weight to convert; or a weight was refused, with
+            the reason. The module is then as it was.
 
     Warns:
-        UserWarning: once for each layer that stays as it is because its weight is packed, frozen, fake or computed in a
-            way that is not known, and for each weight that leaves a larger storage or shared memory.
+        UserWarning: once for each layer that stays as it is because its weight is packed, frozen or computed in a way
+            that is not known, and for each weight that leaves a larger storage or shared memory.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
@@ -67,6 +69,12 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
 
 # What the stock converters do not see either, or cannot convert; anything else that is refused raises.
 _SKIPPED = (Reason.COMPUTED, Reason.ON_THE_FLY, Reason.PACKED, Reason.FROZEN, Reason.FAKE)
+_CLONED = (Reason.FAKE, Reason.SUBCLASS)
+# PyTorch's own words for a format of another rank, which people search for.
+_REQUIRED = {
+    each: f" (required rank {rank} tensor to use {str(each).removeprefix('torch.')} format)"
+    for rank, each in CHANNELS_LAST.items()
+}
 _LEAVES = {
     Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
     Outcome.FRESH_SHARED: "the shared memory that it was in",
@@ -76,18 +84,28 @@ _LEAVES = {
 def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
+    if not isinstance(memory_format, (torch.memory_format, type(None))):
+        raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
+    found = walk_layers(module)
+    sites = [site for site in found.sites if site.rank == rank]
     if memory_format not in (torch.contiguous_format, CHANNELS_LAST[rank]):
+        if not sites:
+            return module
         raise RuntimeError(
             f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
-            f"got {memory_format}"
+            f"got {memory_format}{_REQUIRED.get(memory_format, '')}"
         )
-    found, request = walk_layers(module), Request(Format.of(memory_format), "detach")
-    decisions = decide([site for site in found.sites if site.rank == rank], request)
+    request = Request(Format.of(memory_format), "detach")
+    decisions = decide(sites, request)
     following = follow(found, decisions, [], Sources(), request)
+    to_clone = {id(each.tensor): each.site for each in decisions if each.reason in _CLONED}
+    edits = {key: clones_of(site, request.format) for key, site in to_clone.items()}
     left = [
         (decision.site, reason)
         for decision in decisions
-        if (reason := decision.reason) and (decision.action is Action.REFUSE or reason is Reason.FAKE)
+        if (reason := decision.reason)
+        and (decision.action is Action.REFUSE or reason is Reason.FAKE)
+        and edits.get(id(decision.site.tensor)) is None
     ]
     hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:
@@ -95,12 +113,19 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     # Warnings may be errors: they come before anything changes.
     for site, reason in left:
         _warn(f"{caller}: left {site} as it is: {reason.value}")
-    moving = [decision for decision in decisions if decision.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED)]
-    outcomes = outcomes_of([decision.tensor for decision in moving], request._replace(storage="auto"))
-    for decision, outcome in zip(moving, outcomes):
+    moving = [
+        (decision.site, tensor)
+        for decision in decisions
+        if decision.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED) or edits.get(id(decision.site.tensor))
+        for tensor in memory_of(decision.tensor)
+    ]
+    outcomes = outcomes_of([tensor for _, tensor in moving], request._replace(storage="auto"))
+    for (site, _), outcome in zip(moving, outcomes):
         if outcome in _LEAVES:
-            _warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
-    commit_changes(prepare(following, request), request)
+            _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
+    changes = prepare(following, request)
+    changes.edits.extend(edit for each in edits.values() for edit in each or ())
+    commit_changes(changes, request)
     return module
 
 

@@ -20,7 +20,7 @@ from torch_nhwc.reasons import Reason
 
 
 class Edit(NamedTuple):
-    """A change to a module that is not a change of its tensors. Both ways do nothing where there is nothing to do."""
+    """A change to a module that the operators do not make. Both ways do nothing where there is nothing to do."""
 
     module: "weakref.ref[nn.Module]"
     """Weakly, since a report keeps the edit."""

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from torch_nhwc.finding.site import Site
 from torch_nhwc.formats import Format, Strides
-from torch_nhwc.memory import place_of
+from torch_nhwc.memory import is_fake, place_of
 from torch_nhwc.modules import computed, wrapping
 from torch_nhwc.ops import plan_weights
 from torch_nhwc.outcomes import Outcome, Storage
@@ -127,8 +127,6 @@ _CHANGES = (Action.CONVERT, Action.RESTRIDE)
 _FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
 # Why the operators refuse, as a reason.
 _REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
-# The class of a fake tensor, by name, since its module may not be loaded.
-_FAKE = "FakeTensor"
 
 
 def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) -> list[Decision]:
@@ -200,8 +198,7 @@ def _judge(
     if outcome is None:
         return Action.REFUSE, Reason.UNSUPPORTED
     if outcome is Outcome.TRACED:
-        is_fake = _FAKE in (type(tensor).__name__, type(tensor.data).__name__)
-        return (Action.KEEP, Reason.FAKE) if is_fake else (Action.REFUSE, Reason.SUBCLASS)
+        return (Action.KEEP, Reason.FAKE) if is_fake(tensor) else (Action.REFUSE, Reason.SUBCLASS)
     if outcome.is_refusal:
         return Action.REFUSE, _REFUSALS[outcome]
     if wrapping.is_offloaded(site.module, tensor):

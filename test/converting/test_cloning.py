@@ -1,0 +1,282 @@
+"""Weights of wrapper subclasses in the drop-ins: taken with all that is inside, or refused with nothing touched."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
+from torch.utils._pytree import tree_map_only
+
+import torch_nhwc as nhwc
+from torch_nhwc.converting import commit
+
+CONVERT = {4: nhwc.convert_conv2d_weight_memory_format, 5: nhwc.convert_conv3d_weight_memory_format}
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+SHAPES = [(4, 3, 3, 3), (4, 3, 1, 1), (4, 1, 3, 3), (4, 3, 3, 3, 3), (2, 1, 1, 2, 2)]
+
+
+class Wrapper(torch.Tensor):
+    """Holds another tensor, and does with it whatever is done."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(
+            cls, cls.outer_shape(inner), strides=cls.outer_strides(inner), dtype=torch.float32, device=inner.device
+        )
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    outer_shape = staticmethod(lambda inner: inner.shape)
+    outer_strides = staticmethod(lambda inner: inner.stride())
+
+    def __repr__(self):
+        return f"{type(self).__name__}({self.inner})"
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, tensors, context, size, stride):
+        return cls(tensors["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        unwrap = lambda tree: tree_map_only(Wrapper, lambda each: each.inner, tree)  # noqa: E731
+        return tree_map_only(torch.Tensor, cls, cls.call(function, unwrap(args), unwrap(kwargs or {})))
+
+    @classmethod
+    def call(cls, function, args, kwargs):
+        return function(*args, **kwargs)
+
+
+def when_cloned(change):
+    """A class whose clone is not what it should be: `change` gets the inner tensor and the arguments of the clone."""
+
+    class Changed(Wrapper):
+        @classmethod
+        def call(cls, function, args, kwargs):
+            if function is torch.ops.aten.clone.default:
+                return change(*args, **kwargs)
+            return function(*args, **kwargs)
+
+    return Changed
+
+
+def raising(inner, memory_format=None):
+    raise AttributeError("this class cannot be cloned")
+
+
+def dropping(inner, memory_format=None):
+    return inner.clone()
+
+
+class Deaf(when_cloned(dropping)):
+    """Its clone says that it is in the format, and what is inside of it is not."""
+
+    outer_strides = staticmethod(lambda inner: (27, 1, 9, 3))
+
+
+class Packed(Wrapper):
+    """A row for each filter: there is nothing inside that could be in a format."""
+
+    outer_shape = staticmethod(lambda inner: (len(inner), 3, 3, 3))
+    outer_strides = staticmethod(lambda inner: (27, 9, 3, 1))
+
+
+class Opaque(Wrapper):
+    """Does not say what is inside."""
+
+    __tensor_flatten__ = None
+
+
+class Forgetful(Wrapper):
+    """Its clones are of another class."""
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        made = Wrapper if function is torch.ops.aten.clone.default else cls
+        return Wrapper.__torch_dispatch__.__func__(made, function, types, args, kwargs)
+
+
+REFUSED = {
+    "raises": when_cloned(raising),
+    "drops the format": when_cloned(dropping),
+    "changes values": when_cloned(lambda inner, memory_format=None: inner.clone(memory_format=memory_format) * 2),
+    "changes the dtype": when_cloned(
+        lambda inner, memory_format=None: inner.double().contiguous(memory_format=memory_format)
+    ),
+    "says so": Deaf,
+    "packed": Packed,
+    "opaque": Opaque,
+    "another class": Forgetful,
+}
+
+
+def layer_with(weight):
+    layer = {4: nn.Conv2d, 5: nn.Conv3d}[weight.dim()](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
+    layer.weight = nn.Parameter(weight)
+    return layer
+
+
+def canonical(shape, memory_format):
+    return torch.empty(shape, memory_format=memory_format).stride()
+
+
+def two(shape):
+    return TwoTensor(torch.randn(shape), torch.randn(shape))
+
+
+def assert_lies(weight, inner, values, memory_format):
+    """Outside and inside alike, with the values."""
+    for each, expected in zip([weight, *inner], [None, *values]):
+        assert each.stride() == canonical(each.shape, memory_format)
+        assert expected is None or torch.equal(each, expected)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("make", [two, lambda shape: Wrapper(torch.randn(shape))], ids=["TwoTensor", "Wrapper"])
+def test_a_wrapper_subclass_is_converted_with_what_is_inside(shape, make):
+    weight = make(shape)
+    inside = lambda: [getattr(layer.weight, name) for name in layer.weight.__tensor_flatten__()[0]]  # noqa: E731
+    layer = layer_with(weight)
+    values, parameter = [each.detach().clone() for each in inside()], layer.weight
+    parameter.note = "the user's own"
+    for memory_format in (LAST[len(shape)], torch.contiguous_format):
+        assert CONVERT[len(shape)](layer, memory_format) is layer
+        assert layer.weight is parameter
+        assert isinstance(parameter, nn.Parameter)
+        assert (parameter.is_leaf, parameter.requires_grad, parameter.note) == (True, True, "the user's own")
+        assert_lies(parameter, inside(), values, memory_format)
+        held = inside()
+        CONVERT[len(shape)](layer, memory_format)
+        assert all(before is after for before, after in zip(held, inside()))
+
+
+def test_the_stock_converter_leaves_the_inner_tensors_and_ours_repairs_that():
+    layer = layer_with(two((4, 3, 3, 3)))
+    nn.utils.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert layer.weight.stride() == (27, 1, 9, 3)
+    assert layer.weight.a.stride() == (27, 9, 3, 1)
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert layer.weight.a.stride() == layer.weight.b.stride() == (27, 1, 9, 3)
+
+
+def test_a_converted_wrapper_trains_and_its_gradient_and_hooks_go_with_it():
+    torch.manual_seed(0)
+    layer, plain = (nn.Conv2d(3, 4, 3, bias=False) for _ in range(2))
+    layer.weight = nn.Parameter(TwoTensor(*(plain.weight.detach().clone() for _ in range(2))))
+    seen = []
+    layer.weight.register_hook(lambda gradient: seen.append(gradient.stride()))
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1, momentum=0.9) for each in (layer, plain)]
+    for step in range(4):
+        x = torch.randn(2, 3, 8, 8)
+        for each, optimizer in zip((layer, plain), optimizers):
+            optimizer.zero_grad()
+            each(x).square().mean().backward()
+            if each is layer and step == 1:
+                nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+                gradient = layer.weight.grad
+                assert gradient.stride() == gradient.a.stride() == (27, 1, 9, 3)
+            optimizer.step()
+    assert len(seen) == 4
+    torch.testing.assert_close(layer.weight.a, plain.weight)
+
+
+def test_a_tied_wrapper_is_converted_once_and_a_mixed_model_whole():
+    first, second, plain = layer_with(two((3, 3, 3, 3))), nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+    second.weight = first.weight
+    nhwc.convert_conv2d_weight_memory_format(nn.Sequential(first, second, plain), torch.channels_last)
+    assert first.weight is second.weight
+    assert first.weight.a.stride() == plain.weight.stride() == (27, 1, 9, 3)
+
+
+def test_a_wrapper_that_is_converted_in_inference_mode_still_trains():
+    layer = layer_with(two((4, 3, 3, 3)))
+    with torch.inference_mode():
+        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    layer(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert layer.weight.grad.a.stride() == (27, 1, 9, 3)
+
+
+def test_inner_tensors_that_leave_a_larger_storage_are_warned_about():
+    flat = torch.randn(500)
+    layer = layer_with(Wrapper(flat[100:208].view(4, 3, 3, 3)))
+    with pytest.warns(UserWarning, match=r"the weight of the module itself \(Conv2d\) leaves the larger storage"):
+        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert torch.equal(layer.weight.inner, flat[100:208].view(4, 3, 3, 3))
+
+
+def inner_state(weight):
+    return weight.inner, weight.inner.stride(), weight.inner.clone(), weight.stride()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_subclass_whose_clone_is_not_right_is_refused_and_nothing_is_touched(kind):
+    inner = torch.randn(4, 27) if kind == "packed" else torch.randn(4, 3, 3, 3)
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight = nn.Parameter(REFUSED[kind](inner))
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), layer_with(two((3, 3, 3, 3))), layer)
+    held, strides, values, outer = inner_state(layer.weight)
+    with pytest.raises(RuntimeError, match=r"nothing was changed, because of '2' \(Conv2d\): .* tensor subclass"):
+        nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    assert layer.weight.inner is held
+    assert (held.stride(), layer.weight.stride()) == (strides, outer)
+    assert torch.equal(held, values)
+    assert [each.weight.stride() for each in model[:2]] == [(27, 9, 3, 1)] * 2
+    assert model[1].weight.a.stride() == (27, 9, 3, 1)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_exception_while_the_others_convert_brings_the_wrappers_back(error, monkeypatch):
+    def fail(*_, **__):
+        raise error
+
+    layer = layer_with(Wrapper(torch.randn(3, 3, 3, 3)))
+    layer.weight.grad = Wrapper(torch.randn(3, 3, 3, 3))
+    model = nn.Sequential(layer, nn.Conv2d(3, 3, 3))
+    before = [*inner_state(layer.weight), *inner_state(layer.weight.grad)]
+    monkeypatch.setattr(commit, "convert_weights_", fail)
+    with pytest.raises(error):
+        nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    after = [*inner_state(layer.weight), *inner_state(layer.weight.grad)]
+    for old, new in zip(before, after):
+        assert old is new or (torch.equal(old, new) if isinstance(old, torch.Tensor) else old == new)
+    assert layer.weight.inner is before[0]
+
+
+@pytest.fixture(scope="module")
+def mesh(tmp_path_factory):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(os.fspath(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1
+    )
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("sharded", [None, 0, 1])
+@pytest.mark.parametrize("shape", SHAPES[:1] + SHAPES[3:4], ids=str)
+def test_a_dtensor_is_converted_with_its_local_tensor_and_trains(sharded, shape, mesh):
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_module, distribute_tensor
+
+    placement = Replicate() if sharded is None else Shard(sharded)
+    layer = layer_with(torch.randn(shape))
+    distribute_module(layer, mesh)
+    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data.to_local(), mesh, [placement]))
+    weight, values = layer.weight, layer.weight.to_local().detach().clone()
+    for memory_format in (torch.contiguous_format, LAST[len(shape)]):
+        CONVERT[len(shape)](layer, memory_format)
+        assert layer.weight is weight
+        assert isinstance(weight, DTensor)
+        assert tuple(weight.placements) == (placement,)
+        assert_lies(weight, [weight.to_local()], [values], memory_format)
+        assert weight._spec.tensor_meta.stride == weight.stride()
+    x = distribute_tensor(torch.randn(2, 3, *[4] * (len(shape) - 2)), mesh, [Replicate()])
+    layer(x).sum().backward()
+    assert weight.grad.stride() == weight.grad.to_local().stride() == weight.stride()
+    torch.optim.SGD(layer.parameters(), lr=0.1).step()
+    torch.testing.assert_close(weight.to_local(), values - 0.1 * weight.grad.to_local())

@@ -1,0 +1,102 @@
+"""Weights that the operators do not take and clones convert, as PyTorch does it: fake tensors, wrapper subclasses."""
+
+import copyreg
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from torch_nhwc.converting.edits import Edit
+from torch_nhwc.finding.site import Site
+from torch_nhwc.formats import Format
+from torch_nhwc.memory import is_fake
+
+
+@torch.inference_mode(False)  # what is made in inference mode can never train
+@torch.no_grad()
+def clones_of(site: Site, wanted: Format) -> list[Edit] | None:
+    """The edits by which a site's weight and its gradient take over what their clones in the format are.
+
+    The tensor's class makes the clone. `None` where that is not right: strides, values, inner tensors and their strides
+    are all looked at, so that nothing is taken over which only says that it is in the format.
+    """
+    assert site.tensor is not None
+    edits = []
+    for tensor in (site.tensor, site.tensor.grad):
+        try:
+            if tensor is None or _is_laid_out(tensor, wanted):
+                continue
+            before = tensor.detach()
+            clone = before.clone(memory_format=getattr(torch, wanted.name_at(site.rank)))
+            if not (tensor.is_leaf and _is_laid_out(clone, wanted) and _is_equal(before, clone)):
+                return None
+        except Exception:  # the code of the class may raise anything
+            return None
+        names = _attributes(tensor) & _attributes(clone)
+        forth, back = (
+            partial(_become, tensor, data, {name: getattr(source, name) for name in names})
+            for data, source in ((clone, clone), (before, tensor))
+        )
+        edits.append(Edit(weakref.ref(site.module), forth, back))
+    return edits
+
+
+def memory_of(tensor: Tensor) -> list[Tensor]:
+    """The tensors that hold the values of a tensor: itself, or those inside of it; none where it is fake."""
+    return [part for part in _parts(tensor) if not (is_fake(part) or is_traceable_wrapper_subclass(part))]
+
+
+def _become(tensor: Tensor, data: Tensor, attributes: dict[str, Any], _: nn.Module) -> None:
+    """Replacing `.data` alone, as PyTorch's converter does, leaves the inner tensors as they were."""
+    tensor.data = data
+    for name, value in attributes.items():
+        setattr(tensor, name, value)
+
+
+def _attributes(tensor: Tensor) -> set[str]:
+    """The names of what a wrapper subclass keeps in Python, its inner tensors among them."""
+    if is_fake(tensor):
+        return set()
+    slots = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+    return {*vars(tensor), *(name for name in slots if hasattr(tensor, name))}
+
+
+def _parts(tensor: Tensor) -> Iterator[Tensor]:
+    """A tensor and all that are inside of it."""
+    yield tensor
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            inner = getattr(tensor, name)
+            if isinstance(inner, Tensor):
+                yield from _parts(inner)
+
+
+def _is_laid_out(tensor: Tensor, wanted: Format) -> bool:
+    """Whether a tensor is in the format, and with it those inside, of which one at least has its rank."""
+    alike = [part for part in _parts(tensor) if part.dim() == tensor.dim()]
+    has_values = not all(is_traceable_wrapper_subclass(part) for part in alike)
+    return has_values and all(part.stride() == wanted.strides(part.shape) for part in alike)
+
+
+def _is_equal(tensor: Tensor, clone: Tensor) -> bool:
+    """Whether a clone has the values of a tensor, bit for bit, in inner tensors like its own."""
+    parts, copies = list(_parts(tensor)), list(_parts(clone))
+    if [type(part) for part in parts] != [type(copy) for copy in copies]:
+        return False
+    for part, copy in zip(parts, copies):
+        if (part.shape, part.dtype, part.device) != (copy.shape, copy.dtype, copy.device):
+            return False
+        has_values = type(copy) is Tensor and not copy.is_meta
+        if has_values and not torch.equal(_bytes(part), _bytes(copy)):
+            return False
+        if not (has_values or copy.is_meta or is_fake(copy) or is_traceable_wrapper_subclass(copy)):
+            return False
+    return True
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
