@@ -31,7 +31,7 @@ from stopwatch import Stopwatch, interleaved
 from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
-FEWEST, MOST = 3, 30
+FEWEST, MOST = 3, 300
 
 
 def name_of(dtype: torch.dtype) -> str:
