@@ -64,7 +64,11 @@ def efficientnet_b0() -> nn.Module:
     from transformers import EfficientNetConfig, EfficientNetForImageClassification
 
     config = EfficientNetConfig(width_coefficient=1.0, depth_coefficient=1.0, image_size=224, hidden_dim=1280)
-    return EfficientNetForImageClassification(config)
+    model = EfficientNetForImageClassification(config)
+    for module in model.modules():  # PyTorch's first weights, since with its own the activations vanish
+        if isinstance(module, nn.Conv2d | nn.BatchNorm2d):
+            module.reset_parameters()
+    return model
 
 
 def poolformer() -> nn.Module:
