@@ -2,6 +2,7 @@
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -102,8 +103,10 @@ struct Commit {
   std::vector<Batch> batches = {};
 };
 
-// Each batch gives the old memory of its weights back before the next one first touches its new memory: the system
-// hands the same pages out again, and the peak of a whole model is a batch above what it was.
+// New memory is address space alone until it is touched. Each batch takes the pages of its own new memory, and then
+// gives the old memory of its weights back, before the next one begins: at its highest, memory in use is so many bytes,
+// or one weight, above what it is before or after, whichever is more; and yet all of it was asked for beforehand, so
+// that a lack of it changes nothing.
 constexpr int64_t fresh_bytes_of_a_batch = 8 << 20;
 
 // Makes every replacement, and everything that the commit needs. Tensors that are exact aliases of each other stay so:
@@ -111,23 +114,24 @@ constexpr int64_t fresh_bytes_of_a_batch = 8 << 20;
 Commit prepare(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
   Commit commit;
-  int64_t fresh_bytes = 0;
-  const auto batch_of = [&](at::Device device) -> Batch& {
-    const bool is_full = device.is_cpu() && fresh_bytes > fresh_bytes_of_a_batch;
+  int64_t fresh_bytes = 0;  // of the last batch of the CPU
+  const auto batch_of = [&](const Change& change) -> Batch& {
+    const at::Device device = change.tensor.device();
+    const bool counts = device.is_cpu() && is_fresh(change.outcome);
+    const int64_t bytes = counts ? change.tensor.numel() * change.tensor.element_size() : 0;
+    const bool is_full = bytes > 0 && fresh_bytes > 0 && fresh_bytes + bytes > fresh_bytes_of_a_batch;
+    fresh_bytes = is_full ? bytes : fresh_bytes + bytes;
     const auto last = std::find_if(commit.batches.rbegin(), commit.batches.rend(),
                                    [&](const Batch& batch) { return batch.device == device; });
-    if (last != commit.batches.rend() && !is_full) return *last;
-    if (is_full) fresh_bytes = 0;
-    return commit.batches.emplace_back(Batch{device});
+    return last == commit.batches.rend() || is_full ? commit.batches.emplace_back(Batch{device}) : *last;
   };
   for (Change& change : changes) {
     const at::Tensor& tensor = change.tensor;
-    Batch& batch = batch_of(tensor.device());
+    Batch& batch = batch_of(change);
     batch.changes.push_back(&change);
     const ReplacementGuard guard(tensor);
     const auto write = [&](const at::Tensor& out) {
       const at::NoGradGuard no_grad;
-      if (tensor.is_cpu()) fresh_bytes += static_cast<int64_t>(out.nbytes());
       (tensor.is_cpu() ? batch.queue : commit.device_writes).write_or_queue(tensor, out);
     };
     if (is_fresh(change.outcome)) {
@@ -145,13 +149,13 @@ Commit prepare(std::vector<Change>& changes) {
       // To ask takes as long as the rest: what is merely held is in the allocator's own memory, which is not pinned.
       const bool may_be_pinned = tensor.is_cpu() && change.outcome != Outcome::fresh_held;
       const auto options = tensor.options().pinned_memory(may_be_pinned && tensor.is_pinned());
-      change.replacement = empty_weight(tensor.sizes(), change.strides, options);
+      change.replacement = at::empty_strided(tensor.sizes(), change.strides, options);
       write(change.replacement);
     } else {
       change.replacement = restrided(tensor, change.strides);
     }
     if (change.is_staged()) {
-      change.staged = empty_weight(tensor.sizes(), change.strides, tensor.options());
+      change.staged = at::empty_strided(tensor.sizes(), change.strides, tensor.options());
       write(change.staged);
     } else if (change.outcome == Outcome::reused) {
       batch.queue.add_permutation(tensor);

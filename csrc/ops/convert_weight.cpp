@@ -21,7 +21,8 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
                                  std::optional<at::ScalarType> dtype) {
   const auto [format, to] = resolve_target(weight, memory_format, dtype);
   check_storage({"nhwc::convert_weight"}, weight);
-  at::Tensor out = empty_weight(weight.sizes(), canonical_strides(weight.sizes(), format), weight.options().dtype(to));
+  at::Tensor out =
+      at::empty_strided(weight.sizes(), canonical_strides(weight.sizes(), format), weight.options().dtype(to));
   WeightQueue queue;
   queue.write_or_queue(weight, out);
   queue.allocate();
@@ -127,7 +128,7 @@ std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::opti
       check_storage({op, index, weights.size()}, weight);
       const auto [format, to] = targets[index];
       const Strides strides = canonical_strides(weight.sizes(), format);
-      results.push_back(empty_weight(weight.sizes(), strides, weight.options().dtype(to)));
+      results.push_back(at::empty_strided(weight.sizes(), strides, weight.options().dtype(to)));
       queue.write_or_queue(weight, results.back());
     }
     queue.allocate();

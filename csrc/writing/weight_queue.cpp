@@ -1,9 +1,5 @@
 #include "writing/weight_queue.h"
 
-#include <ATen/ops/empty_strided.h>
-
-#include "cpu/pages.h"
-
 namespace nhwc {
 namespace {
 
@@ -22,12 +18,6 @@ void copy_by_torch(const at::Tensor& weight, const at::Tensor& out) {
 }
 
 }  // namespace
-
-at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at::TensorOptions& options) {
-  at::Tensor out = at::empty_strided(size, strides, options);
-  if (out.is_cpu()) cpu::advise_huge_pages(out);
-  return out;
-}
 
 void WeightQueue::write_or_queue(const at::Tensor& weight, const at::Tensor& out) {
   const bool is_queued =
