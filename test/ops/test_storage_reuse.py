@@ -736,3 +736,31 @@ print(weight.nbytes)
     reuse, fresh, size = map(int, run.stdout.split())
     assert reuse < 2**20 + size / 100
     assert fresh > size / 2  # the same meter sees new storage
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory that Linux keeps")
+def test_new_storage_needs_as_much_memory_as_the_largest_weight_above_what_is_there_before_and_after():
+    script = """
+import re, torch
+from pathlib import Path
+import torch_nhwc as nhwc
+
+def memory(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+# The first of the foreign ones go with their arrays, the others lie in one array that stays.
+alone = [torch.from_numpy(torch.randn(512, 512, 3, 3).numpy()) for _ in range(8)]
+array = torch.randn(8, 512, 512, 3, 3).numpy()
+slices = [torch.from_numpy(each) for each in array]
+small = [torch.randn(64, 64, 3, 3) for _ in range(200)]
+for storage in ("auto", "fresh"):
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here
+        before = memory("VmRSS")
+        nhwc.convert_weights_([*alone, *slices, *small], memory_format, storage=storage)
+        print(memory("VmHWM") - max(before, memory("VmRSS")))
+print(alone[0].nbytes)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    *peaks, largest = map(int, run.stdout.split())
+    assert max(peaks) < largest + 2**20
