@@ -312,6 +312,7 @@ def test_a_lack_of_memory_at_any_stage_leaves_values_and_strides_as_they_were():
     )
 
 
+@pytest.mark.exhaustive
 def test_a_signal_at_any_time_leaves_foreign_weights_as_before_or_converted():
     run_on_foreign_model(
         textwrap.dedent("""
