@@ -1,10 +1,12 @@
 """The conversion of whole models, every single one in a fresh process, as it happens to users.
 
-    python benchmarks/bench_models.py [--device cpu|cuda] [--rounds N] [--models NAME ...] [--out FILE]
+    python benchmarks/bench_models.py [--device cpu|cuda] [--rounds N] [--models NAME ...] [--sources NAME ...]
+        [--out FILE]
 
 A process makes one model, with weights that are its own or that were loaded, does one job to it on one thread, and
-reports the time and by how much the resident set grew beyond the model at its highest. The jobs take turns; the figures
-are medians over the rounds. On a GPU all is done in one process: cuda_models.py.
+reports the time and by how much the resident set was larger, at its highest, than before the job or after it, whichever
+is more. The jobs take turns; the figures are medians over the rounds, and the least. On a GPU all is done in one
+process: cuda_models.py.
 """
 
 import multiprocessing
@@ -51,7 +53,7 @@ def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[
     except RuntimeError:
         assert job_name == "module.to"  # which has one format for 2D and 3D layers
         milliseconds = None
-    extra = max(0, resident("VmHWM") - before)
+    extra = max(0, resident("VmHWM") - max(before, resident("VmRSS")))
     if job_name == "ours":
         assert all(weight.stride()[1] == 1 for weight in moved)
     return {
@@ -69,9 +71,9 @@ def run_in_a_process(*arguments: object) -> dict[str, float | None]:
         return fresh.submit(run_here, *arguments).result()
 
 
-def cases(models: list[str]) -> Iterator[tuple[str, str]]:
+def cases(models: list[str], sources: list[str]) -> Iterator[tuple[str, str]]:
     for model in models:
-        for source in SOURCES:
+        for source in sources:
             if source != "from_pretrained" or "monai" not in model:
                 yield model, source
 
@@ -97,6 +99,7 @@ def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, help="5 on the CPU, 15 on a GPU")
+    parser.add_argument("--sources", nargs="*", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or {"cpu": 5, "cuda": 15}[arguments.device]
@@ -104,7 +107,7 @@ def main() -> None:
     if arguments.device == "cuda":
         return cuda_models.run(arguments.models, arguments.rounds, out)
     results = []
-    for model, source in cases(arguments.models):
+    for model, source in cases(arguments.models, arguments.sources):
         results.append(measure(model, source, arguments.rounds))
         figures = {job: each["ms"] and round(each["ms"], 2) for job, each in results[-1]["jobs"].items()}
         print(model, source, figures, flush=True)

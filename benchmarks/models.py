@@ -50,6 +50,17 @@ def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     return torch.load(file, weights_only=False)
 
 
+def assigned(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
+    """A model whose state dict, from `torch.save` and `torch.load`, became its own."""
+    file = folder / "state.pt"
+    if not file.exists():
+        torch.save(made(make).state_dict(), file)
+    with torch.device("meta"):
+        model = make()
+    model.load_state_dict(torch.load(file), assign=True)
+    return model.eval()
+
+
 def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
     """A model from `save_pretrained` and `from_pretrained`."""
     if not (folder / "pretrained").exists():
@@ -62,6 +73,7 @@ def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 SOURCES: dict[str, Callable[[Callable[[], nn.Module], Path], nn.Module]] = {
     "made": made,
     "torch.load": torch_loaded,
+    "assign=True": assigned,
     "from_pretrained": pretrained,
 }
 

@@ -184,9 +184,11 @@ def convert_weights_(
 
     The tensor objects, their autograd identity and hooks, and their values stay. Nothing happens to a weight that has
     the canonical strides already. `.grad` follows its weight, as under `"auto"`; that of a weight in format joins it
-    where it can. Weights that are exact aliases of each other stay aliases. A CUDA device does all of its weights in
-    one launch, or few, on its current stream; if it fails in the middle of permuting bytes, its weights are lost, and
-    all others keep their values.
+    where it can. Weights that are exact aliases of each other stay aliases. If memory runs out, every weight has its
+    values and strides as before, some of them in new storage: of CPU weights that need new storage, 8 MB or one weight
+    at a time are converted and give their old storage back, where nothing else holds it. A CUDA device does all of its
+    weights in one launch, or few, on its current stream; if it fails in the middle of permuting bytes, its weights are
+    lost, and all others keep their values.
 
     As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
     the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.

@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <bit>
 
+#include "cpu/caches.h"
 #include "cpu/dispatch.h"
 #include "cpu/pages.h"
 #include "torch_nhwc/filter_transpose.h"
@@ -61,6 +62,12 @@ FilterKernels::Transpose find_kernel(const at::Tensor& weight, const at::Tensor&
   return found;
 }
 
+// Whether a weight and its copy are more than half of the last level of cache, so that nothing of the copy would be
+// found there later.
+bool is_beyond_caches(const at::Tensor& weight, const at::Tensor& out) {
+  return static_cast<int64_t>(weight.nbytes() + out.nbytes()) > last_level_cache_bytes() / 2;
+}
+
 }  // namespace
 
 void FilterQueue::add(const Entry& entry) {
@@ -76,7 +83,7 @@ bool FilterQueue::add_write(const at::Tensor& weight, const at::Tensor& out) {
   const int64_t size = rows * columns;
   add({find_kernel(weight, out), nullptr, static_cast<const char*>(weight.const_data_ptr()),
        static_cast<char*>(out.mutable_data_ptr()), filters, rows, columns, size * weight.element_size(),
-       size * out.element_size(), size > 1 && is_worth_streaming(weight, out)});
+       size * out.element_size(), size > 1 && is_beyond_caches(weight, out)});
   return true;
 }
 
@@ -98,6 +105,9 @@ void FilterQueue::allocate() {
 void FilterQueue::run() const {
   if (entries_.empty()) return;
   constexpr int64_t bytes_worth_a_thread = 1 << 20;
+  for (const Entry& entry : entries_) {
+    if (entry.transpose) take_huge_pages(entry.destination, entry.filters * entry.destination_bytes);
+  }
   char* scratch = scratch_.defined() ? static_cast<char*>(scratch_.mutable_data_ptr()) : nullptr;
   at::parallel_for(0, ends_.back(), bytes_worth_a_thread, [this, scratch](int64_t begin, int64_t end) {
     for (size_t i = std::upper_bound(ends_.begin(), ends_.end(), begin) - ends_.begin(); i < entries_.size(); ++i) {
@@ -114,8 +124,10 @@ void FilterQueue::run() const {
         entry.transpose_in_place(destination, scratch + at::get_thread_num() * scratch_bytes_, filters, entry.rows,
                                  entry.columns);
       } else {
+        // The system's clearing of a new page brings it into the cache: streaming past that is of no use.
+        const bool were_resident = take_pages(destination, filters * entry.destination_bytes);
         entry.transpose(entry.source + first * size, destination, filters, entry.rows, entry.columns,
-                        entry.non_temporal);
+                        entry.is_beyond_caches && were_resident);
       }
     }
   });

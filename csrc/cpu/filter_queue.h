@@ -33,7 +33,7 @@ class FilterQueue {
     const char* source;
     char* destination;
     int64_t filters, rows, columns, source_bytes, destination_bytes;  // bytes of one filter
-    bool non_temporal;
+    bool is_beyond_caches;
   };
   void add(const Entry& entry);
 

@@ -1,20 +1,22 @@
-// What the system's pages have to do with speed: the two decisions about them, each at one place.
+// What the system's pages have to do with speed: the decisions about them, each at one place.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include <cstdint>
 
 namespace nhwc::cpu {
 
-/// Takes huge pages for a new, untouched tensor of at least 8 MB: the system hands a page out at its first use, which
-/// takes longer than writing it, and for a huge page less so. Only whole huge pages inside of the tensor are asked for,
-/// so that the advice does not reach beyond it. They are touched one by one, for as long as that is quick: where the
-/// system must move memory about for one, or a hypervisor has to find it, the rest stay small, and so do the next
-/// tensors'. Does nothing where the system has none.
-void advise_huge_pages(const at::Tensor& fresh);
+/// Takes huge pages for bytes that are all about to be written, at least 8 MB that no page is there for yet: the system
+/// hands a page out at its first use, which takes longer than writing it, and for a huge page less so. Only whole huge
+/// pages inside of these bytes are asked for, so that the advice does not reach beyond them. They are touched one by
+/// one, for as long as that is quick: where the system must move memory about for one, or a hypervisor has to find it,
+/// the rest stay small, and so do the next ones asked for. Does nothing where the system has none.
+void take_huge_pages(char* bytes, int64_t size);
 
-/// Whether `out` should be written by non-temporal stores: together with the weight it is more than half of the last
-/// level of cache, so that nothing of it would be found there later; and its pages are resident, since the system's
-/// clearing of a new page brings it into the cache.
-bool is_worth_streaming(const at::Tensor& weight, const at::Tensor& out);
+/// Has the system hand out the pages of bytes that are about to be written, all at once: that takes about two thirds of
+/// the time that it takes one by one, at their first use. It does nothing for less than 128 KB, nor where the system
+/// has no such call, and it fails in silence, since the pages then come one by one.
+///
+/// @returns whether they were there already.
+bool take_pages(char* bytes, int64_t size);
 
 }  // namespace nhwc::cpu

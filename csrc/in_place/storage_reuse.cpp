@@ -51,6 +51,32 @@ bool is_foreign(const c10::DataPtr& memory) {
   return !allocator || !allocator->raw_deleter() || memory.get_deleter() != allocator->raw_deleter();
 }
 
+// Whether the one other holder of a storage is its own Python wrapper, and no Python has that. `torch.save`,
+// `torch.load` and `untyped_storage()` make a wrapper, and it stays: it counts as a holder of the storage, which holds
+// the wrapper in turn for as long as something else holds the storage, here the weight. With two holders and one
+// reference to the wrapper these are each other's, and nobody else sees the bytes. In detail:
+// - Where somebody may see them, one of the two counts is higher: that of the storage with every tensor over it, and
+//   that of the wrapper with every variable, container, frame or other wrapper (`TypedStorage`), of whatever thread.
+// - Reading the wrapper's count takes no GIL, which this thread may or may not have. The storage keeps the wrapper
+//   alive meanwhile, and a new reference to either could only be made by way of the weight, which no other thread may
+//   use; a reference that is just dropped is seen or not, and if it is, the bytes are left alone.
+// - Weak references hold nothing, here as in every count: who has one must bear that the storage is gone.
+// - Without Python there are no wrappers; after it has ended, no count of one is 1.
+//
+// A torch that lacks the question, or whose wrappers do not count as holders, is told apart when this is compiled:
+// every wrapper holds there.
+template <typename Storage>
+bool is_held_by_its_wrapper_alone(const Storage& storage) {
+  if constexpr (requires {
+                  storage.pyobj_slot()->has_unique_reference();
+                  storage.incref_pyobject();
+                }) {
+    return storage.pyobj_slot()->has_unique_reference();
+  } else {
+    return false;
+  }
+}
+
 bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
   return at::detail::computeStorageNbytes(size, strides, 1) == static_cast<size_t>(c10::multiply_integers(size)) &&
          is_non_overlapping(size, strides);
@@ -70,7 +96,7 @@ Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides, bool 
   const c10::DataPtr& memory = weight.storage().data_ptr();
   if (is_shared(memory)) return is_refused ? Outcome::shared : Outcome::fresh_shared;
   if (is_foreign(memory)) return is_refused ? Outcome::foreign : Outcome::fresh_foreign;
-  if (weight.storage().use_count() != 1) return is_refused ? Outcome::held : Outcome::fresh_held;
+  if (is_held(weight)) return is_refused ? Outcome::held : Outcome::fresh_held;
   if (weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight)) {
     return Outcome::reused;
   }
@@ -89,6 +115,12 @@ Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, Storag
 }
 
 }  // namespace
+
+bool is_held(const at::Tensor& weight) {
+  const c10::Storage& storage = weight.storage();
+  const size_t holders = storage.use_count();
+  return holders > 2 || (holders == 2 && !is_held_by_its_wrapper_alone(*storage.unsafeGetStorageImpl()));
+}
 
 StoragePolicy parse_storage_policy(const char* op, std::string_view storage) {
   if (storage == "auto") return StoragePolicy::automatic;

@@ -31,6 +31,9 @@ Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, Storag
 /// joins one that is kept where it can.
 Outcome decide_gradient_outcome(const at::Tensor& weight, at::IntArrayRef strides, Outcome outcome_of_weight);
 
+/// Whether something else holds the weight's storage, other than the storage's own Python wrapper that nobody has.
+bool is_held(const at::Tensor& weight);
+
 inline bool is_refusal(Outcome outcome) { return outcome < Outcome::kept; }
 
 /// Whether an outcome brings new storage.

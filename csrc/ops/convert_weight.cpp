@@ -1,5 +1,6 @@
 // The functional operators under every dispatch key: kernel, shapes, batches, derivatives.
 #include <ATen/ATen.h>
+#include <ATen/EmptyTensor.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/functorch/BatchedTensorImpl.h>
@@ -17,11 +18,20 @@
 namespace nhwc {
 namespace {
 
+/// New memory for a weight, in canonical strides.
+at::Tensor empty_weight(const at::Tensor& weight, at::MemoryFormat format, at::ScalarType type) {
+  const Strides strides = canonical_strides(weight.sizes(), format);
+  const at::TensorOptions options = weight.options().dtype(type);
+  // What the dispatcher would call, without the way there, which takes as long as all else on a small weight.
+  if (weight.is_cpu()) return at::Tensor(at::detail::empty_strided_cpu(weight.sizes(), strides, options));
+  return at::empty_strided(weight.sizes(), strides, options);
+}
+
 at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format,
                                  std::optional<at::ScalarType> dtype) {
   const auto [format, to] = resolve_target(weight, memory_format, dtype);
   check_storage({"nhwc::convert_weight"}, weight);
-  at::Tensor out = empty_weight(weight.sizes(), canonical_strides(weight.sizes(), format), weight.options().dtype(to));
+  const at::Tensor out = empty_weight(weight, format, to);
   WeightQueue queue;
   queue.write_or_queue(weight, out);
   queue.allocate();
@@ -126,8 +136,7 @@ std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::opti
       const at::Tensor& weight = weights[index];
       check_storage({op, index, weights.size()}, weight);
       const auto [format, to] = targets[index];
-      const Strides strides = canonical_strides(weight.sizes(), format);
-      results.push_back(empty_weight(weight.sizes(), strides, weight.options().dtype(to)));
+      results.push_back(empty_weight(weight, format, to));
       queue.write_or_queue(weight, results.back());
     }
     queue.allocate();

@@ -45,8 +45,8 @@ constexpr Sentence sentences[] = {
 
     // What they refuse to permute in place.
     {"HELD",
-     "something else holds its storage (a view, a detached copy, a state dict, or the wrapper that torch.save, "
-     "torch.load and untyped_storage leave); use storage='auto' or 'fresh'"},
+     "something else holds its storage (a view, a detached copy, a state dict, a variable with its untyped_storage()); "
+     "use storage='auto' or 'fresh'"},
     {"FOREIGN",
      "its memory is not from the device's own allocator (NumPy, a memory map, pinned); use storage='auto' or 'fresh'"},
     {"SHARED", "its memory is shared or mapped; use storage='auto' or 'fresh'"},

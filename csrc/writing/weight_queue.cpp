@@ -1,10 +1,5 @@
 #include "writing/weight_queue.h"
 
-#include <ATen/EmptyTensor.h>
-#include <ATen/ops/empty_strided.h>
-
-#include "cpu/pages.h"
-
 namespace nhwc {
 namespace {
 
@@ -23,14 +18,6 @@ void copy_by_torch(const at::Tensor& weight, const at::Tensor& out) {
 }
 
 }  // namespace
-
-at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at::TensorOptions& options) {
-  if (!options.device().is_cpu()) return at::empty_strided(size, strides, options);
-  // What the dispatcher would call, without the way there, which takes as long as all else on a small weight.
-  at::Tensor out = at::detail::empty_strided_cpu(size, strides, options);
-  cpu::advise_huge_pages(out);
-  return out;
-}
 
 void WeightQueue::write_or_queue(const at::Tensor& weight, const at::Tensor& out) {
   const bool is_queued =

@@ -8,9 +8,6 @@
 
 namespace nhwc {
 
-/// A tensor to write a weight to: contents undefined.
-at::Tensor empty_weight(at::IntArrayRef size, at::IntArrayRef strides, const at::TensorOptions& options);
-
 /// What is queued is run together, by as few kernels as can be. The caller keeps the tensors alive.
 class WeightQueue {
  public:

@@ -225,7 +225,7 @@ def test_a_model_that_raises_on_the_example_inputs_is_left_as_before():
         assert all(torch.equal(a, b) for a, b in zip(scene.values(), values))
 
 
-def test_a_lack_of_memory_changes_nothing():
+def test_a_lack_of_memory_changes_neither_values_nor_strides():
     script = """
         import resource, torch, torch_nhwc as nhwc
         from torch import nn
@@ -237,10 +237,10 @@ def test_a_lack_of_memory_changes_nothing():
             weight.grad = torch.ones_like(weight)
         optimizer.step()
         tensors = [*weights, *(w.grad for w in weights), *(optimizer.state[w]["momentum_buffer"] for w in weights)]
-        before = [(tensor.data_ptr(), tensor.stride()) for tensor in tensors]
+        before, values = [tensor.stride() for tensor in tensors], [tensor.detach().clone() for tensor in tensors]
         hooks = len(model[1]._forward_pre_hooks)
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
-        for storage, room in [("fresh", 20 << 20), ("fresh", 150 << 20)]:
+        for storage, room in [("fresh", 20 << 20), ("fresh", 50 << 20)]:
             resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
             try:
                 nhwc.convert_(model, optimizer=optimizer, storage=storage, input_format="channels_last")
@@ -248,13 +248,102 @@ def test_a_lack_of_memory_changes_nothing():
                 assert "allocate" in str(error), error
             else:
                 raise SystemExit("there was room enough")
-            assert [(tensor.data_ptr(), tensor.stride()) for tensor in tensors] == before
+            assert [tensor.stride() for tensor in tensors] == before
+            assert all(map(torch.equal, tensors, values))
             assert len(model[1]._forward_pre_hooks) == hooks and not model._forward_pre_hooks
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         nhwc.convert_(model, optimizer=optimizer, storage="fresh", input_format="channels_last")
         assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in tensors)
     """
     subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)], check=True)
+
+
+FOREIGN_MODEL = """
+    import resource, signal, torch, torch_nhwc as nhwc
+    from torch import nn
+
+    def foreign_model():
+        model = nn.Sequential(*(nn.Conv2d(256, 256, kernel) for kernel in (3, 1, 5, 7, 9, 3)))
+        for layer in model:
+            layer.weight.data = torch.from_numpy(layer.weight.detach().numpy().copy())
+            layer.weight.grad = torch.randn_like(layer.weight)
+        return model
+
+    def tensors_of(model):
+        return [tensor for layer in model for tensor in (layer.weight, layer.weight.grad)]
+
+    model = foreign_model()
+    weights = tensors_of(model)
+    values = [tensor.clone() for tensor in weights]
+    total = sum(tensor.nbytes for tensor in weights)
+"""
+
+
+def run_on_foreign_model(script):
+    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(FOREIGN_MODEL) + script], check=True)
+
+
+def test_a_lack_of_memory_at_any_stage_leaves_values_and_strides_as_they_were():
+    run_on_foreign_model(
+        textwrap.dedent("""
+        torch.set_num_threads(1)
+        held = model[2].weight.detach()
+        shared = model[5].weight.data.share_memory_().data_ptr()
+        places, were_moved = [tensor.data_ptr() for tensor in weights], set()
+        for room in range(0, 2 * total, 2 << 20):
+            used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (used + room, resource.RLIM_INFINITY))
+            try:
+                report = nhwc.convert_(model)
+            except RuntimeError as error:
+                assert "allocate" in str(error), error
+            else:
+                break
+            finally:
+                resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert all(tensor.is_contiguous() for tensor in weights)
+            assert all(map(torch.equal, weights, values))
+            assert model[2].weight.data_ptr() == held.data_ptr() and model[5].weight.data_ptr() == shared
+            were_moved.add(sum(tensor.data_ptr() != place for tensor, place in zip(weights, places)))
+        assert len(were_moved) > 1, were_moved  # it ended in several stages
+        assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in weights)
+        assert all(map(torch.equal, weights, values))
+        """)
+    )
+
+
+@pytest.mark.exhaustive
+def test_a_signal_at_any_time_leaves_foreign_weights_as_before_or_converted():
+    run_on_foreign_model(
+        textwrap.dedent("""
+        import time
+
+        def interrupt(number, frame):
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        start = time.perf_counter()
+        nhwc.convert_(foreign_model())
+        duration = time.perf_counter() - start
+        ends = set()
+        for step in range(25):
+            model = foreign_model()
+            weights = tensors_of(model)
+            values = [tensor.clone() for tensor in weights]
+            try:
+                signal.setitimer(signal.ITIMER_REAL, max(1e-6, duration * step / 20))
+                nhwc.convert_(model)
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except KeyboardInterrupt:
+                pass
+            moved = [tensor for tensor in weights if tensor.size(2) > 1]
+            are_converted = {tensor.is_contiguous(memory_format=torch.channels_last) for tensor in moved}
+            assert len(are_converted) == 1
+            assert all(map(torch.equal, weights, values))
+            ends |= are_converted
+        assert ends == {False, True}
+        """)
+    )
 
 
 def test_h15_a_second_call_does_nothing_at_all():

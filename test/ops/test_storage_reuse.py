@@ -4,8 +4,14 @@ import copy
 import ctypes
 import io
 import multiprocessing
+import pickle
+import queue
 import subprocess
 import sys
+import threading
+import weakref
+from functools import partial
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
 import numpy as np
@@ -15,11 +21,15 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import cpp_extension
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning")
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning", "ignore:TypedStorage:UserWarning"
+)
 
 
 def parameter(shape=(4, 3, 3, 3), device="cpu"):
@@ -101,6 +111,53 @@ def saved_state(w, path):
 def saved_tensors(w, path):
     save_file({name: t.contiguous() for name, t in layer_of(w).state_dict().items()}, path / "state.safetensors")
     return path / "state.safetensors"
+
+
+def saved(w):
+    torch.save(w, io.BytesIO())
+    return w
+
+
+def saved_as(path, what, **options):
+    torch.save(what, path / "saved.pt", **options)
+    return path / "saved.pt"
+
+
+def read_by(storage):
+    """A holder: a storage, read through a tensor that is set to it for that long."""
+    return lambda: torch.empty(0, device=storage.device).set_(storage)
+
+
+def in_a_generator(w):
+    """A holder: a local variable of a generator."""
+
+    def hold(storage):
+        while True:
+            yield torch.empty(0, device=storage.device).set_(storage).clone()
+
+    return partial(next, hold(w.untyped_storage()))
+
+
+def in_a_thread(w):
+    """A holder: a local variable of another thread."""
+    questions, answers = queue.SimpleQueue(), queue.SimpleQueue()
+
+    def hold(storage):
+        while questions.get():
+            answers.put(torch.empty(0, device=storage.device).set_(storage).clone())
+
+    def ask():
+        questions.put(True)
+        return answers.get(timeout=60)
+
+    weakref.finalize(ask, questions.put, False)
+    threading.Thread(target=hold, args=[w.untyped_storage()], daemon=True).start()
+    return ask
+
+
+def holding_itself(w):
+    storage = w.untyped_storage()
+    storage.itself = storage
 
 
 def copied_into(w, state):
@@ -193,6 +250,39 @@ CASES = {
     "graph_of_product": (graph_of_product, Outcome.REUSED),
     "graph_of_convolution": (graph_of_convolution, Outcome.REUSED),
     "gradient_held": (gradient_held, Outcome.REUSED),
+    # Nothing but the wrapper of its own storage holds them.
+    "torch_save": (lambda w, path: (saved(w), None), Outcome.REUSED),
+    "torch_save_of_the_module": (
+        lambda w, path: did(lambda w: torch.save(layer_of(w), io.BytesIO()), w),
+        Outcome.REUSED,
+    ),
+    "dropped_storage": (lambda w, path: did(lambda w: w.untyped_storage(), w), Outcome.REUSED),
+    "dropped_typed_storage": (lambda w, path: did(lambda w: w.storage(), w), Outcome.REUSED),
+    "copy_of_the_storage": (lambda w, path: (w, copy.copy(w.untyped_storage())), Outcome.REUSED),
+    "deepcopy_of_the_storage": (lambda w, path: (w, copy.deepcopy(w.untyped_storage())), Outcome.REUSED),
+    "is_shared": (lambda w, path: did(lambda w: w.is_shared(), w), Outcome.REUSED),
+    "pickled": (lambda w, path: did(pickle.dumps, w), Outcome.REUSED),
+    "deepcopied_tensor": (lambda w, path: (a := w.detach().clone(), copy.deepcopy(a)), Outcome.REUSED),
+    "deepcopy_of_tensor": (lambda w, path: (copy.deepcopy(a := w.detach().clone()), a), Outcome.REUSED),
+    "compiled": (compiled, Outcome.REUSED),
+    "dropped_compiled": (lambda w, path: (compiled(w, path)[0], None), Outcome.REUSED),
+    "torch_load": (lambda w, path: (torch.load(saved_state(w, path))["weight"], path / "state.pt"), Outcome.REUSED),
+    "torch_load_of_the_module": (
+        lambda w, path: (torch.load(saved_as(path, layer_of(w)), weights_only=False).weight, path / "saved.pt"),
+        Outcome.REUSED,
+    ),
+    "torch_load_of_the_old_format": (
+        lambda w, path: (torch.load(saved_as(path, w, _use_new_zipfile_serialization=False)), path / "saved.pt"),
+        Outcome.REUSED,
+    ),
+    "assigned_torch_load": (
+        lambda w, path: (assigned(w, torch.load(saved_state(w, path))), path / "state.pt"),
+        Outcome.REUSED,
+    ),
+    "safetensors_load_model": (
+        lambda w, path: (loaded_by_safetensors(w, path), path / "state.safetensors"),
+        Outcome.REUSED,
+    ),
     # Something else holds them.
     "detach": (lambda w, path: (w, w.detach()), Outcome.FRESH_HELD),
     "data": (lambda w, path: (w, w.data), Outcome.FRESH_HELD),
@@ -206,27 +296,35 @@ CASES = {
     "numpy_export": (lambda w, path: (w, w.detach().numpy()), Outcome.FRESH_HELD),
     "dlpack_of_detach": (lambda w, path: (w, np.from_dlpack(w.detach())), Outcome.FRESH_HELD),
     "storage": (lambda w, path: (w, w.untyped_storage()), Outcome.FRESH_HELD),
+    "typed_storage": (lambda w, path: (w, read_by(w.storage())), Outcome.FRESH_HELD),
+    "storage_after_saving": (lambda w, path: (saved(w), w.untyped_storage()), Outcome.FRESH_HELD),
+    "storage_of_another_thread": (lambda w, path: (w, in_a_thread(w)), Outcome.FRESH_HELD),
+    "storage_in_a_generator": (lambda w, path: (w, in_a_generator(w)), Outcome.FRESH_HELD),
+    "storage_that_holds_itself": (lambda w, path: did(holding_itself, w), Outcome.FRESH_HELD),
+    "part_of_the_storage": (lambda w, path: (w, w.untyped_storage()[4:12]), Outcome.FRESH_HELD),
+    "view_after_saving": (lambda w, path: (saved(w), w.detach().view(-1)), Outcome.FRESH_HELD),
+    "tensor_set_to_the_storage": (
+        lambda w, path: (w, torch.empty(0, device=w.device).set_(w.untyped_storage())),
+        Outcome.FRESH_HELD,
+    ),
+    "numpy_export_after_saving": (lambda w, path: (saved(w), w.detach().numpy()), Outcome.FRESH_HELD),
+    "dlpack_of_detach_after_saving": (lambda w, path: (saved(w), np.from_dlpack(w.detach())), Outcome.FRESH_HELD),
+    "torch_load_and_its_state_dict": (
+        lambda w, path: (nn.Parameter((state := torch.load(saved_state(w, path)))["weight"]), state["weight"]),
+        Outcome.FRESH_HELD,
+    ),
+    "assigned_and_its_state_dict": (
+        lambda w, path: (assigned(w, state := torch.load(saved_state(w, path))), state["weight"]),
+        Outcome.FRESH_HELD,
+    ),
+    "torch_load_of_a_view_as_well": (
+        lambda w, path: torch.load(saved_as(path, (w, w.detach()[1]))),
+        Outcome.FRESH_HELD,
+    ),
     "whole_flat_buffer": (lambda w, path: in_larger_storage(w, 0, 0), Outcome.FRESH_HELD),
     "base_of_a_plain_view": (lambda w, path: (w.detach().clone().view(-1).view(w.shape), None), Outcome.FRESH_HELD),
-    # The wrapper of the storage holds them, for as long as the storage lives.
-    "torch_save": (lambda w, path: did(lambda w: torch.save(w, io.BytesIO()), w), Outcome.FRESH_HELD),
-    "dropped_storage": (lambda w, path: did(lambda w: w.untyped_storage(), w), Outcome.FRESH_HELD),
-    "is_shared": (lambda w, path: did(lambda w: w.is_shared(), w), Outcome.FRESH_HELD),
-    "deepcopied_tensor": (lambda w, path: (a := w.detach().clone(), copy.deepcopy(a)), Outcome.FRESH_HELD),
-    "deepcopy_of_tensor": (lambda w, path: (copy.deepcopy(a := w.detach().clone()), a), Outcome.FRESH_HELD),
-    "compiled": (compiled, Outcome.FRESH_HELD),
-    "dropped_compiled": (lambda w, path: (compiled(w, path)[0], None), Outcome.FRESH_HELD),
-    "torch_load": (lambda w, path: (torch.load(saved_state(w, path))["weight"], path / "state.pt"), Outcome.FRESH_HELD),
-    "assigned_torch_load": (
-        lambda w, path: (assigned(w, torch.load(saved_state(w, path))), path / "state.pt"),
-        Outcome.FRESH_HELD,
-    ),
     "assigned_state_dict": (
         lambda w, path: (assigned(w, {"weight": w.detach(), "bias": torch.ones(4)}), w),
-        Outcome.FRESH_HELD,
-    ),
-    "safetensors_load_model": (
-        lambda w, path: (loaded_by_safetensors(w, path), path / "state.safetensors"),
         Outcome.FRESH_HELD,
     ),
     # The memory comes from elsewhere, and its owner is not counted.
@@ -238,6 +336,10 @@ CASES = {
     ),
     "numpy_memory_map": (
         lambda w, path: on_file(w, path, lambda name: torch.from_numpy(np.memmap(name, np.float32, "r+"))),
+        Outcome.FRESH_FOREIGN,
+    ),
+    "assigned_mapped_torch_load": (
+        lambda w, path: (assigned(w, torch.load(saved_state(w, path), mmap=True)), path / "state.pt"),
         Outcome.FRESH_FOREIGN,
     ),
     "mapped_torch_load": (
@@ -252,6 +354,7 @@ CASES = {
     # It is shared, or mapped by PyTorch.
     "shared": (lambda w, path: (nn.Parameter(w.detach().clone().share_memory_()), None), Outcome.FRESH_SHARED),
     "shared_module": (lambda w, path: (layer_of(w).share_memory().weight, None), Outcome.FRESH_SHARED),
+    "sent_to_a_process": (lambda w, path: did(ForkingPickler.dumps, w), Outcome.FRESH_SHARED),
     "shared_and_held": (
         lambda w, path: (nn.Parameter(a := w.detach().clone().share_memory_()), a),
         Outcome.FRESH_SHARED,
@@ -479,9 +582,95 @@ def test_a_holder_that_goes_away_gives_the_bytes_back(device):
 
 def test_new_storage_has_no_other_holder(device):
     weight = parameter(device=device)
-    torch.save(weight, io.BytesIO())
+    holder = weight.untyped_storage()
     assert nhwc.convert_weight_(weight) == Outcome.FRESH_HELD
     assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.REUSED
+    assert holder is not weight.untyped_storage()
+
+
+@pytest.mark.parametrize("refer", [weakref.ref, StorageWeakRef])
+def test_a_weak_reference_to_the_storage_holds_nothing(refer, device):
+    weight = parameter(device=device)
+    reference = refer(weight.untyped_storage())
+    pointer = weight.data_ptr()
+    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+    if refer is weakref.ref:
+        assert reference() is weight.untyped_storage()  # what it finds is the weight's own, as the weight has it
+    assert weight.data_ptr() == pointer
+    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="fresh") == Outcome.FRESH
+    assert reference() is None if refer is weakref.ref else reference.expired()
+
+
+def test_a_wrapper_that_comes_and_goes_is_told_from_one_that_is_held(device):
+    weight = parameter(device=device)
+    for turn in range(100):
+        memory_format = torch.contiguous_format if turn % 2 else torch.channels_last
+        holder = weight.untyped_storage()
+        assert nhwc.plan_weights([weight], memory_format) == [Outcome.FRESH_HELD]
+        holder.mark = turn
+        del holder
+        assert nhwc.convert_weight_(weight, memory_format) == Outcome.REUSED
+        assert weight.untyped_storage().mark == turn  # the same wrapper
+
+
+def test_a_storage_outlives_its_weight_and_comes_back(device):
+    weight = parameter(device=device)
+    values = weight.detach().clone()
+    holder = weight.untyped_storage()
+    del weight  # from here on Python alone has the storage
+    weight = torch.empty(0, device=device).set_(holder, 0, (4, 3, 3, 3))
+    assert nhwc.plan_weights([weight]) == [Outcome.FRESH_HELD]
+    del holder
+    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+    assert torch.equal(weight, values)
+
+
+@pytest.mark.exhaustive
+def test_the_holders_are_counted_with_the_lock_of_python(tmp_path):
+    source = """
+        #include <torch_nhwc/ops.h>
+        int64_t convert(at::Tensor weight) {
+          TORCH_CHECK(PyGILState_Check());
+          return static_cast<int64_t>(nhwc::convert_weight_(weight));
+        }
+    """
+    extension = cpp_extension.load_inline(
+        "with_the_lock",
+        source,
+        functions=["convert"],
+        extra_include_paths=nhwc.cpp_extension.include_paths(),
+        extra_cflags=["-std=c++20"],
+        build_directory=str(tmp_path),
+    )
+    weight = parameter()
+    holder = weight.untyped_storage()
+    assert extension.convert(weight) == Outcome.FRESH_HELD
+    del holder
+    weight = parameter()
+    saved(weight)
+    assert extension.convert(weight) == Outcome.REUSED
+
+
+def test_the_holders_are_counted_without_the_lock_of_python(device):
+    # The operators give it away; other threads of Python run meanwhile, and take and drop storages of their own.
+    may_end = threading.Event()
+
+    def make_wrappers():
+        while not may_end.is_set():
+            [torch.empty(1).untyped_storage() for _ in range(100)]
+
+    thread = threading.Thread(target=make_wrappers)
+    thread.start()
+    try:
+        for turn in range(200):
+            weight = parameter(device=device)
+            holder = weight.untyped_storage()
+            if turn % 2:
+                del holder
+            assert nhwc.convert_weight_(weight) == (Outcome.REUSED if turn % 2 else Outcome.FRESH_HELD)
+    finally:
+        may_end.set()
+        thread.join()
 
 
 def test_planning_leaves_no_trace_on_the_storage(device):
@@ -547,3 +736,31 @@ print(weight.nbytes)
     reuse, fresh, size = map(int, run.stdout.split())
     assert reuse < 2**20 + size / 100
     assert fresh > size / 2  # the same meter sees new storage
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory that Linux keeps")
+def test_new_storage_needs_as_much_memory_as_the_largest_weight_above_what_is_there_before_and_after():
+    script = """
+import re, torch
+from pathlib import Path
+import torch_nhwc as nhwc
+
+def memory(field):
+    return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
+
+# The first of the foreign ones go with their arrays, the others lie in one array that stays.
+alone = [torch.from_numpy(torch.randn(512, 512, 3, 3).numpy()) for _ in range(8)]
+array = torch.randn(8, 512, 512, 3, 3).numpy()
+slices = [torch.from_numpy(each) for each in array]
+small = [torch.randn(64, 64, 3, 3) for _ in range(200)]
+for storage in ("auto", "fresh"):
+    for memory_format in (torch.channels_last, torch.contiguous_format):
+        Path("/proc/self/clear_refs").write_text("5")  # the highest counts from here
+        before = memory("VmRSS")
+        nhwc.convert_weights_([*alone, *slices, *small], memory_format, storage=storage)
+        print(memory("VmHWM") - max(before, memory("VmRSS")))
+print(alone[0].nbytes)
+"""
+    run = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
+    *peaks, largest = map(int, run.stdout.split())
+    assert max(peaks) < largest + 2**20

@@ -26,8 +26,8 @@ class Report:
         outcomes: for each row of the plan, what the operators did to the weight: whether its bytes were permuted where
             they were, or went to new storage and why. `None` where the operators were not called.
         remarks: sentences on the whole.
-        new_bytes: the new storage that was needed, all of it allocated before any old one is given back; beyond it,
-            permuting in place takes room for one filter and thread.
+        new_bytes: the new storage that was needed. On a CPU it is made in stages of 8 MB or one tensor, and each gives
+            the old one back before the next; permuting in place takes room for one filter and thread.
         seconds: of the whole call.
         dry_run: whether nothing was done.
 

@@ -28,7 +28,7 @@ enum class Outcome : std::int64_t {
   restrided = 1,      ///< the bytes were in order, or there are none: only the strides changed
   reused = 2,         ///< the bytes were permuted in their own storage
   fresh = 3,          ///< new storage
-  fresh_held = 4,     ///< new storage, because something else holds the old one (a view, a detached copy, a wrapper)
+  fresh_held = 4,     ///< new storage, because something else holds the old one (a view, a detached copy)
   fresh_foreign = 5,  ///< new storage, because the memory is not from the device's allocator (NumPy, a memory map)
   fresh_shared = 6,   ///< new storage, because the memory is shared between processes
 
@@ -110,10 +110,11 @@ inline void copy_weight_(const at::Tensor& out, const at::Tensor& weight) {
 }
 
 /// Brings weights into a memory format by `.data` replacement: same tensor objects, same autograd identity and hooks,
-/// no version bump (the values are equal). All or nothing: every weight is checked and every allocation made before
-/// anything changes; then only a device that fails can stop it. A weight's `.grad` follows it, as under "auto"; the
-/// `.grad` of a weight that is in format already joins it where it can. Weights that are exact aliases of each other
-/// stay so.
+/// no version bump (the values are equal). All or nothing: every weight is checked before anything changes, and where
+/// memory runs out, every weight has its values and strides as before, some of them in new storage: of CPU weights that
+/// need new storage, 8 MB or one weight at a time are converted and give their old storage back, where nothing else
+/// holds it. Then only a device that fails can stop it. A weight's `.grad` follows it, as under "auto"; the `.grad` of
+/// a weight that is in format already joins it where it can. Weights that are exact aliases of each other stay so.
 ///
 /// As with every replacement of `.data`, no other thread may use the weights during the call, and a DLPack export of
 /// the weight itself (not of its `detach()`, which holds the storage) is invalid afterwards.
