@@ -17,3 +17,11 @@ def lies_as(tensor: Tensor, strides: Strides) -> bool:
     if tensor.layout != torch.strided:  # a sparse gradient has no layout to share
         return True
     return all(size <= 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides))
+
+
+def with_canonical_strides(dense: Tensor) -> Tensor:
+    """A dense channels-last tensor in canonical strides, which it may not have in dimensions of size 1."""
+    if 1 not in dense.shape:
+        return dense
+    channels_at_end = dense.movedim(1, -1)
+    return channels_at_end.flatten().view(channels_at_end.shape).movedim(-1, 1)
