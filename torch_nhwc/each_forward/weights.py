@@ -2,7 +2,7 @@
 
 import weakref
 from collections.abc import MutableMapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +28,8 @@ def in_channels_last(weight: Tensor) -> Tensor:
     Otherwise the cast of autocast and the conversion are one pass. The result is remembered where autocast would have
     remembered its cast, and where it was asked for by `keep_result`.
     """
+    if not isinstance(weight, Tensor):  # what torch.fx has for one
+        return cast(Tensor, torch.ops.nhwc.convert_weight(weight))
     memory_format = CHANNELS_LAST.get(weight.dim())
     if memory_format is None:
         return weight
