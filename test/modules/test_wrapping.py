@@ -75,13 +75,18 @@ def test_what_is_wrapped_is_left_with_its_reason_and_what_is_beside_it_converts(
         nhwc.convert_(wrapped, strict=True)
 
 
-@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.FSDP1, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
+@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.WRAPPED, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
 def test_reasons_say_the_order_that_works(reason):
     assert ORDER in reason.value
 
 
-def test_the_reason_of_fsdp2_says_that_no_order_works():
-    assert "no order works" in nhwc.Reason.FSDP2.value
+@pytest.mark.parametrize(
+    "name",
+    ["DDP", "FSDP1", "FSDP2", "ENGINE", "OFFLOADED", "WRAPPED", "SUBCLASS", "FLATTENING_OPTIMIZER"]
+    + ["PART_OF_LARGER_STORAGE"],
+)
+def test_reasons_say_that_converting_in_each_forward_works(name):
+    assert "each_forward=True takes it as it is" in nhwc.Reason[name].value
 
 
 @pytest.mark.usefixtures("process_group")

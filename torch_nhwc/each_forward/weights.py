@@ -34,7 +34,7 @@ def in_channels_last(weight: Tensor) -> Tensor:
     if memory_format is None:
         return weight
     dtype = _dtype_of_autocast(weight)
-    if dtype is None and weight.is_contiguous(memory_format=memory_format):
+    if dtype is None and _is_in_order(weight, memory_format):
         return with_canonical_strides(weight)
     # A compiler removes the second of two equal calls itself.
     is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
@@ -71,6 +71,14 @@ def drop_result(layer: nn.Module) -> None:
     weight = layer._parameters.get("weight")
     if weight is not None:
         _kept.pop(weight, None)
+
+
+def _is_in_order(weight: Tensor, memory_format: torch.memory_format) -> bool:
+    """Whether no bytes have to move; of what is no parameter, as far as `torch.vmap` lets it be asked."""
+    if type(weight) is nn.Parameter:
+        return weight.is_contiguous(memory_format=memory_format)
+    is_either = type(weight) is Tensor and 1 in (weight.shape[1], weight.shape[2:].numel())
+    return is_either and weight.is_contiguous()
 
 
 def _dtype_of_autocast(weight: Tensor) -> torch.dtype | None:
