@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
@@ -124,6 +125,38 @@ def test_a_forward_without_gradients_does_not_take_them_from_the_next_in_its_reg
             layer(x)
         layer(x).sum().backward()
     assert layer.weight.grad is not None
+
+
+def test_several_steps_in_one_region():
+    layer, x = layer_and_input("2d")
+    plain = nn.Conv2d(3, 8, 3)
+    plain.load_state_dict(layer.state_dict())
+    with torch.autocast("cpu", torch.bfloat16):
+        for each in (layer, plain):
+            optimizer = torch.optim.SGD(each.parameters(), lr=0.01)
+            for _ in range(2):
+                each(x).sum().backward()
+            optimizer.step()
+            each(x).sum().backward()
+    torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=0.02, atol=0.2)
+
+
+@pytest.mark.parametrize("each_forward", [True, "keep"])
+def test_what_a_transform_or_a_fake_mode_has_seen_is_not_for_others(each_forward):
+    layer, x = layer_and_input("2d", each_forward)
+    with torch.autocast("cpu", torch.bfloat16, enabled=each_forward is True), torch.no_grad():
+        expected = layer(x)
+    layer, x = layer_and_input("2d", each_forward)
+    layer.requires_grad_(each_forward is True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=each_forward is True):
+        gradient = torch.func.grad(lambda x: layer(x).float().sum())(x)
+        torch.vmap(layer)(torch.stack([x, x]))
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            layer(x)
+        output = layer(x)
+    assert gradient.shape == x.shape
+    assert type(output) is type(expected)
+    assert output.isfinite().all()
 
 
 def test_nothing_is_held_behind_a_region():

@@ -36,10 +36,9 @@ def in_channels_last(weight: Tensor) -> Tensor:
     dtype = _dtype_of_autocast(weight)
     if dtype is None and _is_in_order(weight, memory_format):
         return with_canonical_strides(weight)
-    # A compiler removes the second of two equal calls itself.
-    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
-    is_remembered = type(weight) is nn.Parameter and not is_traced
-    results = _results_for(weight, dtype) if is_remembered else None
+    # What a compiler, a tracer or a transform has seen made is of no use to others.
+    is_seen = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_transformed()
+    results = None if is_seen or type(weight) is not nn.Parameter else _results_for(weight, dtype)
     if results is None:
         return convert_weight(weight, dtype=dtype)
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
@@ -49,7 +48,8 @@ def in_channels_last(weight: Tensor) -> Tensor:
         # A result from inference mode could not take part in training, where a frozen weight has the same stamp.
         with torch.inference_mode(False), torch.set_grad_enabled(needs_gradient):
             result = convert_weight(weight, dtype=dtype)
-        results[weight] = stamp, result
+        if type(result) is Tensor:  # and none that is fake
+            results[weight] = stamp, result
     return result
 
 
@@ -73,6 +73,11 @@ def drop_result(layer: nn.Module) -> None:
         _kept.pop(weight, None)
 
 
+def _is_transformed() -> bool:
+    """Whether the call is inside of a transform of `torch.func`."""
+    return torch._C._are_functorch_transforms_active()
+
+
 def _is_in_order(weight: Tensor, memory_format: torch.memory_format) -> bool:
     """Whether no bytes have to move; of what is no parameter, as far as `torch.vmap` lets it be asked."""
     if type(weight) is nn.Parameter:
@@ -82,9 +87,9 @@ def _is_in_order(weight: Tensor, memory_format: torch.memory_format) -> bool:
 
 
 def _dtype_of_autocast(weight: Tensor) -> torch.dtype | None:
-    """What autocast would cast a convolution's weight to; `None` where it stays."""
+    """What autocast would cast a convolution's weight to; `None` where it stays, or where only autocast knows."""
     device = weight.device.type
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if _is_transformed() or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
         return None
     dtype = torch.get_autocast_dtype(device)
     stays = weight.dtype in (dtype, torch.float64) or not weight.is_floating_point()
