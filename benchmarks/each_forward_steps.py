@@ -1,7 +1,7 @@
 """What it costs to convert weights in each forward: `bench_models.py --each-forward`.
 
 Steps of training on one thread, of a model whose weights are converted once and of its copy whose weights are converted
-in each forward, in turns, at several batch sizes; the figures are medians over the rounds. Both get channels-last inputs.
+in each forward, in turns, at several batch sizes; the figures are medians over the rounds. Inputs are channels-last.
 """
 
 import copy
@@ -22,8 +22,8 @@ from torch_nhwc.running.timing import seconds_in_turns
 
 BATCHES = (1, 8, 32)
 INPUTS = {
-    "ResNet-50 (transformers)": (3, 224, 224),
-    "MobileNetV2 (transformers)": (3, 224, 224),
+    "ResNet-50 (transformers)": (3, 112, 112),
+    "MobileNetV2 (transformers)": (3, 112, 112),
     "3D UNet (monai)": (1, 32, 32, 32),
 }
 
