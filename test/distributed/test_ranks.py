@@ -507,7 +507,7 @@ def a_model_that_was_converted_first_trains_under_fsdp1_in_format():
 
 
 @scenario
-def h02_fsdp1_loads_the_optimizer_state_of_channels_last_weights_permuted_and_the_reason_says_so():
+def h39_fsdp1_loads_the_optimizer_state_of_channels_last_weights_permuted_and_of_contiguous_ones_right():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     reference = network()
