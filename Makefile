@@ -49,6 +49,7 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_calls.py
 	$(bin)/python benchmarks/bench_models.py
+	$(bin)/python benchmarks/bench_models.py --each-forward
 	$(bin)/python benchmarks/bench_forward.py
 	$(bin)/python benchmarks/bench_walk.py
 	$(bin)/python benchmarks/bench_layers.py

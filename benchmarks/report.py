@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import cuda_report
+import each_forward_steps
 import report_layers
 from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
@@ -274,6 +275,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "calls": calls(load("calls")),
             "models": models(of_models),
             "walk": walk(load("walk")),
+            "each forward": each_forward_steps.as_table(load("each-forward")),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),
         },

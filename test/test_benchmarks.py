@@ -4,6 +4,7 @@ those of layers and layouts, on small activations.
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ import bench_models
 import cuda_models
 import cuda_report
 import cuda_weights
+import each_forward_steps
 import layer_cases
 import layout_models
 import machine
@@ -164,6 +166,17 @@ def test_jobs_take_turns_and_failures_are_told():
     assert times == {name: {"min": 250.0, "median": 250.0} for name in "ab"}
     assert errors == {"c": "capture is not possible"}
     assert calls[-8:] == ["a0", "a1", "b0", "b1"] * 2
+
+
+def test_steps_with_weights_converted_in_each_forward_are_measured_beside_converted_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(each_forward_steps, "MODELS", {TINY: tiny})
+    monkeypatch.setattr(each_forward_steps, "INPUTS", {TINY: (3, 8, 8)})
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    each_forward_steps.run([TINY, "another"], 2, tmp_path / "each-forward-cpu.json")
+    measured = json.loads((tmp_path / "each-forward-cpu.json").read_text())
+    assert [result["batch"] for result in measured["results"]] == [1, 8, 32]
+    (row,) = each_forward_steps.as_table(measured).splitlines()[2:]
+    assert re.fullmatch(rf"\| {TINY} \| 0 (\| [+-][\d.]+ % of \d+ ms ){{3}}\|", row)
 
 
 @pytest.mark.parametrize("name", bench_models.MODELS)

@@ -22,7 +22,7 @@ ROOMS = [
         "reasons",
         "hooks",
     ),
-    *("modules", "running", "finding", "preserving", "planning", "converting", "upkeep", "saving"),
+    *("modules", "each_forward", "running", "finding", "preserving", "planning", "converting", "upkeep", "saving"),
     *("__init__", "cli", "__main__"),
 ]
 

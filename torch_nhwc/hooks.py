@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.memory import with_canonical_strides
 from torch_nhwc.ops import convert_weight, convert_weight_
 
 
@@ -38,7 +39,7 @@ def _to_channels_last(value: Any) -> Any:
         is_image = value.dim() in CHANNELS_LAST and value.is_floating_point() and value.layout == torch.strided
         if not is_image or 0 in value.stride():
             return value
-        return _canonical(value.contiguous(memory_format=CHANNELS_LAST[value.dim()]))
+        return with_canonical_strides(value.contiguous(memory_format=CHANNELS_LAST[value.dim()]))
     if type(value) is dict:
         items = {key: _to_channels_last(each) for key, each in value.items()}
         return items if any(items[key] is not value[key] for key in value) else value
@@ -46,14 +47,6 @@ def _to_channels_last(value: Any) -> Any:
         each = [_to_channels_last(each) for each in value]
         return type(value)(each) if any(a is not b for a, b in zip(each, value)) else value
     return value
-
-
-def _canonical(dense: Tensor) -> Tensor:
-    """A dense channels-last tensor in canonical strides, which it may not have in dimensions of size 1."""
-    if 1 not in dense.shape:
-        return dense
-    channels_at_end = dense.movedim(1, -1)
-    return channels_at_end.flatten().view(channels_at_end.shape).movedim(-1, 1)
 
 
 class LayOut(nn.Module):

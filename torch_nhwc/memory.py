@@ -22,3 +22,13 @@ def lies_as(tensor: Tensor, strides: Strides) -> bool:
     if tensor.layout != torch.strided:  # a sparse gradient has no layout to share
         return True
     return all(size <= 1 or own == other for size, own, other in zip(tensor.shape, tensor.stride(), strides))
+
+
+def with_canonical_strides(dense: Tensor) -> Tensor:
+    """A dense channels-last tensor in canonical strides, which it may not have in dimensions of size 1."""
+    if 1 not in dense.shape:
+        return dense
+    size = dense.shape
+    # Of one channel, or of one voxel: fewer views do, and take less time.
+    in_order = dense if dense.is_contiguous() else dense.movedim(1, -1).flatten()
+    return in_order.view(size[0], *size[2:], size[1]).movedim(-1, 1)

@@ -5,6 +5,7 @@ import enum
 from torch_nhwc.ops import sentence
 
 ORDER = "convert first, then make the optimizer, then wrap, then compile"
+_EACH_FORWARD = "each_forward=True takes it as it is"
 
 
 class Kind(enum.Enum):
@@ -39,6 +40,10 @@ class Reason(enum.Enum):
     IN_FORMAT = Kind.KEPT, sentence("IN_FORMAT")
     TIED = Kind.KEPT, sentence("TIED")
     OTHER_RANK = Kind.KEPT, f"{sentence('OTHER_RANK')}: without one, both ranks convert"
+    IN_EACH_FORWARD = (
+        Kind.KEPT,
+        "it is converted in each forward already: revert, or a conversion to torch.contiguous_format, ends that",
+    )
     FILTERED = Kind.KEPT, sentence("FILTERED")
     FAKE = Kind.KEPT, "it is a fake tensor: the plan is for the real one"
 
@@ -66,32 +71,44 @@ class Reason(enum.Enum):
     NO_WEIGHT = Kind.REFUSED, "its weight is not a tensor"
     PACKED = Kind.REFUSED, sentence("PACKED")
     FROZEN = Kind.REFUSED, sentence("FROZEN")
-    DDP = Kind.REFUSED, f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}"
+    DDP = (
+        Kind.REFUSED,
+        f"DistributedDataParallel has wrapped it, and its gradients would be permuted: {ORDER}; or {_EACH_FORWARD}",
+    )
     FSDP1 = (
         Kind.REFUSED,
-        f"FullyShardedDataParallel keeps its weight in a flat buffer: {ORDER}; but leave the model contiguous where "
-        "optimizer state is to be loaded, since FSDP1 loads that of channels-last weights permuted",
+        "FullyShardedDataParallel keeps its weight in a flat buffer, and loads optimizer state of channels-last "
+        f"weights permuted: {_EACH_FORWARD}, before wrapping or after",
     )
     FSDP2 = (
         Kind.REFUSED,
-        "fully_shard has sharded it; FSDP2 takes contiguous parameters only, so that today no order works: "
-        "leave this model contiguous",
+        f"fully_shard has sharded it, and FSDP2 takes contiguous parameters only: {_EACH_FORWARD}, before wrapping or "
+        "after",
     )
-    ENGINE = Kind.REFUSED, f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}"
+    ENGINE = (
+        Kind.REFUSED,
+        f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}; or {_EACH_FORWARD}",
+    )
     COMPILED = Kind.REFUSED, f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
     OFFLOADED = (
         Kind.REFUSED,
         "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU "
-        "(from a disk they come back contiguous)",
+        f"(from a disk they come back contiguous); or {_EACH_FORWARD}",
     )
     FLATTENING_OPTIMIZER = (
         Kind.REFUSED,
-        "the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory",
+        f"the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory: {_EACH_FORWARD}",
     )
     NOT_A_LEAF = Kind.REFUSED, sentence("NOT_A_LEAF")
-    SUBCLASS = Kind.REFUSED, sentence("TRACED")
-    WRAPPED = Kind.REFUSED, sentence("WRAPPED")
-    PART_OF_LARGER_STORAGE = Kind.REFUSED, sentence("PART_OF_LARGER_STORAGE")
+    NOT_EXCHANGEABLE = (
+        Kind.REFUSED,
+        "its module cannot be exchanged for one that converts the weight in each forward, since it is no convolution "
+        "layer of PyTorch's or derived from one, is scripted, or has had its forward replaced: use "
+        "torch.ops.nhwc.convert_weight there",
+    )
+    SUBCLASS = Kind.REFUSED, f"{sentence('TRACED')}; {_EACH_FORWARD} where its class takes other packages' operators"
+    WRAPPED = Kind.REFUSED, f"{sentence('WRAPPED')}; or {_EACH_FORWARD}"
+    PART_OF_LARGER_STORAGE = Kind.REFUSED, f"{sentence('PART_OF_LARGER_STORAGE')}; or {_EACH_FORWARD}"
     GRADIENT_IN_THE_WAY = Kind.REFUSED, sentence("GRADIENT_IN_THE_WAY")
     LAZY_VIEW = Kind.REFUSED, sentence("LAZY_VIEW")
     HELD = Kind.REFUSED, sentence("HELD")

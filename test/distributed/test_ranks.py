@@ -7,6 +7,7 @@ how each one ended, and each is a test here. A rank that waits in vain is ended 
 import copy
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -506,7 +507,7 @@ def a_model_that_was_converted_first_trains_under_fsdp1_in_format():
 
 
 @scenario
-def h02_fsdp1_loads_the_optimizer_state_of_channels_last_weights_permuted_and_the_reason_says_so():
+def h39_fsdp1_loads_the_optimizer_state_of_channels_last_weights_permuted_and_of_contiguous_ones_right():
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     reference = network()
@@ -536,7 +537,8 @@ def h02_fsdp1_loads_the_optimizer_state_of_channels_last_weights_permuted_and_th
     assert loaded(lambda model: None)
     assert not loaded(lambda model: nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last))
     assert not loaded(nhwc.convert_)  # our weights lie as the stock converter's
-    assert "FSDP1 loads that of channels-last weights permuted" in nhwc.Reason.FSDP1.value
+    assert loaded(lambda model: nhwc.convert_(model, each_forward=True))
+    assert "loads optimizer state of channels-last weights permuted" in nhwc.Reason.FSDP1.value
 
 
 @scenario
@@ -549,7 +551,7 @@ def h04_fsdp2_is_refused_behind_and_refuses_itself_a_converted_model():
     model = network()
     fully_shard(model, mesh=mesh)
     before = [(id(p), p.stride(), p.to_local().data_ptr()) for p in model.parameters()]
-    with pytest.warns(UserWarning, match="fully_shard has sharded it; FSDP2 takes contiguous parameters only"):
+    with pytest.warns(UserWarning, match="FSDP2 takes contiguous parameters only: each_forward=True takes it as it is"):
         report = nhwc.convert_(model)
     assert {row.reason for row in report.plan.rows} == {nhwc.Reason.FSDP2}
     assert [(id(p), p.stride(), p.to_local().data_ptr()) for p in model.parameters()] == before
@@ -679,6 +681,103 @@ def a_rank_that_exchanged_other_layers_is_named():
     plan = nhwc.convert_(model, preserve=True, filter_fn=keep).plan
     said = check_everywhere(model, plan)
     assert any("plan of '1' is GroupNorm, kept, on rank 0 GroupNorm, exchanged" in each for each in said), said
+
+
+# Weights that are converted in each forward.
+
+
+def losses_and_weights(convert_before, convert_behind, wrap, full):
+    """Of three steps with AdamW, of a model that one function changes before it is wrapped and another behind."""
+    model = network()
+    convert_before(model)
+    wrapped = wrap(model)
+    convert_behind(wrapped)
+    optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-2)
+    losses = []
+    for batch in batches(3):
+        optimizer.zero_grad()
+        loss = loss_of(wrapped, own_part(batch))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+    return losses, full(wrapped), wrapped
+
+
+def nothing(model):
+    pass
+
+
+def convert_in_each_forward(model):
+    report = nhwc.convert_(model, each_forward=True, input_format="channels_last", strict=True)
+    assert {row.action for row in report.plan.rows} == {nhwc.Action.EACH_FORWARD}
+    assert len({*gathered(report.plan.digest)}) == 1
+    assert check_everywhere(model, report.plan) == []
+
+
+def assert_trains_as_without(wrap, full):
+    expected_losses, expected, _ = losses_and_weights(nothing, nothing, wrap, full)
+    for order in ((convert_in_each_forward, nothing), (nothing, convert_in_each_forward)):
+        losses, state, wrapped = losses_and_weights(*order, wrap, full)
+        torch.testing.assert_close(losses, expected_losses)
+        assert state.keys() == expected.keys()
+        for name, tensor in state.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-4, atol=1e-5)
+            assert tensor.is_contiguous()
+        kinds = [type(module).__name__ for module in wrapped.modules()]
+        assert sum("EachForward" in kind for kind in kinds) == 6, kinds
+
+
+@scenario
+def fsdp2_trains_with_weights_converted_in_each_forward_before_and_behind_it():
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = dist.init_device_mesh("cpu", (world(),))
+
+    def shard(model):
+        for layer in (model.stem, model.grouped, model.up, model.volume):
+            fully_shard(layer, mesh=mesh)
+        return fully_shard(model, mesh=mesh)
+
+    options = StateDictOptions(full_state_dict=True)
+    assert_trains_as_without(shard, lambda model: get_model_state_dict(model, options=options))
+    model = shard(network())
+    report = nhwc.convert_(model, each_forward=True)
+    assert type(model.stem).__name__ == "FSDPEachForwardConv2d"
+    report.revert()
+    assert [type(layer).__name__ for layer in (model.stem, model.depthwise)] == ["FSDPConv2d", "Conv2d"]
+    loss_of(model, own_part(batches(1)[0])).backward()
+
+
+@scenario
+def fsdp1_and_ddp_train_with_weights_converted_in_each_forward_before_and_behind_them():
+    for use_orig_params in (True, False):
+        assert_trains_as_without(lambda model: fsdp1(model, use_orig_params), lambda model: model.state_dict())
+    assert_trains_as_without(DistributedDataParallel, lambda model: model.state_dict())
+
+
+@scenario
+def the_guide_s_recipes_for_contiguous_parameters_run_on_all_ranks():
+    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+    recipes = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "each_forward" in code]
+    recipes = [code for code in recipes if "init_process_group" in code]
+    assert len(recipes) == 3
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # the group that is there
+        patch.setattr(dist, "destroy_process_group", lambda: None)
+        for code in recipes:
+            exec(code, {})
+
+
+@scenario
+def a_rank_that_converts_other_weights_in_each_forward_is_named():
+    model = network()
+    is_last = rank() == world() - 1
+    filter_fn = (lambda _, path: path != "up") if is_last else None
+    plan = nhwc.convert_(model, each_forward=True, filter_fn=filter_fn).plan
+    said = check_everywhere(model, plan)
+    assert any("plan of 'up.weight' is" in each and "converted in each forward" in each for each in said), said
 
 
 def main(index, size, store, folder):

@@ -75,13 +75,51 @@ def test_what_is_wrapped_is_left_with_its_reason_and_what_is_beside_it_converts(
         nhwc.convert_(wrapped, strict=True)
 
 
-@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.FSDP1, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
+class DeepSpeedEngine(nn.Module):
+    """Known by its name and its package."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [*(wrap for wrap, _ in list(WRAPPERS.values())[:4]), DeepSpeedEngine])
+def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = wrap(network()).eval()
+    before = layout(wrapped)
+    x = torch.randn(2, 3, 8, 8)
+    expected = wrapped(x)
+    report = nhwc.convert_(wrapped, each_forward=True, strict=True)
+    assert {row.action for row in report.plan.rows} == {nhwc.Action.EACH_FORWARD}
+    got = wrapped(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(got, expected)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    got.sum().backward()
+    report.revert()
+    torch.testing.assert_close(wrapped(x), expected)
+    assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
+
+
+@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.WRAPPED, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
 def test_reasons_say_the_order_that_works(reason):
     assert ORDER in reason.value
 
 
-def test_the_reason_of_fsdp2_says_that_no_order_works():
-    assert "no order works" in nhwc.Reason.FSDP2.value
+@pytest.mark.parametrize(
+    "name",
+    ["DDP", "FSDP1", "FSDP2", "ENGINE", "OFFLOADED", "WRAPPED", "SUBCLASS", "FLATTENING_OPTIMIZER"]
+    + ["PART_OF_LARGER_STORAGE"],
+)
+def test_reasons_say_that_converting_in_each_forward_works(name):
+    assert "each_forward=True takes it as it is" in nhwc.Reason[name].value
 
 
 @pytest.mark.usefixtures("process_group")

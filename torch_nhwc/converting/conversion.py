@@ -23,7 +23,7 @@ from torch_nhwc.planning.following import follow
 from torch_nhwc.planning.layers import LayerDecision, decide_layers
 from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.planner import plan_of
-from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.plans import EachForward, Plan
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.preserving.find import find_layers
 from torch_nhwc.reasons import Reason
@@ -43,6 +43,7 @@ def convert_(
     dry_run: bool = False,
     input_format: Literal["channels_last"] | torch.memory_format | None = None,
     preserve: bool = False,
+    each_forward: EachForward = False,
 ) -> Report:
     """Brings the convolution weights of a model into a memory format, in place, with all that belongs to them.
 
@@ -72,6 +73,10 @@ def convert_(
             forward pre-hook.
         preserve: whether layers that lose on channels-last are exchanged for such as keep it: the class of the object
             changes, and nothing else. `torch.contiguous_format` brings exchanged layers back.
+        each_forward: whether weights stay as they are, and are converted on their way to the convolution, in each
+            forward: for parameters that have to be contiguous, before or after wrapping. The layers' classes are
+            exchanged, and nothing else. `"keep"` also keeps what a forward without gradients has converted, beside the
+            weight, until autograd's version of the weight changes: for inference.
 
     Returns:
         What was done to every weight, and why; its `revert` undoes it.
@@ -94,12 +99,12 @@ def convert_(
     start = time.perf_counter()
     sources = sources_of(optimizer, ema)
     if plan is None:
-        request = Request.of(memory_format, storage, filter_fn, input_format, preserve)
+        request = Request.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)
-    elif memory_format is not None or filter_fn is not None or example_inputs is not None or preserve:
+    elif any(each is not None for each in (memory_format, filter_fn, example_inputs)) or preserve or each_forward:
         raise ValueError(
-            "a plan has its own memory format, filter and example inputs, and says which layers to exchange: give the "
-            "one or the others"
+            "a plan has its own memory format, filter and example inputs, and says which layers to exchange, and what "
+            "to convert in each forward: give the one or the others"
         )
     else:
         found = match(plan, model)
@@ -110,7 +115,8 @@ def convert_(
 def request_of(plan: Plan, storage: Storage | None, input_format: Any = None) -> Request:
     """What a plan asks for, with another storage or a format of the inputs where they are given."""
     storage = plan.storage if storage is None else storage
-    return Request.of(plan.memory_format, storage, None, input_format or plan.input_format, bool(plan.layers))
+    inputs = input_format or plan.input_format
+    return Request.of(plan.memory_format, storage, None, inputs, bool(plan.layers), plan.each_forward)
 
 
 def carry_out(

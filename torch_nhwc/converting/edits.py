@@ -7,15 +7,19 @@ from typing import NamedTuple
 
 from torch import nn
 
+from torch_nhwc.each_forward import exchange as each_forward
+from torch_nhwc.each_forward.exchange import is_in_each_forward
+from torch_nhwc.each_forward.weights import drop_result, is_result_kept, keep_result
 from torch_nhwc.formats import Format
 from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
 from torch_nhwc.modules import computed
+from torch_nhwc.modules.walk import walk
 from torch_nhwc.planning.companions import Sources
 from torch_nhwc.planning.deciding import Decision, Request
 from torch_nhwc.planning.following import Following
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.preserving.exchange import bring_back, exchange, is_exchanged
-from torch_nhwc.preserving.find import exchanged_layers, find_layers
+from torch_nhwc.preserving.find import find_layers
 from torch_nhwc.reasons import Reason
 
 
@@ -42,7 +46,7 @@ class Edit(NamedTuple):
 def edits_of(following: Following, request: Request) -> list[Edit]:
     """The edits of a conversion: layers exchanged, lazy ones converting later, computed weights and inputs laid out."""
     model, sources = following.model, following.sources
-    edits = _exchanges(following, request)
+    edits = _exchanges(following, request) + _each_forward(following, request)
     seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
     for decision in following.decisions:
         site = decision.site
@@ -88,8 +92,8 @@ def _exchanges(following: Following, request: Request) -> list[Edit]:
     """Layers become such as preserve, in averaged copies too; on the way to contiguous they become what they were."""
     sources = following.sources
     if not request.format.is_channels_last:
-        is_there = any(is_exchanged(each) for each in following.module_types)
-        paths = [path for path, _ in exchanged_layers(following.model)] if is_there else []
+        is_there = any(is_exchanged(each) or is_in_each_forward(each) for each in following.module_types)
+        paths = [path for path, _, _ in walk(following.model)] if is_there else []
         return bring_back_edits(paths, Sources((), (following.model, *sources.copies)))
     paths = [each.layer.path for each in following.layers if each.row.is_wanted]
     modules = [each.layer.module for each in following.layers if each.action is Action.EXCHANGE]
@@ -102,8 +106,32 @@ def _exchanges(following: Following, request: Request) -> list[Edit]:
 
 def bring_back_edits(paths: Iterable[str], sources: Sources) -> list[Edit]:
     """The edits that make exchanged layers what they were, in each of some models."""
-    modules = [layer for path in paths for layer in sources.layers_at(path) if is_exchanged(type(layer))]
-    return [Edit(weakref.ref(module), bring_back, exchange) for module in modules]
+    edits = []
+    for layer in (layer for path in paths for layer in sources.layers_at(path)):
+        if is_in_each_forward(type(layer)):
+            again = partial(each_forward.exchange, keep=is_result_kept(layer))
+            edits.append(Edit(weakref.ref(layer), each_forward.bring_back, again))
+        if is_exchanged(type(layer)):
+            edits.append(Edit(weakref.ref(layer), bring_back, exchange))
+    return edits
+
+
+def _each_forward(following: Following, request: Request) -> list[Edit]:
+    """Layers become such as convert their weight in each forward, in averaged copies too."""
+    keep = request.each_forward == "keep"
+    layers: dict[int, nn.Module] = {}  # by identity: one with a computed weight may have several sites
+    for decision in following.decisions:
+        if decision.is_in_each_forward:
+            for layer in (decision.site.module, *following.sources.layers_at(decision.site.path)):
+                layers[id(layer)] = layer
+    edits = []
+    for layer in layers.values():
+        if not is_in_each_forward(type(layer)):
+            each_forward.exchanged_type(type(layer))  # fails here, if ever
+            edits.append(Edit(weakref.ref(layer), partial(each_forward.exchange, keep=keep), each_forward.bring_back))
+        elif keep and not is_result_kept(layer):
+            edits.append(Edit(weakref.ref(layer), keep_result, drop_result))
+    return edits
 
 
 def _hook_edit(module: nn.Module, hook: object) -> Edit:

@@ -57,10 +57,11 @@ class Undo(NamedTuple):
             raise RuntimeError("Report.revert: the model is gone")
         given = sources_of(optimizer, ema)
         sources = self.sources().joined(given)
-        found = match(plan, model, any_dtype=True)
-        sources.check_optimizers(model, (site.tensor for site in found.sites))
+        # Layers alone are known by themselves, wherever a wrapper has put them since.
+        sites = match(plan, model, any_dtype=True).sites if self.strides or not self.edits else []
+        sources.check_optimizers(model, (site.tensor for site in sites))
         weights = []
-        for site in found.sites:
+        for site in sites:
             if site.full_name not in self.strides:
                 continue
             if site.reason is not None and site.reason in wrapping.REASONS:
@@ -72,6 +73,7 @@ class Undo(NamedTuple):
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]
         strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
-        exchanged = [row.path for row in plan.layers if row.action is Action.EXCHANGE]
+        exchanged = {row.path: None for row in plan.layers if row.action is Action.EXCHANGE}
+        exchanged |= {row.path: None for row in plan.rows if row.action is Action.EACH_FORWARD}
         edits = [edit.reverse for edit in reversed(self.edits)] + bring_back_edits(exchanged, given)
         commit(tensors, partial(lay_out_weights_, tensors, strides), edits)

@@ -46,6 +46,11 @@ def walk_layers(model: nn.Module) -> Found:
     return Found(model, sites, set(kinds))
 
 
+def is_layer(module: nn.Module) -> bool:
+    """Whether a module is a convolution layer, of PyTorch's or derived from one, and neither quantized nor scripted."""
+    return _kind_of(type(module))[0] == "plain"
+
+
 def _groups(module: nn.Module) -> int:
     return getattr(module, "groups", 0)
 

@@ -7,13 +7,15 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
+from torch_nhwc.each_forward.exchange import is_in_each_forward
+from torch_nhwc.finding.layers import is_layer
 from torch_nhwc.finding.site import Site
 from torch_nhwc.formats import Format, Strides
 from torch_nhwc.memory import is_fake, place_of
 from torch_nhwc.modules import computed, wrapping
-from torch_nhwc.ops import plan_weights
+from torch_nhwc.ops import convert_weight, plan_weights
 from torch_nhwc.outcomes import Outcome, Storage
-from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.plans import EachForward, Plan, expect_each_forward
 from torch_nhwc.planning.rows import Action, PlanRow, as_text, as_tuple
 from torch_nhwc.reasons import Kind, Reason
 
@@ -28,6 +30,7 @@ class Request(NamedTuple):
     filter_fn: FilterFunction | None = None
     input_format: str | None = None
     preserve: bool = False
+    each_forward: EachForward = False
 
     @classmethod
     def of(
@@ -37,6 +40,7 @@ class Request(NamedTuple):
         filter_fn: FilterFunction | None,
         input_format: Any,
         preserve: bool = False,
+        each_forward: Any = False,
     ) -> "Request":
         """What the arguments of `plan` and `convert_` ask for.
 
@@ -53,7 +57,10 @@ class Request(NamedTuple):
         wanted = Format.of(memory_format)
         if preserve and not wanted.is_channels_last:
             raise ValueError("preserve=True is for channels-last: torch.contiguous_format brings exchanged layers back")
-        return cls(wanted, storage, filter_fn, None if input_format is None else "channels_last", bool(preserve))
+        if expect_each_forward(each_forward) and not wanted.is_channels_last:
+            raise ValueError("each_forward is for channels-last: torch.contiguous_format brings exchanged layers back")
+        inputs = None if input_format is None else "channels_last"
+        return cls(wanted, storage, filter_fn, inputs, bool(preserve), each_forward)
 
 
 @dataclass(slots=True)
@@ -83,6 +90,11 @@ class Decision:
     def waits(self) -> bool:
         """Whether it is done once there is a weight."""
         return self.reason is Reason.LAZY and self.action is Action.CONVERT
+
+    @property
+    def is_in_each_forward(self) -> bool:
+        """Whether the weight is to be converted in each forward, or is so already."""
+        return self.action is Action.EACH_FORWARD or self.reason is Reason.IN_EACH_FORWARD
 
     @property
     def takes_part(self) -> bool:
@@ -127,6 +139,8 @@ _CHANGES = (Action.CONVERT, Action.RESTRIDE)
 _FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
 # Why the operators refuse, as a reason.
 _REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
+# Those that stand against converting a weight in each forward, too.
+_NOT_SEEN_IN_FORWARD = (Reason.NO_WEIGHT, Reason.PACKED, Reason.FROZEN, Reason.COMPILED, Reason.UNSUPPORTED)
 
 
 def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) -> list[Decision]:
@@ -141,8 +155,9 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
     outcomes = iter(outcomes_of([site.tensor for site in sites if site.tensor is not None], request))
     first: dict[int, Decision] = {}  # of the sites of one tensor, by its identity
     remarks: dict[int, Reason | None] = {}  # on computed weights, by the identity of their layer
+    each_forward = [row.is_in_each_forward for row in plan.rows] if plan else [bool(request.each_forward)] * len(sites)
     decisions = []
-    for site in sites:
+    for site, in_each_forward in zip(sites, each_forward):
         tensor, reason = site.tensor, site.reason
         outcome = None if tensor is None else next(outcomes)
         earlier = None if tensor is None else first.get(id(tensor))
@@ -152,6 +167,10 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             action, reason, strides = Action.KEEP, Reason.OTHER_RANK, None
         elif reason is not None and reason.kind is Kind.KEPT:
             action, strides = Action.KEEP, None
+        elif wanted.is_channels_last and is_in_each_forward(type(site.module)):
+            action, reason, strides = Action.KEEP, Reason.IN_EACH_FORWARD, None
+        elif in_each_forward:
+            (action, reason), strides = _judge_layer(site), None
         elif reason is Reason.LAZY:
             action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
         elif tensor is None or (reason is not None and reason.kind is Kind.REFUSED):
@@ -169,7 +188,7 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             first[id(tensor)] = decision
         decisions.append(decision)
     for planned, decision in zip(plan.rows if plan else (), decisions):
-        if not planned.is_wanted or planned.reason in _FOR_COMPANIONS:
+        if not (planned.is_wanted or planned.is_in_each_forward) or planned.reason in _FOR_COMPANIONS:
             decision.keep(planned.action, planned.reason)
             decision.strides = planned.target_strides
     return decisions
@@ -217,6 +236,28 @@ def _judge(
     if outcome is Outcome.RESTRIDED:
         return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
     return Action.CONVERT, remark
+
+
+def _judge_layer(site: Site) -> tuple[Action, Reason | None]:
+    """Whether a layer can convert its weight in each forward."""
+    tensor, reason = site.tensor, site.reason
+    if reason in _NOT_SEEN_IN_FORWARD:
+        return Action.REFUSE, reason
+    if not is_layer(site.module) or not {"forward", "_conv_forward"}.isdisjoint(vars(site.module)):
+        return Action.REFUSE, Reason.ON_THE_FLY if reason is Reason.ON_THE_FLY else Reason.NOT_EXCHANGEABLE
+    if tensor is not None and tensor.layout is not torch.strided:
+        return Action.REFUSE, Reason.UNSUPPORTED
+    is_ours = tensor is None or type(tensor) in (Tensor, nn.Parameter) or reason in wrapping.REASONS
+    return (Action.EACH_FORWARD, None) if is_ours or _is_taken(tensor) else (Action.REFUSE, Reason.SUBCLASS)
+
+
+def _is_taken(tensor: Any) -> bool:
+    """Whether the class of a tensor takes the operator: what tells is to try."""
+    try:
+        convert_weight(tensor.detach())
+    except Exception:
+        return False
+    return True
 
 
 def outcomes_of(tensors: list[Tensor], request: Request) -> list[Outcome | None]:

@@ -15,6 +15,7 @@ from torch_nhwc.planning.layers import LayerDecision
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.preserving.exchange import is_exchanged
 from torch_nhwc.reasons import Reason
+from torch_nhwc.text import amount
 
 _NORMS: dict[Reason, tuple[type, ...]] = {
     Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
@@ -50,7 +51,7 @@ def follow(
     sources.check_optimizers(found.model, (site.tensor for site in found.sites))
     remarks = []
     for optimizer in sources.optimizers:
-        if optimizers.views_parameters(optimizer):
+        if not request.each_forward and optimizers.views_parameters(optimizer):
             remarks.append(f"{type(optimizer).__name__}: {Reason.VIEWS_PARAMETERS.value}")
         if request.format.is_channels_last and optimizers.flattens_parameters(optimizer):
             held = held_by(optimizer)
@@ -74,13 +75,25 @@ def follow(
                 decision.keep(Action.REFUSE, Reason.STATE_IN_THE_WAY)
                 refused.add(decision.site.full_name)
         companions = [companion for companion in companions if companion.weight.name not in refused]
-    if request.format.is_channels_last and any(decision.changes for decision in decisions):
+    exchanged = [decision for decision in decisions if decision.action is Action.EACH_FORWARD]
+    if request.format.is_channels_last and (exchanged or any(decision.changes for decision in decisions)):
         remarks += [reason.value for reason in _losing_norms(found, layers, request)]
-    if any(layer.action is Action.EXCHANGE for layer in layers):
+    if exchanged or request.each_forward == "keep":
+        remarks.append(_memory_of(decisions, request))
+    if exchanged or any(layer.action is Action.EXCHANGE for layer in layers):
         remarks.append(Reason.SAVED_WHOLE.value)
     if request.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         remarks.append(Reason.SCRIPTED_LAYERS.value)
     return Following(found.model, sources, decisions, companions, remarks, layers, found.module_types)
+
+
+def _memory_of(decisions: list[Decision], request: Request) -> str:
+    """What it takes to convert weights in each forward."""
+    of_layers = [each.site.tensor for each in decisions if each.is_in_each_forward]
+    weights = {id(tensor): tensor.nbytes for tensor in of_layers if tensor is not None}
+    size = f"up to {amount(sum(weights.values()))}"
+    kept = f", and {size} are kept beside them by a forward without" if request.each_forward == "keep" else ""
+    return f"converted in each forward: {size} of new memory, until the backward where there are gradients{kept}"
 
 
 def _losing_norms(found: Found, layers: list[LayerDecision], request: Request) -> list[Reason]:

@@ -11,7 +11,7 @@ from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
 from torch_nhwc.planning.following import follow
 from torch_nhwc.planning.layers import LayerDecision, decide_layers
-from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.plans import EachForward, Plan
 from torch_nhwc.preserving.find import find_layers
 
 
@@ -26,6 +26,7 @@ def plan(
     storage: Storage | None = None,
     input_format: Literal["channels_last"] | torch.memory_format | None = None,
     preserve: bool = False,
+    each_forward: EachForward = False,
 ) -> Plan:
     """Decides what a conversion would do to every convolution weight of a model, without writing anything.
 
@@ -45,11 +46,13 @@ def plan(
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `None` is `"auto"`.
         input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry.
         preserve: whether layers that lose on channels-last would be exchanged for such as keep it.
+        each_forward: whether weights would stay as they are, and be converted in each forward, as `convert_` has it.
 
     Raises:
         TypeError: `model` is not a module, or a layer's weight is not a tensor; `filter_fn` cannot be called.
-        ValueError: the memory format, `storage` or `input_format` is none of these; lazy layers and example inputs
-            together; `preserve` with contiguous; an optimizer or an averaged copy is that of another model.
+        ValueError: the memory format, `storage`, `input_format` or `each_forward` is none of these; lazy layers and
+            example inputs together; `preserve` or `each_forward` with contiguous; an optimizer or an
+            averaged copy is that of another model.
         RuntimeError: `input_format` for a TorchScript module, which takes no hook.
 
     Example:
@@ -57,7 +60,7 @@ def plan(
         >>> plan.bytes_to_move
         864
     """
-    request = Request.of(memory_format, storage, filter_fn, input_format, preserve)
+    request = Request.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
     sources = sources_of(optimizer, ema)
     found = find(model, example_inputs)
     decisions = decide(found.sites, request)
@@ -72,4 +75,4 @@ def plan_of(decisions: list[Decision], layers: list[LayerDecision], request: Req
     """The plan that decisions amount to."""
     rows = tuple(decision.row for decision in decisions)
     of_layers = tuple(decision.row for decision in layers)
-    return Plan(rows, request.format.name, request.storage, request.input_format, of_layers)
+    return Plan(rows, request.format.name, request.storage, request.input_format, of_layers, request.each_forward)

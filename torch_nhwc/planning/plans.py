@@ -3,13 +3,15 @@
 import hashlib
 import json
 from dataclasses import dataclass, field
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 from torch_nhwc.formats import Format
 from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.rendering import render
 from torch_nhwc.planning.rows import Action, LayerRow, PlanRow
 from torch_nhwc.reasons import Reason
+
+EachForward = bool | Literal["keep"]
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Plan:
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them.
         input_format: `"channels_last"` where inputs are brought into channels-last at the model's entry, else `None`.
         layers: one for each layer that loses on channels-last, in the model's order; none without `preserve=True`.
+        each_forward: as `convert_` takes it. Which weights are converted in each forward is said by the rows.
 
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
@@ -40,16 +43,20 @@ class Plan:
     storage: Storage = field(default="auto", compare=False)
     input_format: str | None = field(default=None, compare=False)
     layers: tuple[LayerRow, ...] = ()
+    each_forward: EachForward = field(default=False, compare=False)
 
     @property
     def digest(self) -> str:
         """A hash over name, shape, dtype and target strides of every site, and over the layers to exchange.
+
+        Those that convert their weight in each forward are among them.
 
         Equal on all ranks that plan the same conversion of the same architecture, whatever the weights' layouts are.
         """
         described: list[tuple[object, ...]]
         described = [(row.full_name, row.shape, row.dtype, row.target_strides) for row in self.rows]
         described += [(row.path, row.layer, row.is_wanted) for row in self.layers]
+        described += [(row.full_name, Action.EACH_FORWARD) for row in self.rows if row.is_in_each_forward]
         return hashlib.sha256(json.dumps(described).encode()).hexdigest()
 
     @property
@@ -59,7 +66,8 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, for `from_json`."""
-        described = {name: getattr(self, name) for name in ("memory_format", "storage", "input_format", "digest")}
+        names = "memory_format", "storage", "input_format", "each_forward", "digest"
+        described = {name: getattr(self, name) for name in names}
         described["rows"] = [row_as_data(row) for row in self.rows]
         described["layers"] = [row_as_data(row) for row in self.layers]
         return json.dumps(described, indent=1)
@@ -75,7 +83,8 @@ class Plan:
             read = json.loads(text)
             rows = tuple(_row_from_data(row) for row in read["rows"])
             layers = tuple(LayerRow(**_members(row)) for row in read.get("layers", ()))
-            plan = cls(rows, read["memory_format"], read["storage"], read["input_format"], layers)
+            formats = read["memory_format"], read["storage"], read["input_format"]
+            plan = cls(rows, *formats, layers, expect_each_forward(read.get("each_forward", False)))
             expected = read["digest"]
             Format.of(plan.memory_format)
             if plan.storage not in get_args(Storage):
@@ -104,6 +113,17 @@ def _row_from_data(row: dict[str, Any]) -> PlanRow:
 def _members(row: dict[str, Any]) -> dict[str, Any]:
     reason = None if row["reason"] is None else Reason[row["reason"]]
     return row | {"reason": reason, "action": Action(row["action"])}
+
+
+def expect_each_forward(value: Any) -> EachForward:
+    """The value itself.
+
+    Raises:
+        ValueError: it is none that `convert_` takes.
+    """
+    if value is not True and value is not False and value != "keep":
+        raise ValueError(f"expected each_forward to be True, False or 'keep', got {value!r}")
+    return value  # type: ignore[no-any-return]
 
 
 def expect_plan(plan: object) -> Plan:

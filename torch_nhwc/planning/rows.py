@@ -24,6 +24,8 @@ class Action(str, enum.Enum):
     """There is nothing to do, or it was not asked for."""
     REFUSE = "refuse"
     """It should change and cannot; the reason says why, and what to do."""
+    EACH_FORWARD = "each_forward"
+    """It stays as it is, and is converted on its way to the convolution, in each forward."""
     EXCHANGE = "exchange"
     """Of a layer: its class becomes one that keeps channels-last."""
 
@@ -66,6 +68,11 @@ class PlanRow(NamedTuple):
     def is_wanted(self) -> bool:
         """Whether the site is to be in the format, now or once it can be."""
         return self.target_strides is not None or self.reason is Reason.LAZY
+
+    @property
+    def is_in_each_forward(self) -> bool:
+        """Whether the weight is to be converted in each forward, or is so already."""
+        return self.action is Action.EACH_FORWARD or self.reason is Reason.IN_EACH_FORWARD
 
 
 class LayerRow(NamedTuple):

@@ -5,6 +5,8 @@ from typing import Any, cast
 
 from torch import nn
 
+from torch_nhwc.each_forward.exchange import exchanged_type, stock_right_below
+from torch_nhwc.modules.classes import with_base
 from torch_nhwc.preserving.layers import Preserving
 from torch_nhwc.preserving.losing import LOSSES, is_known, loss_of
 
@@ -37,17 +39,14 @@ def stock_of(layer_type: type) -> type:
 
 
 def _mapped(layer_type: type, known: Callable[[type], type | None]) -> type:
-    """What a class becomes; of one made on the fly, as parametrizing makes them for each layer, a copy on other bases.
-
-    A copy, since copies of the layer share the class, and removing the parametrization changes it.
-    """
+    """What a class becomes, below one that converts weights in each forward or parametrizes them."""
     mapped = known(layer_type)
     if mapped is not None or loss_of(layer_type) is None:
         return mapped or layer_type
-    body = {name: value for name, value in vars(layer_type).items() if name not in ("__dict__", "__weakref__")}
-    bases = tuple(_mapped(base, known) for base in layer_type.__bases__)
-    name = layer_type.__name__.replace(layer_type.__bases__[-1].__name__, bases[-1].__name__)
-    return type(layer_type)(name, bases, body)
+    below = stock_right_below(layer_type)
+    if below is not None:
+        return exchanged_type(_mapped(below, known))
+    return with_base(layer_type, _mapped(layer_type.__bases__[-1], known))
 
 
 def _preserving_of(layer_type: type) -> type | None:

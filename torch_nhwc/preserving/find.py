@@ -1,6 +1,5 @@
 """The layers of a model that lose on channels-last, and what stands in the way of exchanging one."""
 
-from collections.abc import Iterator
 from itertools import chain
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.utils import parametrize
 
+from torch_nhwc.each_forward import exchange as each_forward
 from torch_nhwc.modules.walk import walk
 from torch_nhwc.preserving.exchange import is_exchanged, stock_of
 from torch_nhwc.preserving.losing import LOSSES, Loss, is_known, loss_of
@@ -59,11 +59,6 @@ def find_layers(model: nn.Module) -> list[Layer]:
     return found
 
 
-def exchanged_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of a model that are exchanged, with their paths."""
-    return ((path, module) for path, module, _ in walk(model) if is_exchanged(type(module)))
-
-
 def _becomes(module: nn.Module) -> type[nn.Module] | None:
     """The class that a lazy layer has after its first forward; `None` of others."""
     return module.cls_to_become if isinstance(module, LazyModuleMixin) else None
@@ -72,7 +67,7 @@ def _becomes(module: nn.Module) -> type[nn.Module] | None:
 def _unparametrized(module: nn.Module, layer_type: type) -> type:
     stock = stock_of(layer_type)
     is_made = parametrize.is_parametrized(module) and stock is layer_type
-    return stock.__bases__[0] if is_made else stock
+    return each_forward.stock_of(stock.__bases__[0] if is_made else stock)
 
 
 def _reason_of(module: nn.Module, stock: type, loss: Loss, elsewhere: torch.device | None) -> Reason | None:

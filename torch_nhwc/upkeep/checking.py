@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 
+from torch_nhwc.each_forward.exchange import is_in_each_forward
 from torch_nhwc.formats import Format, Strides
 from torch_nhwc.memory import lies_as
 from torch_nhwc.modules import computed, wrapping
@@ -115,6 +116,12 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any) -> _Rank:
     for row, site in zip(plan.rows, match(plan, model, any_dtype=True).sites):
         name, tensor = row.full_name, site.tensor
         seen.planned[name] = f"{row.shape} of {row.dtype} to strides {row.target_strides}"
+        if row.is_in_each_forward:
+            seen.planned[name] = f"{row.shape} of {row.dtype}, converted in each forward"
+            if not is_in_each_forward(type(site.module)):
+                remark = f"is a {row.layer} again, and does not convert its weight in each forward"
+                seen.deviations.append(Deviation(row.path, "layer", None, None, None, remark))
+            continue
         if tensor is None:
             continue
         own = seen.strides[name] = tensor.stride()

@@ -1,0 +1,225 @@
+"""`convert_(each_forward=True)`: what is decided of every site, and plan, report, revert, check and restore."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import Action, Plan, Reason
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 4, (1, 3, 3)))
+
+
+def kinds(model):
+    return [type(layer).__name__ for layer in model]
+
+
+def actions(plan):
+    return [row.action for row in plan.rows]
+
+
+EXCHANGED = ["EachForwardConv2d", "GroupNorm", "Unflatten", "EachForwardConv3d"]
+PLAIN = [name.removeprefix("EachForward") for name in EXCHANGED]
+
+
+def test_a_plan_is_kept_compared_and_applied():
+    model = network()
+    plan = nhwc.plan(model, each_forward=True)
+    assert actions(plan) == [Action.EACH_FORWARD] * 2
+    assert plan.bytes_to_move == 0
+    assert plan.each_forward is True
+    assert kinds(model) == PLAIN
+    read = Plan.from_json(plan.to_json())
+    assert (read, read.digest, read.each_forward) == (plan, plan.digest, True)
+    assert plan.digest != nhwc.plan(model).digest
+    assert plan.digest != nhwc.plan(model, torch.contiguous_format).digest
+    converted = network()
+    nhwc.convert_(converted)
+    assert nhwc.plan(converted, each_forward=True).digest == plan.digest
+    other = network()
+    report = nhwc.convert_(other, plan=read)
+    assert kinds(other) == EXCHANGED
+    assert report.plan == plan
+    assert "2 each_forward" in str(report)
+    assert [row["action"] for row in json.loads(report.to_json())["rows"]] == ["each_forward"] * 2
+
+
+def test_a_plan_may_convert_some_weights_and_others_in_each_forward():
+    model = network()
+    one, other = nhwc.plan(model), nhwc.plan(model, each_forward=True)
+    mixed = Plan((one.rows[0], other.rows[1]), None)
+    report = nhwc.convert_(model, plan=mixed)
+    assert actions(report.plan) == [Action.CONVERT, Action.EACH_FORWARD]
+    assert kinds(model) == [PLAIN[0], *EXCHANGED[1:]]
+    assert model[0].weight.stride() == (27, 1, 9, 3)
+    assert model[3].weight.is_contiguous()
+    report.revert()
+    assert kinds(model) == PLAIN
+    assert model[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"each_forward": "always"}, "expected each_forward to be True, False or 'keep', got 'always'"),
+        ({"each_forward": True, "memory_format": torch.contiguous_format}, "each_forward is for channels-last"),
+        ({"each_forward": True, "plan": nhwc.plan(nn.Conv2d(3, 4, 3))}, "what to convert in each forward"),
+    ],
+)
+def test_what_it_cannot_be(options, error):
+    with pytest.raises(ValueError, match=error):
+        nhwc.convert_(nn.Conv2d(3, 4, 3), **options)
+
+
+def test_nothing_but_classes_changes_and_a_second_call_nothing():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters())
+    tensors = [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()]
+    report = nhwc.convert_(model, optimizer=optimizer, each_forward=True, strict=True)
+    assert report.companions == []
+    assert report.new_bytes == 0
+    again = nhwc.convert_(model, each_forward=True)
+    later = nhwc.convert_(model)
+    for plan in (again.plan, later.plan):
+        assert actions(plan) == [Action.KEEP] * 2
+        assert {row.reason for row in plan.rows} == {Reason.IN_EACH_FORWARD}
+    assert again.plan.digest == report.plan.digest
+    assert [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()] == tensors
+    again.revert()
+    assert kinds(model) == EXCHANGED
+    report.revert()
+    assert kinds(model) == PLAIN
+
+
+def test_a_dry_run_and_an_interrupt_leave_the_model_as_it_was(monkeypatch):
+    model = network()
+    assert actions(nhwc.convert_(model, each_forward=True, dry_run=True).plan) == [Action.EACH_FORWARD] * 2
+    assert kinds(model) == PLAIN
+
+    def interrupted(*_, **__):
+        assert kinds(model) == EXCHANGED
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch_nhwc.converting.commit.convert_weights_", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        nhwc.convert_(model, each_forward=True)
+    assert kinds(model) == PLAIN
+
+
+def test_the_context_the_filter_and_the_rank():
+    model = network()
+    with nhwc.channels_last(model, each_forward=True, filter_fn=lambda _, path: path != "0") as report:
+        assert kinds(model) == [PLAIN[0], *EXCHANGED[1:]]
+        assert [row.reason for row in report.plan.rows] == [Reason.FILTERED, None]
+    assert kinds(model) == PLAIN
+    report = nhwc.convert_(model, "channels_last", each_forward=True)
+    assert [row.reason for row in report.plan.rows] == [None, Reason.OTHER_RANK]
+    nhwc.convert_(model, torch.contiguous_format).revert()
+    assert kinds(model) == [EXCHANGED[0], *PLAIN[1:]]
+    nhwc.convert_(model, torch.contiguous_format)
+    assert kinds(model) == PLAIN
+
+
+def test_check_names_a_layer_that_is_no_longer_exchanged_and_restore_exchanges_it():
+    model = network()
+    plan = nhwc.convert_(model, each_forward=True).plan
+    assert nhwc.check(model, plan) == []
+    model[0].__class__ = nn.Conv2d
+    said = [str(each) for each in nhwc.check(model, plan)]
+    assert said == ["'0' is a Conv2d again, and does not convert its weight in each forward"]
+    nhwc.restore_(model, plan)
+    assert nhwc.check(model, plan) == []
+    assert kinds(model) == EXCHANGED
+
+
+def test_averaged_copies_and_tied_weights_go_along():
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+    model[1].weight = model[0].weight
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    other = copy.deepcopy(model)
+    report = nhwc.convert_(model, ema=averaged, each_forward=True)
+    assert actions(report.plan) == [Action.EACH_FORWARD] * 2
+    assert kinds(model) == kinds(averaged.module) == ["EachForwardConv2d"] * 2
+    nhwc.convert_(other, each_forward=True)
+    report.revert(ema=other)
+    assert kinds(model) == kinds(averaged.module) == kinds(other) == ["Conv2d"] * 2
+    assert model[1].weight is model[0].weight
+
+
+class Raw(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+    def forward(self, x):
+        return F.conv2d(x, self.kernel)
+
+
+def replaced():
+    layer = nn.Conv2d(3, 4, 3)
+    layer.forward = layer.forward
+    return layer
+
+
+def part_of_a_buffer():
+    layer = nn.Conv2d(3, 4, 3, bias=False)
+    layer.weight.data = torch.zeros(2, 4, 3, 3, 3)[1]
+    return layer
+
+
+def not_a_leaf():
+    layer = nn.Conv2d(3, 4, 3)
+    weight = layer.weight * 2
+    del layer.weight
+    layer.weight = weight
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (Raw, Reason.NOT_EXCHANGEABLE),
+        (replaced, Reason.NOT_EXCHANGEABLE),
+        (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_EXCHANGEABLE),
+        (lambda: torch.compile(nn.Conv2d(3, 4, 3)), Reason.COMPILED),
+        (part_of_a_buffer, None),
+        (not_a_leaf, None),
+        (lambda: nn.Conv2d(3, 4, 3, device="meta"), None),
+    ],
+    ids=["raw", "replaced", "scripted", "compiled", "part", "no_leaf", "meta"],
+)
+@pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:torch_nhwc")
+def test_what_is_refused_and_what_is_not(make, reason):
+    model = make()
+    example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Raw) else {}
+    (row,) = nhwc.convert_(model, each_forward=True, **example).plan.rows
+    assert (row.action, row.reason) == (Action.REFUSE if reason else Action.EACH_FORWARD, reason)
+
+
+@pytest.mark.filterwarnings("ignore:torch_nhwc")
+def test_a_tensor_subclass_is_taken_where_it_takes_the_operator():
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    class Refuses(TwoTensor):
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            if "nhwc" in str(func):
+                raise NotImplementedError
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    x = torch.randn(1, 3, 5, 5)
+    for kind, action in ((TwoTensor, Action.EACH_FORWARD), (Refuses, Action.REFUSE)):
+        layer = nn.Conv2d(3, 4, 3)
+        layer.weight = nn.Parameter(kind(layer.weight.detach(), layer.weight.detach() * 2))
+        expected = layer(x)
+        (row,) = nhwc.convert_(layer, each_forward=True).plan.rows
+        assert row.action is action
+        got = layer(x)
+        torch.testing.assert_close((got.a, got.b), (expected.a, expected.b))
