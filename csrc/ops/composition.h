@@ -5,7 +5,7 @@
 
 namespace nhwc {
 
-/// The input of a composition: the same memory, and the gradient that it hands on lies channels-last.
+/// An input of a composition: the same memory, and the gradient that it hands on lies channels-last.
 at::Tensor enter(const at::Tensor& input);
 
 /// The output of a composition, in canonical strides. It is no view for autograd, since changing a view in place costs

@@ -39,11 +39,16 @@ bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std:
          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) && bias->scalar_type() == input.scalar_type());
 }
 
-// Whether every voxel is a product by itself, and a matrix product is faster: of narrower types the convolutions are.
+// Whether every voxel is a product by itself, and a matrix product is faster, and as precise as is asked of
+// convolutions: of narrower types the convolutions are faster.
 bool is_linear(const at::Tensor& input, const at::Tensor& weight, const c10::SymInt& stride, const c10::SymInt& padding,
                const c10::SymInt& groups) {
   const bool is_wide = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
-  return is_wide && weight.sym_size(2) == 1 && stride == 1 && padding == 0 && groups == 1;
+  if (!is_wide || weight.sym_size(2) != 1 || stride != 1 || padding != 0 || groups != 1) return false;
+  const auto precision = [](at::Float32Op op) {
+    return at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
+  };
+  return precision(at::Float32Op::MATMUL) == precision(at::Float32Op::CONV);
 }
 
 at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
@@ -55,12 +60,14 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
     }
     return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
   }
+  // Views of a channels-last weight have gradients in other strides.
+  const at::Tensor kernel = is_channels_last(weight) ? enter(weight) : weight;
   if (is_linear(input, weight, stride[0], padding[0], groups)) {
-    return leave(channels_from_end(at::linear(channels_to_end(enter(input)), weight.flatten(1), bias)));
+    return leave(channels_from_end(at::linear(channels_to_end(enter(input)), kernel.flatten(1), bias)));
   }
   const c10::SymInt one = 1, zero = 0;
   const at::Tensor out =
-      at::conv2d_symint(to_columns(enter(input)), weight.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
+      at::conv2d_symint(to_columns(enter(input)), kernel.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
                         at::SymIntArrayRef({padding[0], zero}), at::SymIntArrayRef({dilation[0], one}), groups);
   return leave(from_columns(out, input.sym_size(4)));
 }

@@ -50,7 +50,21 @@ at::Tensor softmax_rows_backward(const at::Tensor& grad, const at::Tensor& outpu
                                : at::_softmax_backward_data(gradients, outputs, -1, type));
 }
 
+void check(const at::Tensor& input) {
+  TORCH_CHECK(input.dim() >= 3 && input.dim() <= 5 && input.numel() > 0,
+              "nhwc::native_softmax: expected an input of 3 to 5 dimensions with elements, got one of shape ",
+              input.sizes());
+}
+
+void check(const at::Tensor& grad, const at::Tensor& output) {
+  check(output);
+  TORCH_CHECK(grad.sizes() == output.sizes() && grad.scalar_type() == output.scalar_type(),
+              "nhwc::native_softmax_backward: expected a gradient of shape ", output.sizes(), " and ",
+              output.scalar_type(), ", as the output, got ", grad.sizes(), " and ", grad.scalar_type());
+}
+
 at::Tensor softmax_cpu(const at::Tensor& input, bool log) {
+  check(input);
   if (!cpu::has_softmax(input.scalar_type(), input.size(1))) return softmax_rows(input, log);
   const at::Tensor rows = channels_to_end(input).contiguous();
   at::Tensor out = at::empty(rows.sizes(), rows.options());
@@ -59,6 +73,7 @@ at::Tensor softmax_cpu(const at::Tensor& input, bool log) {
 }
 
 at::Tensor softmax_cpu_backward(const at::Tensor& grad, const at::Tensor& output, bool log) {
+  check(grad, output);
   if (!cpu::has_softmax_backward(output.scalar_type())) return softmax_rows_backward(grad, output, log);
   const at::Tensor gradients = channels_to_end(grad).contiguous(), outputs = channels_to_end(output).contiguous();
   at::Tensor out = at::empty(outputs.sizes(), outputs.options());

@@ -1,5 +1,7 @@
 """conv3d: every argument, by PyTorch's own."""
 
+import itertools
+
 import pytest
 import torch
 from activations import assert_as_stock, assert_differentiable, assert_in_format, assert_like, channels_last, sliced
@@ -49,6 +51,33 @@ def test_values_and_gradients(name, arrange):
             tolerance = {torch.float32: 1e-5, torch.bfloat16: 3e-2, torch.float64: 1e-12}[dtype]
             scale = tolerance * float(expected.grad.abs().max())
             torch.testing.assert_close(weight.grad.double(), expected.grad, rtol=tolerance, atol=scale)
+
+
+@pytest.mark.parametrize("arrange", [channels_last, torch.Tensor.contiguous])
+def test_the_weights_gradient_has_its_strides(arrange):
+    for dtype, name in itertools.product((torch.float32, torch.bfloat16), ("one tap", "depth")):
+        kernel, arguments = KERNELS[name]
+        weight = arrange(inputs(kernel, arguments)[0].to(dtype)).requires_grad_()
+        ours(channels_last(torch.randn(2, 4, 5, 6, 7)).to(dtype), weight, **arguments).sum().backward()
+        assert weight.grad.stride() == weight.stride()
+
+
+def test_products_are_as_precise_as_is_asked_of_convolutions():
+    weight, volume = torch.randn(3, 4, 1, 1, 1), channels_last(torch.randn(2, 4, 5, 6, 7))
+    before = torch.get_float32_matmul_precision()
+    names = lambda: {each.key for each in profile(lambda: ours(volume, weight))}  # noqa: E731
+    try:
+        assert "aten::linear" in names()
+        torch.set_float32_matmul_precision("medium")
+        assert "aten::conv2d" in names()
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def profile(call):
+    with torch.profiler.profile() as profiler:
+        call()
+    return profiler.key_averages()
 
 
 def test_one_channel_and_one_voxel():

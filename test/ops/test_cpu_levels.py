@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import reference
 import torch
+from activations import assert_like
 from exactness import check, every_value
 from selection import some_of
 
@@ -73,6 +74,17 @@ def check_this_level():
     assert torch.equal(
         reference.bits(nhwc.convert_weight(zeros, dtype=torch.bfloat16)), reference.bits(zeros.bfloat16())
     )
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        for channels in (2, 3, 4, 8, 16, 17, 32, 40, 72):
+            for function in (torch.softmax, torch.log_softmax):
+                check_activation(getattr(nhwc.functional, function.__name__), function, 1, channels, dtype)
+            for groups in {1, channels}:
+                check_activation(nhwc.functional.group_norm, torch.nn.functional.group_norm, groups, channels, dtype)
+
+
+def check_activation(ours, function, argument, channels, dtype):
+    values = 3 + torch.randn(2, channels, 5, 7)
+    assert_like(lambda x: ours(x, argument), lambda x: function(x, argument), values, dtype)
 
 
 @pytest.mark.parametrize("level", some_of(LEVELS, LEVELS[-1]))

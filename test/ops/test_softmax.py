@@ -34,6 +34,33 @@ def test_every_number_of_channels(operator, reference):
         torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6 if expected.min() < 0 else 0)
 
 
+@pytest.mark.parametrize("log", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients_of_every_number_of_channels(dtype, log):
+    native, native_backward = torch.ops.nhwc.native_softmax, torch.ops.nhwc.native_softmax_backward
+    for channels in [*range(1, 36), 63, 64, 65, 128, 129, 256, 300]:
+        gradient = channels_last(torch.randn(1, channels, 7, 11)).to(dtype)
+        gradient[0, channels // 2, 3, 5] = math.nan  # of one row, and not of its neighbours
+        output = native(channels_last(torch.randn(1, channels, 7, 11)).to(dtype), log)
+        ours = native_backward(gradient, output, log)
+        exact, outputs = gradient.double(), output.double()
+        sums = (exact if log else exact * outputs).sum(1, keepdim=True)
+        expected = exact - outputs.exp() * sums if log else (exact - sums) * outputs
+        scale = float(exact.nan_to_num().abs().max())
+        tolerance = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}[dtype]
+        torch.testing.assert_close(ours.double(), expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+        assert ours.stride() == output.stride()
+
+
+def test_bad_input_of_the_operators_below():
+    values = channels_last(torch.randn(1, 4, 3, 3))
+    with pytest.raises(RuntimeError, match=r"with elements, got one of shape \[2, 0, 3, 3\]"):
+        torch.ops.nhwc.native_softmax(torch.empty(2, 0, 3, 3), False)
+    for gradient in (values.half(), values[..., :1]):
+        with pytest.raises(RuntimeError, match=r"expected a gradient of shape \[1, 4, 3, 3\] and Float, as the output"):
+            torch.ops.nhwc.native_softmax_backward(gradient, values, False)
+
+
 @both
 def test_extremes(operator, reference):
     inf, nan = math.inf, math.nan
