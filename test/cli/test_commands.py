@@ -133,7 +133,7 @@ def test_a_missing_extra_is_named_in_one_sentence(missing, arguments, extra, tmp
     assert run.returncode == 0
 
 
-@pytest.mark.parametrize("missing", [("monai",), ("monai", "transformers")])
+@pytest.mark.parametrize("missing", [exhaustive(("monai",)), ("monai", "transformers")])
 def test_the_demo_goes_without_models_whose_packages_are_missing_unless_all_are(missing, tmp_path):
     for name in missing:
         (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")

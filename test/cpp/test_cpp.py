@@ -161,7 +161,8 @@ def test_the_library_needs_no_python():
     assert not re.search(r" U _?Py", symbols)
 
 
-@pytest.mark.parametrize("architecture", some_of(["80", "90", "100"], "90"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_the_cuda_kernels_need_no_torch_and_stay_in_registers(architecture, tmp_path):
     keep = ["--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.o"]
     report = cuda_build.nvcc(ROOT / "csrc/cuda/filter_kernels.cu", "c++17", architecture, "-Xptxas", "-v", *keep)

@@ -13,7 +13,9 @@ from torch.utils import mkldnn
 
 import torch_nhwc as nhwc
 
+# Compiling the program takes more than a minute; test_module.py has the walk in C++ in the fast tests.
 pytestmark = [
+    pytest.mark.exhaustive,
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning"),
 ]

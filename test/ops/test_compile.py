@@ -61,8 +61,7 @@ def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op, dev
 
 
 COMPILED = [
-    # Inductor's compiler takes five seconds each.
-    case if case[0] != "inductor" or case == ("inductor", False, (4, 3, 3, 3)) else exhaustive(*case)
+    case if case[0] != "inductor" and case[1:] in ((False, (4, 3, 3, 3)), (True, (4, 1, 3, 3))) else exhaustive(*case)
     for case in itertools.product(BACKENDS, [False, True], SHAPES)
 ]
 
