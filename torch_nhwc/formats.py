@@ -55,7 +55,10 @@ class Format(NamedTuple):
 
     def strides(self, shape: torch.Size) -> Strides:
         """The canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
-        return _canonical_strides(shape, self.name != "contiguous_format")
+        try:
+            return _canonical_strides(shape, self.is_channels_last)
+        except TypeError:  # symbolic sizes have no hash
+            return _canonical_strides.__wrapped__(shape, self.is_channels_last)
 
 
 @cache

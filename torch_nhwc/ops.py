@@ -22,8 +22,15 @@ _OUTCOMES = {int(outcome): outcome for outcome in Outcome}  # faster than the en
 _F = TypeVar("_F", bound=Callable[..., object])
 
 # PyTorch looks for a `__torch_function__` in every memory format that an operator is given, which takes as long as the
-# conversion of a small weight; it does not look into the number that stands for one.
-_NUMBERS: dict[object, object] = {torch.contiguous_format: 0, torch.channels_last: 2, torch.channels_last_3d: 3}
+# conversion of a small weight; it does not look into the number that stands for one. Whoever overrides the operator (a
+# tracer, a mode, a subclass) therefore sees the number.
+_NUMBERS: dict[object, object] = {
+    None: None,
+    torch.contiguous_format: 0,
+    torch.preserve_format: 1,  # which the operator refuses
+    torch.channels_last: 2,
+    torch.channels_last_3d: 3,
+}
 _convert_weight = torch.ops.nhwc.convert_weight.default
 
 
@@ -45,13 +52,18 @@ def convert_weight(
     Raises:
         RuntimeError: the weight is not 4D or 5D, or the format is not one of its rank.
         NotImplementedError: the weight is sparse, quantized, nested or of another layout that is not strided.
-        TypeError: the cast is not between floating types; `weight` is not a tensor, or `memory_format` is a name.
+        TypeError: the cast is not between floating types; `weight` is not a tensor, or `memory_format` is not a
+            `torch.memory_format`.
 
     Example:
         >>> torch_nhwc.convert_weight(torch.randn(8, 3, 3, 3), dtype=torch.bfloat16).stride()
         (27, 1, 9, 3)
     """
-    number = _NUMBERS.get(memory_format, memory_format)
+    try:
+        number = _NUMBERS[memory_format]
+    except (KeyError, TypeError):  # what is not in there may have no hash either
+        _expect("convert_weight", memory_format, weight)
+        number = memory_format
     try:
         if dtype is None:
             converted: Tensor = _convert_weight(weight, number)
@@ -138,13 +150,20 @@ def _as_list(
 
 def _expect(function: str, memory_format: object, *weights: object) -> None:
     """Says in Python's words what the operators would say in those of their bindings."""
-    if isinstance(memory_format, str):
+    # A number that is no format would be taken for one, and its name looked up beyond the end of the list of names.
+    is_format = memory_format is None or isinstance(memory_format, torch.memory_format)
+    if not is_format and not _is_stand_in(memory_format):
         raise TypeError(
             f"{function}: expected memory_format to be a torch.memory_format, got {memory_format!r}"
         ) from None
     for weight in weights:
-        if not isinstance(weight, Tensor) and not hasattr(weight, "__torch_function__"):  # tracers' proxies have that
+        if not isinstance(weight, Tensor) and not _is_stand_in(weight):
             raise TypeError(f"{function}: expected a weight to be a tensor, got {type(weight).__name__}") from None
+
+
+def _is_stand_in(value: object) -> bool:
+    """Whether a tracer's proxy stands for something, which may be a weight or a memory format."""
+    return hasattr(type(value), "__torch_function__") and not isinstance(value, Tensor)
 
 
 def _outside_of_graphs(function: _F) -> _F:
@@ -210,7 +229,7 @@ def convert_weights_(
             gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
             format; while a CUDA graph is captured on the weight's device.
         NotImplementedError: for a weight that is sparse, quantized, nested or of another layout that is not strided.
-        TypeError: `weights` is one tensor or a module; `memory_format` is a name.
+        TypeError: `weights` is one tensor or a module; `memory_format` is not a `torch.memory_format`.
         ValueError: `storage` is none of the four.
 
     Example:

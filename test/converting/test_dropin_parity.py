@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import torch_nhwc as nhwc
 
@@ -145,3 +146,17 @@ def test_the_strides_of_fake_tensors_change_without_a_word(rank, inside, recwarn
         assert weight.requires_grad
         assert weight.is_leaf
     assert not recwarn.list
+
+
+@BOTH
+@pytest.mark.parametrize("shape", [(3, 4, 3), (3, 3, 3), (2, 4, 1)], ids=str)
+def test_the_strides_of_fake_tensors_of_symbolic_sizes_are_alike(rank, shape):
+    for layer, memory_format in itertools.product(LAYERS[rank], [LAST[rank], torch.contiguous_format]):
+        models = layer(*shape), layer(*shape)
+        for converter, model in zip((OURS[rank], STOCK[rank]), models):
+            fake = FakeTensorMode(shape_env=ShapeEnv()).from_tensor(model.weight.data)
+            model.weight = nn.Parameter(fake)
+            assert any(isinstance(size, torch.SymInt) for size in model.weight.shape)
+            converter(model, memory_format)
+        ours, stock = (str(model.weight.stride()) for model in models)
+        assert ours == stock

@@ -1,5 +1,7 @@
 """convert_weight and convert_weights: values, strides, dtypes, errors."""
 
+import re
+
 import pytest
 import reference
 import sanitized
@@ -264,14 +266,23 @@ def test_casts_beyond_floating_types_raise(dtype, to, device):
 
 
 @pytest.mark.parametrize(
-    "function", [nhwc.convert_weight, nhwc.convert_weights, nhwc.convert_weight_, nhwc.convert_weights_]
+    "wrong", ["channels_last", 2, 7, -1, True, 2.0, [1], {}, torch.half, torch.tensor(2)], ids=repr
 )
-def test_a_name_in_the_place_of_a_memory_format_raises(function):
+@pytest.mark.parametrize(
+    "function",
+    [nhwc.convert_weight, nhwc.convert_weights, nhwc.convert_weight_, nhwc.convert_weights_, nhwc.plan_weights],
+)
+def test_what_is_not_a_memory_format_raises(function, wrong):
     weight = torch.randn(4, 3, 3, 3)
-    message = f"^{function.__name__}: expected memory_format to be a torch.memory_format, got 'channels_last'$"
+    message = f"^{function.__name__}: expected memory_format to be a torch.memory_format, got {re.escape(repr(wrong))}$"
     with pytest.raises(TypeError, match=message):
-        function(weight if "weights" not in function.__name__ else [weight], "channels_last")
+        function(weight if "weights" not in function.__name__ else [weight], wrong)
     assert weight.is_contiguous()
+
+
+def test_a_memory_format_may_be_an_input_of_a_traced_graph():
+    traced = torch.fx.symbolic_trace(lambda weight, memory_format: nhwc.convert_weight(weight, memory_format))
+    assert traced(torch.randn(4, 3, 3, 3), torch.channels_last).stride() == (27, 1, 9, 3)
 
 
 @pytest.mark.parametrize("function", [nhwc.convert_weight, nhwc.convert_weight_])
