@@ -107,6 +107,12 @@ class Reason(enum.Enum):
         "torch.ops.nhwc.convert_weight there",
     )
     SUBCLASS = Kind.REFUSED, f"{sentence('TRACED')}; {_EACH_FORWARD} where its class takes other packages' operators"
+    INNER_HELD = (
+        Kind.REFUSED,
+        "something else holds the memory of the tensors inside of its tensor subclass, which it would leave (FSDP2, "
+        "another weight, a view, a state dict, the tensor that it was made of, a larger storage, another process): let "
+        f"go of it first; or {_EACH_FORWARD} where its class takes other packages' operators",
+    )
     WRAPPED = Kind.REFUSED, f"{sentence('WRAPPED')}; or {_EACH_FORWARD}"
     PART_OF_LARGER_STORAGE = Kind.REFUSED, f"{sentence('PART_OF_LARGER_STORAGE')}; or {_EACH_FORWARD}"
     GRADIENT_IN_THE_WAY = Kind.REFUSED, sentence("GRADIENT_IN_THE_WAY")

@@ -138,7 +138,10 @@ bool is_tracing() {
 }
 
 Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
-  if (weight.key_set().has_any(traced_keys)) return Outcome::traced;
+  // A wrapper can be converted by other means, and its hooks stand against that too.
+  if (weight.key_set().has_any(traced_keys)) {
+    return has_accumulator_post_hooks(weight) ? Outcome::wrapped : Outcome::traced;
+  }
   if (weight.key_set().has_any(lazy_view_keys)) return Outcome::lazy_view;
   if (!weight.is_leaf()) return Outcome::not_a_leaf;
   if (weight.strides() == strides) return Outcome::kept;

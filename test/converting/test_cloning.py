@@ -1,5 +1,7 @@
 """Weights of wrapper subclasses in the drop-ins: taken with all that is inside, or refused with nothing touched."""
 
+import contextlib
+import copy
 import os
 
 import pytest
@@ -139,9 +141,8 @@ def assert_lies(weight, inner, values, memory_format):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("make", [two, lambda shape: Wrapper(torch.randn(shape))], ids=["TwoTensor", "Wrapper"])
 def test_a_wrapper_subclass_is_converted_with_what_is_inside(shape, make):
-    weight = make(shape)
     inside = lambda: [getattr(layer.weight, name) for name in layer.weight.__tensor_flatten__()[0]]  # noqa: E731
-    layer = layer_with(weight)
+    layer = layer_with(make(shape))
     values, parameter = [each.detach().clone() for each in inside()], layer.weight
     parameter.note = "the user's own"
     for memory_format in (LAST[len(shape)], torch.contiguous_format):
@@ -201,12 +202,110 @@ def test_a_wrapper_that_is_converted_in_inference_mode_still_trains():
     assert layer.weight.grad.a.stride() == (27, 1, 9, 3)
 
 
-def test_inner_tensors_that_leave_a_larger_storage_are_warned_about():
-    flat = torch.randn(500)
-    layer = layer_with(Wrapper(flat[100:208].view(4, 3, 3, 3)))
-    with pytest.warns(UserWarning, match=r"the weight of the module itself \(Conv2d\) leaves the larger storage"):
+def held_by_a_view(shape):
+    weight = nn.Parameter(Wrapper(torch.randn(shape)))
+    return weight, weight.inner.view(-1)
+
+
+def part_of_a_larger_storage(shape):
+    return nn.Parameter(Wrapper(torch.randn(8, *shape)[4])), None
+
+
+def held_by_another_weight(shape):
+    inner = torch.randn(shape)
+    return [nn.Parameter(TwoTensor(inner, inner.clone())) for _ in range(2)]
+
+
+def held_by_a_plain_weight(shape):
+    plain = nn.Parameter(torch.randn(shape))
+    return nn.Parameter(Wrapper(plain.detach())), plain
+
+
+def twice_within(shape):
+    inner = torch.randn(shape)
+    return nn.Parameter(TwoTensor(inner, inner)), None
+
+
+def shared_between_processes(shape):
+    return nn.Parameter(Wrapper(torch.randn(shape).share_memory_())), None
+
+
+def inside_of(weight):
+    return [getattr(weight, name) for name in weight.__tensor_flatten__()[0]]
+
+
+OWNED = [
+    held_by_a_view,
+    part_of_a_larger_storage,
+    held_by_another_weight,
+    held_by_a_plain_weight,
+    twice_within,
+    shared_between_processes,
+]
+
+
+@pytest.mark.parametrize("make", OWNED, ids=lambda make: make.__name__)
+def test_a_wrapper_whose_inner_memory_something_else_holds_is_refused_and_nothing_is_touched(make):
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 4, 3))
+    model[1].weight, _other = make((4, 3, 3, 3))
+    held = inside_of(model[1].weight)
+    before = [(each.stride(), each.data_ptr()) for each in held]
+    with pytest.raises(RuntimeError, match=r"nothing was changed, because of '1' .*something else holds the memory"):
+        nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    assert all(new is old for new, old in zip(inside_of(model[1].weight), held))
+    assert [(each.stride(), each.data_ptr()) for each in held] == before
+    assert model[0].weight.stride() == model[1].weight.stride() == (27, 9, 3, 1)
+    nhwc.convert_conv2d_weight_memory_format(model, torch.contiguous_format)  # there is nothing to do
+
+
+@pytest.mark.parametrize("make", OWNED, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 1, 3, 3)], ids=str)
+def test_inner_tensors_that_need_not_move_stay_in_their_memory_whoever_holds_it(shape, make):
+    layer = nn.Conv2d(shape[1], shape[0], shape[2:])
+    layer.weight, _other = make(shape)
+    before = [(each.data_ptr(), each.clone()) for each in inside_of(layer.weight)]
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert_lies(layer.weight, inside_of(layer.weight), [values for _, values in before], torch.channels_last)
+    assert [each.data_ptr() for each in inside_of(layer.weight)] == [place for place, _ in before]
+
+
+def test_a_wrapper_with_a_hook_on_its_gradient_accumulator_is_refused_unless_it_is_in_format():
+    layer = layer_with(two((4, 3, 3, 3)))
+
+    def hook():
+        accumulator = layer.weight.expand_as(layer.weight).grad_fn.next_functions[0][0]
+        accumulator.register_hook(lambda *_: None)
+        return accumulator
+
+    held = hook()
+    with pytest.raises(RuntimeError, match=r"nothing was changed, because of .*gradient accumulator has post hooks"):
         nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
-    assert torch.equal(layer.weight.inner, flat[100:208].view(4, 3, 3, 3))
+    assert layer.weight.a.stride() == layer.weight.stride() == (27, 9, 3, 1)
+    del held
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    held = hook()
+    inner = layer.weight.a
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert layer.weight.a is inner
+    del held
+
+
+def test_the_gradient_of_a_wrapper_may_be_held_and_not_be_part_of_a_larger_storage():
+    layer = layer_with(two((4, 3, 3, 3)))
+    gradient = layer.weight.grad = two((4, 3, 3, 3))
+    also = gradient.a.view(-1)
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert_lies(gradient, [gradient.a], [also.view(4, 3, 3, 3)], torch.channels_last)
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.contiguous_format)
+    gradient = layer.weight.grad = TwoTensor(*(torch.randn(8, 4, 3, 3, 3)[4] for _ in range(2)))
+    with pytest.raises(RuntimeError, match=r"nothing was changed, .* its gradient cannot follow"):
+        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert layer.weight.a.stride() == gradient.a.stride() == (27, 9, 3, 1)
+    layer.weight.grad = None
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    layer.weight.grad = gradient
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)  # as it does for plain weights in format
+    assert gradient.a.stride() == (27, 9, 3, 1)
 
 
 def inner_state(weight):
@@ -280,3 +379,27 @@ def test_a_dtensor_is_converted_with_its_local_tensor_and_trains(sharded, shape,
     assert weight.grad.stride() == weight.grad.to_local().stride() == weight.stride()
     torch.optim.SGD(layer.parameters(), lr=0.1).step()
     torch.testing.assert_close(weight.to_local(), values - 0.1 * weight.grad.to_local())
+
+
+@pytest.mark.parametrize("trained", [False, True])
+@pytest.mark.parametrize("kernel", [1, 3])
+def test_a_layer_below_one_that_fsdp2_has_sharded_trains_on_as_before(kernel, trained, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv2d(3, 8, kernel), nn.ReLU(), nn.Conv2d(8, 4, kernel))
+    sharded = copy.deepcopy(plain)
+    fully_shard(sharded, mesh=mesh)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (plain, sharded)]
+    for step in range(4):
+        if step == int(trained):
+            sharded.reshard()
+            with contextlib.nullcontext() if kernel == 1 else pytest.raises(RuntimeError, match="FSDP2"):
+                nhwc.convert_conv2d_weight_memory_format(sharded[0], torch.channels_last)
+        x = torch.randn(2, 3, 8, 8)
+        for model, optimizer in zip((plain, sharded), optimizers):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    for expected, actual in zip(plain.parameters(), sharded.parameters()):
+        torch.testing.assert_close(actual.to_local(), expected)

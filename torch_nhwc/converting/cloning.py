@@ -11,31 +11,52 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_nhwc.converting.edits import Edit
-from torch_nhwc.finding.site import Site
 from torch_nhwc.formats import Format
-from torch_nhwc.memory import is_fake
+from torch_nhwc.memory import is_fake, lies_as
+from torch_nhwc.outcomes import Outcome
+from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
+from torch_nhwc.reasons import Reason
+
+# What other owners of a tensor's memory would not see: they keep, or gather from, what it was before.
+_OWNED_ELSEWHERE = (Outcome.FRESH_HELD, Outcome.FRESH_SHARED, Outcome.PART_OF_LARGER_STORAGE, None)
 
 
 @torch.inference_mode(False)  # what is made in inference mode can never train
 @torch.no_grad()
-def clones_of(site: Site, wanted: Format) -> list[Edit] | None:
+def clones_of(decision: Decision, request: Request) -> list[Edit] | Reason | None:
     """The edits by which a site's weight and its gradient take over what their clones in the format are.
 
-    The tensor's class makes the clone. `None` where that is not right: strides, values, inner tensors and their strides
-    are all looked at, so that nothing is taken over which only says that it is in the format.
+    The tensor's class makes the clone. What is inside and need not move stays where it is, and only its strides change.
+
+    Returns:
+        The edits; the reason where something else owns what would change; or `None` where the clone is not right:
+        strides, values, inner tensors and their strides are all looked at, so that nothing is taken over which only
+        says that it is in the format.
     """
-    assert site.tensor is not None
-    edits = []
-    for tensor in (site.tensor, site.tensor.grad):
+    site, wanted = decision.site, request.format
+    if decision.reason is Reason.WRAPPED:
+        return [] if _is_laid_out(decision.tensor, wanted) else Reason.WRAPPED
+    edits: list[Edit] = []
+    for tensor in (decision.tensor, decision.tensor.grad):
         try:
             if tensor is None or _is_laid_out(tensor, wanted):
                 continue
-            before = tensor.detach()
-            clone = before.clone(memory_format=getattr(torch, wanted.name_at(site.rank)))
-            if not (tensor.is_leaf and _is_laid_out(clone, wanted) and _is_equal(before, clone)):
+            clone = tensor.detach().clone(memory_format=getattr(torch, wanted.name_at(site.rank)))
+            if not (tensor.is_leaf and _is_laid_out(clone, wanted) and _is_equal(tensor, clone)):
                 return None
+            pairs = list(zip(_memory_of(tensor), _memory_of(clone)))
+            moving = [part for part, copy in pairs if not lies_as(part, copy.stride())]
+            outcomes = outcomes_of(moving, request._replace(storage="auto"))  # before there is a detached copy
+            if tensor is decision.tensor and not set(_OWNED_ELSEWHERE).isdisjoint(outcomes):
+                return Reason.INNER_HELD
+            if Outcome.PART_OF_LARGER_STORAGE in outcomes:
+                return Reason.GRADIENT_IN_THE_WAY if edits else []
+            for part, copy in pairs:
+                if lies_as(part, copy.stride()):
+                    copy.data = part.as_strided(part.shape, copy.stride())
         except Exception:  # the code of the class may raise anything
             return None
+        before = tensor.detach()
         names = _attributes(tensor) & _attributes(clone)
         forth, back = (
             partial(_become, tensor, data, {name: getattr(source, name) for name in names})
@@ -45,7 +66,7 @@ def clones_of(site: Site, wanted: Format) -> list[Edit] | None:
     return edits
 
 
-def memory_of(tensor: Tensor) -> list[Tensor]:
+def _memory_of(tensor: Tensor) -> list[Tensor]:
     """The tensors that hold the values of a tensor: itself, or those inside of it; none where it is fake."""
     return [part for part in _parts(tensor) if not (is_fake(part) or is_traceable_wrapper_subclass(part))]
 

@@ -6,7 +6,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from torch_nhwc.converting.cloning import clones_of, memory_of
+from torch_nhwc.converting.cloning import clones_of
 from torch_nhwc.converting.commit import commit_changes
 from torch_nhwc.converting.preparing import prepare
 from torch_nhwc.finding.layers import walk_layers
@@ -29,7 +29,8 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
     changes; a weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
     parametrized, normed, pruned, lazy and scripted layers convert as well, as by `convert_`; and the bytes are permuted
     in place where nothing else can see them. Fake tensors and wrapper subclasses (DTensor) become what their clones in
-    the format are, inner tensors included; a subclass whose clone is not in the format is refused.
+    the format are, inner tensors included; a subclass whose clone is not in the format is refused, as is one whose
+    inner tensors something else holds (FSDP2, another weight).
 
     Args:
         module: a model, or one layer.
@@ -69,7 +70,8 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
 
 # What the stock converters do not see either, or cannot convert; anything else that is refused raises.
 _SKIPPED = (Reason.COMPUTED, Reason.ON_THE_FLY, Reason.PACKED, Reason.FROZEN, Reason.FAKE)
-_CLONED = (Reason.FAKE, Reason.SUBCLASS)
+# Those that are asked for their clones; hooks stand against that only where there is something to convert.
+_CLONED = (Reason.FAKE, Reason.SUBCLASS, Reason.WRAPPED)
 # PyTorch's own words for a format of another rank, which people search for.
 _REQUIRED = {
     each: f" (required rank {rank} tensor to use {str(each).removeprefix('torch.')} format)"
@@ -98,14 +100,16 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     request = Request(Format.of(memory_format), "detach")
     decisions = decide(sites, request)
     following = follow(found, decisions, [], Sources(), request)
-    to_clone = {id(each.tensor): each.site for each in decisions if each.reason in _CLONED}
-    edits = {key: clones_of(site, request.format) for key, site in to_clone.items()}
+    to_clone = {id(each.tensor): each for each in decisions if each.reason in _CLONED}  # a tied weight once
+    clones = {key: clones_of(each, request) for key, each in to_clone.items()}
+    edits = {key: each for key, each in clones.items() if isinstance(each, list)}
+    owned = {key: each for key, each in clones.items() if isinstance(each, Reason)}
     left = [
-        (decision.site, reason)
+        (decision.site, owned.get(id(decision.site.tensor), reason))
         for decision in decisions
         if (reason := decision.reason)
         and (decision.action is Action.REFUSE or reason is Reason.FAKE)
-        and edits.get(id(decision.site.tensor)) is None
+        and id(decision.site.tensor) not in edits
     ]
     hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:
@@ -113,18 +117,13 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     # Warnings may be errors: they come before anything changes.
     for site, reason in left:
         _warn(f"{caller}: left {site} as it is: {reason.value}")
-    moving = [
-        (decision.site, tensor)
-        for decision in decisions
-        if decision.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED) or edits.get(id(decision.site.tensor))
-        for tensor in memory_of(decision.tensor)
-    ]
-    outcomes = outcomes_of([tensor for _, tensor in moving], request._replace(storage="auto"))
-    for (site, _), outcome in zip(moving, outcomes):
+    moving = [each for each in decisions if each.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED)]
+    outcomes = outcomes_of([each.tensor for each in moving], request._replace(storage="auto"))
+    for decision, outcome in zip(moving, outcomes):
         if outcome in _LEAVES:
-            _warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
+            _warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
     changes = prepare(following, request)
-    changes.edits.extend(edit for each in edits.values() for edit in each or ())
+    changes.edits.extend(edit for each in edits.values() for edit in each)
     commit_changes(changes, request)
     return module
 
