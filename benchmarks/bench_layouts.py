@@ -13,7 +13,6 @@ bfloat16 is measured where oneDNN can use it: elsewhere a convolution takes so l
 """
 
 import copy
-import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -134,16 +133,6 @@ def show(row: dict) -> None:
     print(f"{row['model']} {row['dtype']} {row['mode']}: {times}; {told} {row['errors'] or ''}", flush=True)
 
 
-def kept_results(out: Path, names: Sequence[str], dtypes: Sequence[str]) -> list[dict]:
-    """The earlier results of what is not measured again."""
-    if not out.exists():
-        return []
-    earlier = json.loads(out.read_text())
-    here = machine.describe()
-    same = all(earlier["machine"][key] == here[key] for key in ("processor", "AMX", "environment"))
-    return [r for r in earlier["results"] if same and (r["model"] not in names or r["dtype"] not in dtypes)]
-
-
 def default_dtypes() -> list[str]:
     return ["float32", "bfloat16"] if torch.ops.mkldnn._is_mkldnn_bf16_supported() else ["float32"]
 
@@ -152,7 +141,8 @@ def run(names: Sequence[str], dtypes: Sequence[str], with_compile: Sequence[str]
     """Measures models, and writes the file after each of them."""
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True  # what was compiled before would take no time
-    results = kept_results(out, names, dtypes)
+    earlier = machine.earlier_results(out)
+    results = [row for row in earlier if row["model"] not in names or row["dtype"] not in dtypes]
     for name in names:
         for dtype in dtypes:
             for mode in MODES:

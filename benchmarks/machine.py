@@ -111,6 +111,14 @@ def parser(description: str | None, out: Path | None) -> argparse.ArgumentParser
     return made
 
 
+def earlier_results(out: Path) -> list[dict]:
+    """The results that are in a file, if they were taken on such a machine with such a torch."""
+    earlier = json.loads(out.read_text()) if out.exists() else {"machine": {}, "results": []}
+    here = describe()
+    same = all(earlier["machine"].get(key) == here[key] for key in ("processor", "AMX", "environment"))
+    return earlier["results"] if same else []
+
+
 def write(out: Path, script: str, results: list, **how: object) -> None:
     """Writes the results of a script of this folder as JSON, with how they were taken and where."""
     measured = {"command": f"python benchmarks/{script}", **how, "machine": describe(), "results": results}
