@@ -36,21 +36,19 @@ void in_parallel(const at::Tensor& rows, const Work& work) {
                    [&](int64_t begin, int64_t end) { work(begin, end - begin); });
 }
 
-}  // namespace
-
-bool has_softmax(at::ScalarType type, int64_t channels) {
-  // More channels are enough for the registers of one row after the other, which is what PyTorch does.
-  const int64_t most = type == at::kFloat ? 128 : 256;
-  return channels <= most && has_softmax_backward(type);
+template <typename Kernel>
+Kernel of_type(const SoftmaxKernels::ByType<Kernel>& kernels, at::ScalarType type) {
+  return type == at::kBFloat16 ? kernels.of_bfloat16 : type == at::kHalf ? kernels.of_half : kernels.of_float;
 }
 
-bool has_softmax_backward(at::ScalarType type) {
-  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+const SoftmaxKernels::ByLogarithm& kernels_of(bool log) {
+  return log ? softmax_kernels().log_softmax : softmax_kernels().softmax;
 }
 
-void softmax(const at::Tensor& input, const at::Tensor& out, bool log) {
+// Many rows side by side, by blocks.
+void softmax_of_columns(const at::Tensor& input, const at::Tensor& out, bool log) {
   const Block block = block_of(input.scalar_type());
-  const SoftmaxKernels::Forward kernel = log ? softmax_kernels().log_softmax : softmax_kernels().softmax;
+  const SoftmaxKernels::OfColumns kernel = kernels_of(log).of_columns;
   const int64_t channels = input.size(-1), row_bytes = channels * block.element_size;
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
@@ -66,13 +64,29 @@ void softmax(const at::Tensor& input, const at::Tensor& out, bool log) {
   });
 }
 
+}  // namespace
+
+bool has_softmax(at::ScalarType type, int64_t channels) {
+  return channels <= softmax_kernels().longest_row && has_softmax_backward(type);
+}
+
+bool has_softmax_backward(at::ScalarType type) {
+  return type == at::kFloat || type == at::kBFloat16 || type == at::kHalf;
+}
+
+void softmax(const at::Tensor& input, const at::Tensor& out, bool log) {
+  const int64_t channels = input.size(-1), row_bytes = channels * input.element_size();
+  constexpr int64_t worth_a_row = 96;  // below it, the sums across registers take more than the transposes
+  if (channels < worth_a_row) return softmax_of_columns(input, out, log);
+  const SoftmaxKernels::Forward kernel = of_type(kernels_of(log).forward, input.scalar_type());
+  const auto* from = static_cast<const char*>(input.const_data_ptr());
+  auto* to = static_cast<char*>(out.mutable_data_ptr());
+  in_parallel(input,
+              [&](int64_t row, int64_t rows) { kernel(from + row * row_bytes, to + row * row_bytes, channels, rows); });
+}
+
 void softmax_backward(const at::Tensor& grad, const at::Tensor& output, const at::Tensor& out, bool log) {
-  const SoftmaxKernels::BackwardByType& kernels =
-      log ? softmax_kernels().log_softmax_backward : softmax_kernels().softmax_backward;
-  const at::ScalarType type = output.scalar_type();
-  const SoftmaxKernels::Backward kernel = type == at::kBFloat16 ? kernels.of_bfloat16
-                                          : type == at::kHalf   ? kernels.of_half
-                                                                : kernels.of_float;
+  const SoftmaxKernels::Backward kernel = of_type(kernels_of(log).backward, output.scalar_type());
   const int64_t channels = output.size(-1), row_bytes = channels * output.element_size();
   const auto* from = static_cast<const char*>(grad.const_data_ptr());
   const auto* beside = static_cast<const char*>(output.const_data_ptr());

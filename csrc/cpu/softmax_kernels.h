@@ -7,18 +7,26 @@
 namespace nhwc::cpu {
 
 struct SoftmaxKernels {
-  /// On a block of rows that is transposed: a matrix of `channels` x `rows`, each column of which is a row of its own.
+  using Index = std::int64_t;
+  /// Of a block of rows that is transposed: a matrix of `channels` x `rows`, each column of which is a row of its own.
   /// In place.
-  using Forward = void (*)(float* values, std::int64_t channels, std::int64_t rows);
-  /// From the gradients of the outputs to those of the inputs: dense rows of `channels`.
-  using Backward = void (*)(const void* gradients, const void* outputs, void* to, std::int64_t channels,
-                            std::int64_t rows);
-  struct BackwardByType {
-    Backward of_float, of_half, of_bfloat16;
+  using OfColumns = void (*)(float* values, Index channels, Index rows);
+  /// Of dense rows that fill registers: of 32 channels at least, and of `longest_row` at most.
+  using Forward = void (*)(const void* inputs, void* outputs, Index channels, Index rows);
+  /// From the gradients of the outputs to those of the inputs, of dense rows.
+  using Backward = void (*)(const void* gradients, const void* outputs, void* to, Index channels, Index rows);
+  template <typename Kernel>
+  struct ByType {
+    Kernel of_float, of_half, of_bfloat16;
+  };
+  struct ByLogarithm {
+    OfColumns of_columns;
+    ByType<Forward> forward;
+    ByType<Backward> backward;
   };
 
-  Forward softmax, log_softmax;
-  BackwardByType softmax_backward, log_softmax_backward;
+  ByLogarithm softmax, log_softmax;
+  Index longest_row;
 };
 
 namespace levels {

@@ -98,6 +98,14 @@ struct Lanes {
     }
   }
 
+  static NHWC_ALWAYS_INLINE float largest(Floats values) {
+    float each[count];
+    store(each, values);
+    float most = each[0];
+    for (Index lane = 1; lane < count; ++lane) most = each[lane] > most ? each[lane] : most;
+    return most;
+  }
+
   static NHWC_ALWAYS_INLINE float sum(Floats values) {
     float each[count];
     store(each, values);
@@ -119,6 +127,70 @@ void forward(float* values, Index channels, Index rows) {
   for (; row < rows; ++row) Lanes<sizeof(float)>::forward<logarithm>(values + row, channels, rows);
 }
 
+// The pairs of registers of a row that fills one or more. The last pair reaches back to elements that were taken
+// already, which do not count in sums.
+template <typename Element>
+class Steps {
+ public:
+  static constexpr Index size = pair_size<Element>;
+
+  NHWC_ALWAYS_INLINE explicit Steps(Index channels) : whole_(channels / size * size), last_(channels - size) {
+    std::int32_t counts[size];
+    for (Index k = 0; k < size; ++k) counts[slot_of<Element>(k)] = last_ + k >= whole_ ? -1 : 0;
+    std::memcpy(&first_, counts, sizeof(first_));
+    std::memcpy(&second_, counts + Wide::count, sizeof(second_));
+  }
+
+  // Where the pair begins that is to begin with this element.
+  NHWC_ALWAYS_INLINE Index at(Index channel) const { return channel < whole_ ? channel : last_; }
+
+  NHWC_ALWAYS_INLINE Pair<float> counted(Index channel, const Pair<float>& values) const {
+    if (channel < whole_) return values;
+    return {Wide::as_floats(Wide::as_bits(values.first) & first_),
+            Wide::as_floats(Wide::as_bits(values.second) & second_)};
+  }
+
+ private:
+  Index whole_, last_;
+  Wide::Bits first_, second_;
+};
+
+constexpr Index longest_row = 512;
+
+// One row after the other, each of which fills registers.
+template <typename Element, bool logarithm>
+void forward_long(const void* inputs, void* outputs, Index channels, Index rows) {
+  const Steps<Element> steps(channels);
+  const auto* from = static_cast<const Element*>(inputs);
+  auto* to = static_cast<Element*>(outputs);
+  alignas(64) float powers[longest_row + Steps<Element>::size];
+  for (Index row = 0; row < rows; ++row, from += channels, to += channels) {
+    Pair<float> largest = load_pair(from);
+    for (Index c = 0; c < channels; c += steps.size) {
+      const Pair<float> x = load_pair(from + steps.at(c));
+      largest.first = x.first > largest.first ? x.first : largest.first;
+      largest.second = x.second > largest.second ? x.second : largest.second;
+    }
+    const Wide::Floats most = Wide::all(Wide::largest(largest.first > largest.second ? largest.first : largest.second));
+    Pair<float> sums{};
+    for (Index c = 0; c < channels; c += steps.size) {
+      const Pair<float> x = load_pair(from + steps.at(c));
+      const Pair<float> power{Wide::exp(x.first - most), Wide::exp(x.second - most)};
+      if (!logarithm) store_pair(powers + c, power);
+      const Pair<float> term = steps.counted(c, power);
+      sums.first += term.first;
+      sums.second += term.second;
+    }
+    const Wide::Floats sum = Wide::all(Wide::sum(sums.first + sums.second));
+    const Wide::Floats last = logarithm ? Wide::log(sum) : 1.0f / sum;
+    for (Index c = 0; c < channels; c += steps.size) {
+      const Pair<float> x = logarithm ? load_pair(from + steps.at(c)) : load_pair(powers + c);
+      store_pair(to + steps.at(c), logarithm ? Pair<float>{x.first - most - last, x.second - most - last}
+                                             : Pair<float>{x.first * last, x.second * last});
+    }
+  }
+}
+
 template <bool logarithm>
 NHWC_ALWAYS_INLINE Wide::Floats term(Wide::Floats gradient, Wide::Floats output) {
   return logarithm ? gradient : gradient * output;
@@ -129,36 +201,23 @@ NHWC_ALWAYS_INLINE Wide::Floats result(Wide::Floats gradient, Wide::Floats outpu
   return logarithm ? gradient - Wide::exp(output) * sum : (gradient - sum) * output;
 }
 
-// One row after the other, where a row fills registers. Its last ones reach back to elements that were taken already,
-// whose terms are left out of the sum.
 template <typename Element, bool logarithm>
 void backward_long(const Element* gradients, const Element* outputs, Element* to, Index channels, Index rows) {
-  constexpr Index step = pair_size<Element>;
-  const Index whole = channels / step * step, last = channels - step;
-  Wide::Bits counts[2];
-  for (Index k = 0; k < step; ++k) {
-    reinterpret_cast<std::int32_t*>(counts)[slot_of<Element>(k)] = last + k >= whole ? -1 : 0;
-  }
+  const Steps<Element> steps(channels);
   for (Index row = 0; row < rows; ++row, gradients += channels, outputs += channels, to += channels) {
     Pair<float> sums{};
-    for (Index c = 0; c < whole; c += step) {
-      const Pair<float> gradient = load_pair(gradients + c), output = load_pair(outputs + c);
-      sums.first += term<logarithm>(gradient.first, output.first);
-      sums.second += term<logarithm>(gradient.second, output.second);
-    }
-    if (whole < channels) {
-      const Pair<float> gradient = load_pair(gradients + last), output = load_pair(outputs + last);
-      const Pair<float> terms{term<logarithm>(gradient.first, output.first),
-                              term<logarithm>(gradient.second, output.second)};
-      sums.first += Wide::as_floats(Wide::as_bits(terms.first) & counts[0]);
-      sums.second += Wide::as_floats(Wide::as_bits(terms.second) & counts[1]);
+    for (Index c = 0; c < channels; c += steps.size) {
+      const Pair<float> gradient = load_pair(gradients + steps.at(c)), output = load_pair(outputs + steps.at(c));
+      const Pair<float> terms = steps.counted(
+          c, {term<logarithm>(gradient.first, output.first), term<logarithm>(gradient.second, output.second)});
+      sums.first += terms.first;
+      sums.second += terms.second;
     }
     const Wide::Floats sum = Wide::all(Wide::sum(sums.first + sums.second));
-    for (Index c = 0; c < channels; c += step) {
-      const Index at = c < whole ? c : last;
-      const Pair<float> gradient = load_pair(gradients + at), output = load_pair(outputs + at);
-      store_pair(to + at, Pair<float>{result<logarithm>(gradient.first, output.first, sum),
-                                      result<logarithm>(gradient.second, output.second, sum)});
+    for (Index c = 0; c < channels; c += steps.size) {
+      const Pair<float> gradient = load_pair(gradients + steps.at(c)), output = load_pair(outputs + steps.at(c));
+      store_pair(to + steps.at(c), Pair<float>{result<logarithm>(gradient.first, output.first, sum),
+                                               result<logarithm>(gradient.second, output.second, sum)});
     }
   }
 }
@@ -243,13 +302,13 @@ void backward(const void* gradients, const void* outputs, void* to, Index channe
 }
 
 template <bool logarithm>
-constexpr cpu::SoftmaxKernels::BackwardByType make_backward() {
-  return {backward<float, logarithm>, backward<Half, logarithm>, backward<BFloat16, logarithm>};
+constexpr cpu::SoftmaxKernels::ByLogarithm make_kernels() {
+  return {forward<logarithm>,
+          {forward_long<float, logarithm>, forward_long<Half, logarithm>, forward_long<BFloat16, logarithm>},
+          {backward<float, logarithm>, backward<Half, logarithm>, backward<BFloat16, logarithm>}};
 }
 
-constexpr cpu::SoftmaxKernels make_kernels() {
-  return {forward<false>, forward<true>, make_backward<false>(), make_backward<true>()};
-}
+constexpr cpu::SoftmaxKernels make_kernels() { return {make_kernels<false>(), make_kernels<true>(), longest_row}; }
 
 }  // namespace softmax
 }  // namespace NHWC_CPU_LEVEL
