@@ -103,8 +103,8 @@ class Reason(enum.Enum):
     NOT_EXCHANGEABLE = (
         Kind.REFUSED,
         "its module cannot be exchanged for one that converts the weight in each forward, since it is no convolution "
-        "layer of PyTorch's or derived from one, is scripted, or has had its forward replaced: use "
-        "torch.ops.nhwc.convert_weight there",
+        "layer of PyTorch's or derived from one, is scripted, has had its forward replaced, or its class has its own "
+        "__reduce__: use torch.ops.nhwc.convert_weight there",
     )
     SUBCLASS = Kind.REFUSED, f"{sentence('TRACED')}; {_EACH_FORWARD} where its class takes other packages' operators"
     INNER_HELD = (

@@ -223,3 +223,21 @@ def test_a_tensor_subclass_is_taken_where_it_takes_the_operator():
         assert row.action is action
         got = layer(x)
         torch.testing.assert_close((got.a, got.b), (expected.a, expected.b))
+
+
+def test_contiguous_brings_back_only_the_layers_that_are_not_left_out():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3))
+    nhwc.convert_(model, each_forward=True)
+    nhwc.convert_(model, torch.contiguous_format, filter_fn=lambda module, path: path == "0")
+    assert [type(each).__name__ for each in model] == ["Conv2d", "EachForwardConv2d"]
+
+
+class Rebuilt(nn.Conv2d):
+    def __reduce__(self):
+        return Rebuilt, (3, 4, 3)
+
+
+def test_a_class_with_a_way_of_its_own_to_be_copied_is_refused():
+    layer = Rebuilt(3, 4, 3)
+    (row,) = nhwc.plan(layer, each_forward=True).rows
+    assert (row.action, row.reason) == (nhwc.Action.REFUSE, nhwc.Reason.NOT_EXCHANGEABLE)

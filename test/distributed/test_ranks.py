@@ -664,7 +664,7 @@ def drop_ins_convert_dtensors_with_their_local_tensors():
     for placement in (Replicate(), Shard(0), Shard(1)):
         layer = nn.Conv2d(5, 6, 3, bias=False)
         values = torch.arange(6 * 5 * 9, dtype=torch.float32).view(6, 5, 3, 3)
-        layer.weight = weight = nn.Parameter(distribute_tensor(values, mesh, [placement]))
+        layer.weight = weight = nn.Parameter(distribute_tensor(values.clone(), mesh, [placement]))
         nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
         local = weight._local_tensor  # to_local gives a view, which has strides of its own where a rank has one channel
         assert layer.weight is weight

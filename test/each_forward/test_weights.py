@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import torch_nhwc as nhwc
 from torch_nhwc.each_forward.weights import in_channels_last
@@ -235,3 +237,67 @@ def test_what_is_kept_goes_with_its_weight_and_by_reverting_and_copies_do_not_ha
     del layer, report
     gc.collect()
     assert len(weights._kept) == before
+
+
+def bfloat16():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def test_a_region_in_which_hooks_are_switched_off_remembers_nothing():
+    layer, x = layer_and_input("2d")
+    with bfloat16(), torch.autograd.graph.disable_saved_tensors_hooks("no"):
+        layer(x)
+    layer.weight.data.normal_()
+    with bfloat16():
+        assert torch.equal(layer(x), torch.nn.functional.conv2d(x, layer.weight, layer.bias))
+
+
+def test_selective_checkpointing_under_autocast():
+    stem, x = layer_and_input("2d")
+    block = nn.Sequential(nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3), nn.Linear(2, 2, bias=False))
+    nhwc.convert_(block, each_forward=True)
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    gradients = []
+    for is_checkpointed in (False, True):
+        with bfloat16():
+            inner = stem(x)
+            output = (
+                checkpoint(block, inner, use_reentrant=False, context_fn=contexts) if is_checkpointed else block(inner)
+            )
+        gradients.append(torch.autograd.grad(output.float().square().sum(), list(block.parameters())))
+    for each, expected in zip(*gradients, strict=True):
+        torch.testing.assert_close(each, expected)
+
+
+def test_a_weight_in_other_memory_at_the_same_address_is_converted_again():
+    for _ in range(8):
+        layer, x = layer_and_input("2d", "keep")
+        with torch.no_grad():
+            layer(x)
+            layer.half().float()
+            expected = torch.nn.functional.conv2d(x, nhwc.convert_weight(layer.weight), layer.bias)
+            assert torch.equal(layer(x), expected)
+
+
+def test_a_graph_that_is_traced_converts_what_is_kept_too():
+    layer, x = layer_and_input("2d", "keep")
+    with torch.no_grad():
+        layer(x)
+        graph = make_fx(layer)(x)
+        layer.weight.mul_(2)
+        assert torch.equal(graph(x), layer(x))
+
+
+def test_another_default_dtype_does_not_end_a_region():
+    layer, x = layer_and_input("2d")
+
+    def run():
+        with bfloat16():
+            layer(x)
+            layer(x)
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        assert conversions(run) == 1
+    finally:
+        torch.set_default_dtype(torch.float32)

@@ -93,7 +93,7 @@ def _exchanges(following: Following, request: Request) -> list[Edit]:
     sources = following.sources
     if not request.format.is_channels_last:
         is_there = any(is_exchanged(each) or is_in_each_forward(each) for each in following.module_types)
-        paths = [path for path, _, _ in walk(following.model)] if is_there else []
+        paths = [path for path, module, _ in walk(following.model) if request.takes(module, path)] if is_there else []
         return bring_back_edits(paths, Sources((), (following.model, *sources.copies)))
     paths = [each.layer.path for each in following.layers if each.row.is_wanted]
     modules = [each.layer.module for each in following.layers if each.action is Action.EXCHANGE]

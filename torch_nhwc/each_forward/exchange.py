@@ -21,6 +21,12 @@ def is_in_each_forward(layer_type: type) -> bool:
     return issubclass(layer_type, EachForward)
 
 
+def is_pickled_otherwise(layer_type: type) -> bool:
+    """Whether a class has its own way to copy and pickle its layers, which knows no other class."""
+    others = [each for each in layer_type.__mro__[:-1] if not each.__module__.startswith("torch_nhwc.")]
+    return any(not {"__reduce__", "__reduce_ex__"}.isdisjoint(vars(each)) for each in others)
+
+
 def exchange(layer: nn.Module, keep: bool = False) -> None:
     """Makes a layer one that converts its weight in each forward, if it is none, and may keep results."""
     layer.__class__ = exchanged_type(type(layer))

@@ -6,6 +6,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_nhwc.formats import CHANNELS_LAST
@@ -36,13 +38,14 @@ def in_channels_last(weight: Tensor) -> Tensor:
     dtype = _dtype_of_autocast(weight)
     if dtype is None and _is_in_order(weight, memory_format):
         return with_canonical_strides(weight)
-    # What a compiler, a tracer or a transform has seen made is of no use to others.
-    is_seen = torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None or _is_transformed()
-    results = None if is_seen or type(weight) is not nn.Parameter else _results_for(weight, dtype)
+    results = None if _is_seen(weight) or type(weight) is not nn.Parameter else _results_for(weight, dtype)
     if results is None:
         return convert_weight(weight, dtype=dtype)
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
-    stamp = weight._version, weight.data_ptr(), weight.device, dtype, needs_gradient
+    stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
+    # The reference to the storage keeps its place from being another's.
+    memory = StorageWeakRef(weight.untyped_storage()), weight.data_ptr()  # type: ignore[no-untyped-call]
+    stamp = weight._version, memory, weight.dtype, weight.device, stream, dtype, needs_gradient
     known, result = results.get(weight, ((), None))
     if result is None or known != stamp:
         # A result from inference mode could not take part in training, where a frozen weight has the same stamp.
@@ -71,6 +74,17 @@ def drop_result(layer: nn.Module) -> None:
     weight = layer._parameters.get("weight")
     if weight is not None:
         _kept.pop(weight, None)
+
+
+def _is_seen(weight: Tensor) -> bool:
+    """Whether a compiler, a tracer, a transform or a capture sees what is made: it is of no use to others."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._get_tracing_state() is not None
+        or _is_transformed()
+        or torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+        or (weight.is_cuda and torch.cuda.is_current_stream_capturing())
+    )
 
 
 def _is_transformed() -> bool:
@@ -107,19 +121,24 @@ def _results_for(weight: Tensor, dtype: torch.dtype | None) -> _Results | None:
     return _results_of_region(weight.device.type) if dtype and is_cached and torch.is_autocast_cache_enabled() else None
 
 
-def _results_of_region(device: str) -> _Results:
+def _results_of_region(device: str) -> _Results | None:
     """The results that are forgotten when autocast forgets its own, as at the end of its outermost region.
 
     Autocast tells nobody when that is. So it is given a tensor to cast, which it caches: the end of that cast is the
-    end of the others, too. A hook sees the cast, on its way to be saved for a backward.
+    end of the others, too. A hook sees the cast, on its way to be saved for a backward; `None` where there may be none.
     """
     results = _of_region.get(device)
     if results is None:
-        results = _of_region[device] = {}
         casts: list[Tensor] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(casts.append, lambda nothing: nothing)
-        with torch.inference_mode(False), torch.enable_grad(), hooks:
-            token = torch.zeros(0, 0, device=device, requires_grad=True)
-            torch.mm(token, token)
+        try:
+            # No mode sees it, since selective checkpointing wants the same operators in each pass.
+            with _disable_current_modes(), torch.inference_mode(False), torch.enable_grad(), hooks:
+                token = torch.zeros(0, 0, dtype=torch.float32, device=device, requires_grad=True)
+                torch.mm(token, token)
+        except RuntimeError:  # such hooks are switched off
+            return None
+        results = {}
         weakref.finalize(casts[0].untyped_storage(), _of_region.pop, device, None).atexit = False
+        _of_region[device] = results
     return results

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, get_args
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.each_forward.exchange import is_in_each_forward
+from torch_nhwc.each_forward.exchange import is_in_each_forward, is_pickled_otherwise
 from torch_nhwc.finding.layers import is_layer
 from torch_nhwc.finding.site import Site
 from torch_nhwc.formats import Format, Strides
@@ -61,6 +61,10 @@ class Request(NamedTuple):
             raise ValueError("each_forward is for channels-last: torch.contiguous_format brings exchanged layers back")
         inputs = None if input_format is None else "channels_last"
         return cls(wanted, storage, filter_fn, inputs, bool(preserve), each_forward)
+
+    def takes(self, module: nn.Module, path: str) -> bool:
+        """Whether a layer is not left out by the caller."""
+        return self.filter_fn is None or bool(self.filter_fn(module, path))
 
 
 @dataclass(slots=True)
@@ -151,7 +155,7 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
         request: what is asked for.
         plan: whose rows are those of the sites, and which says what is to change; what can be done is decided anew.
     """
-    sites, wanted = _with_bars(sites, request.filter_fn), request.format
+    sites, wanted = _with_bars(sites, request), request.format
     outcomes = iter(outcomes_of([site.tensor for site in sites if site.tensor is not None], request))
     first: dict[int, Decision] = {}  # of the sites of one tensor, by its identity
     remarks: dict[int, Reason | None] = {}  # on computed weights, by the identity of their layer
@@ -194,10 +198,10 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
     return decisions
 
 
-def _with_bars(sites: Sequence[Site], filter_fn: FilterFunction | None) -> Sequence[Site]:
+def _with_bars(sites: Sequence[Site], request: Request) -> Sequence[Site]:
     """The sites, each with the reason that keeps it: what keeps a site keeps all others over the same memory."""
-    if filter_fn is not None:
-        sites = [site if filter_fn(site.module, site.path) else site.because(Reason.FILTERED) for site in sites]
+    if request.filter_fn is not None:
+        sites = [site if request.takes(site.module, site.path) else site.because(Reason.FILTERED) for site in sites]
     barred = {
         place_of(site.tensor): site.reason
         for site in sites
@@ -243,7 +247,8 @@ def _judge_layer(site: Site) -> tuple[Action, Reason | None]:
     tensor, reason = site.tensor, site.reason
     if reason in _NOT_SEEN_IN_FORWARD:
         return Action.REFUSE, reason
-    if not is_layer(site.module) or not {"forward", "_conv_forward"}.isdisjoint(vars(site.module)):
+    is_replaced = not {"forward", "_conv_forward"}.isdisjoint(vars(site.module))
+    if not is_layer(site.module) or is_replaced or is_pickled_otherwise(type(site.module)):
         return Action.REFUSE, Reason.ON_THE_FLY if reason is Reason.ON_THE_FLY else Reason.NOT_EXCHANGEABLE
     if tensor is not None and tensor.layout is not torch.strided:
         return Action.REFUSE, Reason.UNSUPPORTED

@@ -37,7 +37,7 @@ def decide_layers(layers: Sequence[Layer], request: Request, plan: Plan | None =
         reason, planned = layer.reason, rows.get(layer.path)
         if planned is not None and not planned.is_wanted:
             reason = planned.reason
-        elif reason is None and request.filter_fn is not None and not request.filter_fn(layer.module, layer.path):
+        elif reason is None and not request.takes(layer.module, layer.path):
             reason = Reason.FILTERED
         decisions.append(LayerDecision(layer, Action.KEEP if reason else Action.EXCHANGE, reason))
     return decisions
