@@ -17,7 +17,7 @@ export PATH := $(PATH):$(abspath $(bin))$(beside)
 compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive lint docs bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive lint docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python -m torch_nhwc demo
@@ -44,7 +44,14 @@ docs: $(VENV)/has-test $(VENV)/built
 	$(bin)/python tools/write_documents.py
 	$(bin)/python benchmarks/report.py
 
-# Take the machine for yourself meanwhile: an hour, 12 GB of memory.
+# The documents as a site, in site/; with a server, while they are written.
+site: $(VENV)/has-docs
+	$(bin)/python -m mkdocs build --strict
+
+site-serve: $(VENV)/has-docs
+	$(bin)/python -m mkdocs serve
+
+# Take the machine for yourself meanwhile: two hours, 12 GB of memory.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_calls.py
@@ -52,8 +59,12 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_models.py --each-forward
 	$(bin)/python benchmarks/bench_forward.py
 	$(bin)/python benchmarks/bench_walk.py
+	$(bin)/python benchmarks/bench_guard.py
+	$(bin)/python benchmarks/bench_collate.py
+	$(bin)/python benchmarks/bench_trace.py
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py --compile $(compiled_models)
+	$(bin)/python benchmarks/bench_tune.py
 	$(bin)/python benchmarks/report.py
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.
@@ -87,7 +98,7 @@ sanitize-cuda: $(VENV)/built
 	done
 
 clean:
-	rm -rf $(VENV) .matrix build dist *.egg-info torch_nhwc/libtorch_nhwc*.so torch_nhwc/build_info.json
+	rm -rf $(VENV) .matrix build dist site *.egg-info torch_nhwc/libtorch_nhwc*.so torch_nhwc/build_info.json
 
 $(VENV)/installed: pyproject.toml tools/make_environment.py tools/requirements.py
 	$(PYTHON) tools/make_environment.py $(VENV) --torch $(TORCH)

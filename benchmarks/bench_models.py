@@ -5,9 +5,10 @@
 
 A process makes one model, with weights that are its own or that were loaded, does one job to it on one thread, and
 reports the time and by how much the resident set was larger, at its highest, than before the job or after it, whichever
-is more. The jobs take turns; the figures are medians over the rounds, and the least. Earlier results of what is not
-measured again stay in the file, if they were taken on such a machine with such a torch. On a GPU all is done in one
-process: cuda_models.py. With --each-forward the steps of each_forward_steps.py are measured instead.
+is more. The jobs take turns; the figures are medians over the rounds, and the least. The file is written after each
+model and source; earlier results of what is not measured again stay in it, if they were taken on such a machine with
+such a torch. On a GPU all is done in one process: cuda_models.py. With --each-forward the steps of
+each_forward_steps.py are measured instead.
 """
 
 import multiprocessing
@@ -112,15 +113,14 @@ def main() -> None:
         return each_forward_steps.run(arguments.models, arguments.rounds, out)
     if arguments.device == "cuda":
         return cuda_models.run(arguments.models, arguments.rounds, out)
-    chosen = list(cases(arguments.models, arguments.sources))
-    results = [row for row in machine.earlier_results(out) if (row["model"], row["source"]) not in chosen]
-    for model, source in chosen:
-        results.append(measure(model, source, arguments.rounds))
-        figures = {job: each["ms"] and round(each["ms"], 2) for job, each in results[-1]["jobs"].items()}
-        print(model, source, figures, flush=True)
     order = list(cases(list(MODELS), list(SOURCES)))
-    results.sort(key=lambda row: order.index((row["model"], row["source"])))
-    machine.write(out, "bench_models.py", results, rounds=arguments.rounds)
+    for case in cases(arguments.models, arguments.sources):
+        measured = measure(*case, arguments.rounds)
+        figures = {job: each["ms"] and round(each["ms"], 2) for job, each in measured["jobs"].items()}
+        print(*case, figures, flush=True)
+        results = [row for row in machine.earlier_results(out) if (row["model"], row["source"]) != case] + [measured]
+        results.sort(key=lambda row: order.index((row["model"], row["source"])))
+        machine.write(out, "bench_models.py", results, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,24 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+import bench_collate
+import bench_guard
+import bench_trace
 import cuda_report
 import each_forward_steps
 import report_layers
+import report_tune
+import report_verify
 from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
 
 PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
+DECIDING = ROOT / "docs/deciding.md"
+SEEING = ROOT / "docs/seeing.md"
+VERIFYING = ROOT / "docs/verifying.md"
+INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/fraction-of-memcpy.svg"
 
@@ -240,6 +249,7 @@ def documents() -> dict[Path, dict[str, str]]:
     """What stands between the marks of each document."""
     weights, of_models, of_forward = load("weights"), load("models"), load("forward")
     layers, layouts = load("layers"), load("layouts")
+    traced, tuned, verified, collated = load("trace"), load("tune"), load("verify"), load("collate")
     return {
         README: {"gains": report_layers.gains(layouts)},
         PRESERVING: {
@@ -254,6 +264,17 @@ def documents() -> dict[Path, dict[str, str]]:
             "layers": report_layers.layers(layers),
             "layer threads": report_layers.threads(layers),
         },
+        DECIDING: {
+            "tuning machine": machine(tuned),
+            "tuning bars": report_tune.bars(tuned),
+            "decisions": report_tune.decisions(tuned),
+        },
+        SEEING: {"tracing machine": machine(traced), "tracing": bench_trace.as_table(traced)},
+        VERIFYING: {
+            "verifying machine": machine(verified),
+            "findings": report_verify.findings(verified),
+        },
+        INPUT_PIPELINES: {"batching machine": machine(collated), "batches": bench_collate.as_table(collated)},
         PERFORMANCE: {
             "gain": gain(of_models),
             "forward": forward(of_forward),
@@ -275,6 +296,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "calls": calls(load("calls")),
             "models": models(of_models),
             "walk": walk(load("walk")),
+            "guard": bench_guard.as_table(load("guard")),
             "each forward": each_forward_steps.as_table(load("each-forward")),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),

@@ -12,6 +12,7 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("lay_out_weights_(Tensor(a!)[] weights, int[] strides, *, str storage=\"auto\") -> int[]");
   m.def("copy_weight_(Tensor(a!) self, Tensor weight) -> ()", compliant);
   m.def("plan_weights(Tensor[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
+  m.def("differing_layouts(Tensor[] weights, Tensor[] companions) -> int[]");
 
   // Layers on channels-last activations, each as PyTorch's operator of the same name; one that is not channels-last
   // goes to that operator.

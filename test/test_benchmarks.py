@@ -19,10 +19,15 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_calls
+import bench_collate
 import bench_counters
+import bench_guard
 import bench_layers
 import bench_layouts
 import bench_models
+import bench_trace
+import bench_tune
+import bench_verify
 import cuda_models
 import cuda_report
 import cuda_weights
@@ -32,6 +37,8 @@ import layout_models
 import machine
 import report
 import report_layers
+import report_tune
+import report_verify
 import shapes
 import shared_copy
 import stopwatch
@@ -177,6 +184,23 @@ def test_steps_with_weights_converted_in_each_forward_are_measured_beside_conver
     assert [result["batch"] for result in measured["results"]] == [1, 8, 32]
     (row,) = each_forward_steps.as_table(measured).splitlines()[2:]
     assert re.fullmatch(rf"\| {TINY} \| 0 (\| [+-][\d.]+ % of \d+ ms ){{3}}\|", row)
+
+
+def test_the_guard_is_measured_beside_the_step(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_guard, "CASES", {TINY: (tiny, (1, 3, 8, 8))})
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    bench_guard.run([TINY], 2, tmp_path / "guard-cpu.json")
+    (row,) = bench_guard.as_table(json.loads((tmp_path / "guard-cpu.json").read_text())).splitlines()[2:]
+    assert re.fullmatch(rf"\| {TINY} \| \d \| \d+ ms \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ % \|", row)
+
+
+def test_batches_are_measured_beside_those_of_pytorch(tmp_path, monkeypatch):
+    made = {name: make for name, (_, make, _) in bench_collate.CASES.items()}
+    monkeypatch.setattr(bench_collate, "CASES", {TINY: (2, made["dicts, uint8 HWC, 3x224x224"], 1.0)})
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    bench_collate.run([TINY], 2, 0, tmp_path / "collate-cpu.json")
+    (row,) = bench_collate.as_table(json.loads((tmp_path / "collate-cpu.json").read_text())).splitlines()[2:]
+    assert re.fullmatch(rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|", row)
 
 
 @pytest.mark.parametrize("name", bench_models.MODELS)
@@ -468,7 +492,8 @@ def test_layers_and_layouts_are_reported(tmp_path, monkeypatch, capsys):
     assert "whole models where layers are exchanged: gain over contiguous | at least 0.98" in bars
     assert "| group norm float32: the largest error over that of PyTorch's on contiguous | at most 2 |" in bars
     assert "| second | 2 | float32 | training |" in report_layers.layouts(layouts)
-    assert "| first |" in report_layers.gains(layouts)
+    monkeypatch.setattr(report_layers, "SHOWN", {"first": "the first"})
+    assert "| the first |" in report_layers.gains(layouts)
     for table in (report_layers.losses, report_layers.layers, report_layers.accuracy, report_layers.threads):
         assert "| group" in table(layers)
 
@@ -483,7 +508,63 @@ def test_the_compiler_is_told_with_its_first_call(monkeypatch):
     assert "| tiny | float32 | inference |" in report_layers.peers({"results": [row]})
 
 
+def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch, capsys):
+    tiny_model = layout_models.LayoutModel(tiny, (1, 3, 8, 8))
+    monkeypatch.setattr(bench_tune, "MODELS", {"first": tiny_model, "second": tiny_model})
+    out = tmp_path / "tune-cpu.json"
+    chosen = list(bench_tune.cases(["first", "second"], ["float32"], bench_tune.MODES))
+    for some in (chosen[2:], chosen[:2], chosen[:1]):
+        bench_tune.run(some, 0.05, 0.01, out, call=lambda function, *given: function(*given))
+    measured = json.loads(out.read_text())
+    assert [row["model"] for row in measured["results"]] == ["first"] * 2 + ["second"] * 2
+    for row in measured["results"]:
+        assert row["over"].keys() == {"contiguous", "weights only", "full"}
+        assert row["choice"] in row["times"]
+        assert row["over"][row["choice"]] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
+        assert all(each["low"] <= each["ratio"] <= each["high"] for each in row["over"].values())
+    table = report_tune.decisions(measured)
+    assert report_layers.QUICK in table
+    assert "| first | float32 | training |" in table
+    bars = report_tune.bars(measured)
+    assert "| 4 cases: intervals over the best fixed policy that lie wholly below 0.97 | none |" in bars
+    assert "| geometric mean of the speed over full, 4 cases | at least 1 |" in bars
+    row = measured["results"][0]
+    row["over"]["full"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
+    row["best"] = "full"
+    assert "| first float32 inference | no |" in report_tune.bars(measured)
+
+
+@pytest.mark.exhaustive
+def test_planted_faults_are_found_and_reported(tmp_path, monkeypatch):
+    def small():
+        return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)))
+
+    monkeypatch.setattr(bench_verify, "MODELS", {"small": layout_models.LayoutModel(small, (1, 3, 8, 8))})
+    monkeypatch.setattr(bench_verify, "SMALL", {"small": (2, 3, 8, 8)})
+    out = tmp_path / "verify-cpu.json"
+    bench_verify.run(["small"], ["float32"], out)
+    measured = json.loads(out.read_text())
+    assert [list(row["planted"].values()) for row in measured["results"]] == [["1", "3", "4"], ["1", "3", "4", "2"]]
+    assert all(bench_verify.is_met(row) for row in measured["results"])
+    text = report_verify.findings(measured)
+    assert "| wrong backward: planted in 1 cases | all found | 1 | yes |" in text
+    assert "| the first layer that differs is the first planted | all | 2 | yes |" in text
+    measured["results"][0]["false_alarms"] = ["0: output"]
+    assert text.endswith("| 0 | 0 | yes |")
+    assert report_verify.findings(measured).endswith("| 0 | 1 | no |\n\nNot met by small float32 inference.")
+
+
 @pytest.mark.parametrize("name", some_of(layout_models.MODELS, "unet2d", "segresnet3d", "poolformer"))
 def test_every_model_of_the_layouts_is_made(name):
     with torch.device("meta"):
         assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())
+
+
+def test_what_a_trace_adds_is_measured_in_every_mode(monkeypatch):
+    monkeypatch.setattr(bench_trace, "BLOCKS", 1)
+    for mode in bench_trace.MODES:
+        row = bench_trace.measure("losing", mode, samples=1)
+        assert row["operators"] > 3
+        assert row["losses"] > 0
+        assert row["times"].keys() == {"alone", "empty mode", "traced"}
+        assert row["added"].keys() == {"empty mode", "traced"}

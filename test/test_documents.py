@@ -3,8 +3,10 @@
 import inspect
 import multiprocessing
 import os
+import pkgutil
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 import warnings
@@ -14,18 +16,22 @@ import cmake_build
 import cuda_build
 import pytest
 import torch
+from public_names import public_names
+from selection import some_of
 
 import torch_nhwc as nhwc
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+SLOW = "#include", "aoti_compile", "diffusers", "integrations", "monai", "torchao"
 
 
 def blocks(*languages):
     """The blocks in these languages, each of a group as long as there are languages, one right behind the other.
 
-    To compile against torch's headers takes half a minute: groups that do are not for `make test`.
+    To compile against torch's headers takes half a minute, and large packages seconds: groups that do are not for
+    `make test`.
     """
     found = []
     for document in DOCUMENTS:
@@ -35,8 +41,8 @@ def blocks(*languages):
             group = matches[index : index + len(languages)]
             if tuple(match[1] for match in group) == languages:
                 line = text[: group[0].start()].count("\n") + 1
-                compiles = any("#include" in match[2] for match in group)
-                marks = [pytest.mark.exhaustive] if compiles else []
+                is_slow = any(word in match[2] for match in group for word in SLOW)
+                marks = [pytest.mark.exhaustive] if is_slow else []
                 found.append(pytest.param(*(match[2] for match in group), marks=marks, id=f"{document.name}:{line}"))
     return found
 
@@ -49,9 +55,9 @@ def test_every_block_has_a_language_that_a_test_runs():
     assert len(blocks("cuda")) == len(blocks("cuda", "console"))
 
 
-# Processes that have imported torch already, which takes longer than most blocks.
+# Processes that have imported torch already, and what optimizers import: it takes longer than most blocks.
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(["torch_nhwc"])
+PROCESSES.set_forkserver_preload(["torch_nhwc", "torch._dynamo"])
 
 
 def run_block(path, output):
@@ -82,7 +88,12 @@ def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
     torch.jit.script(torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3))).save(tmp_path / "model.pt")
     (name,) = re.findall(r"add_executable\((\w+)", project)
     cmake_build.run_typed(typed(commands), tmp_path)
-    cmake_build.assert_needs_no_python(tmp_path / "build" / name)
+    cmake_build.assert_needs_no_python(tmp_path / "build" / name, of_ours="torch_nhwc" in project)
+    if name == "run":
+        archives = [tmp_path / "model.pt", tmp_path / "converted.pt"]
+        run = cmake_build.run_program(tmp_path / "build/run", *archives, capture_output=True, text=True)
+        (_, mean, _), (_, converted, _) = [re.split(": a mean of |, equal", line) for line in run.stdout.splitlines()]
+        assert float(mean) == pytest.approx(float(converted), abs=1e-5)
     if "usage" in code:
         with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
             cmake_build.run_program(tmp_path / "build" / name)
@@ -128,15 +139,27 @@ COMMANDS = {
 }
 
 
+def run_command_line(command, folder):
+    """One of `torch-nhwc` or `python`, in a folder with the module that the documents have for it."""
+    (module,) = [code for (code,) in (block.values for block in blocks("python")) if code.startswith("# my_model.py")]
+    (folder / "my_model.py").write_text(module)
+    program, *arguments = shlex.split(command)
+    program = [sys.executable] if program == "python" else [sys.executable, "-m", "torch_nhwc"]
+    subprocess.run([*program, *arguments], check=True, cwd=folder)
+
+
 # Which run with their programs.
 BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
 @pytest.mark.exhaustive  # the demo measures: a minute
 @pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])
-def test_console_blocks_run(commands):
+def test_console_blocks_run(commands, tmp_path):
     for command in typed(commands):
-        COMMANDS[command]()
+        if command.startswith(("torch-nhwc ", "python ")):
+            run_command_line(command, tmp_path)
+        else:
+            COMMANDS[command]()
 
 
 def test_every_figure_is_the_benchmarks():
@@ -151,22 +174,34 @@ def test_every_figure_is_the_benchmarks():
             assert section in document.read_text(), f"{document.name}, {mark}: type `python benchmarks/report.py`"
 
 
+def anchors(document):
+    """Those that GitHub makes of the titles, as the site does."""
+    titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", document.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_lead_somewhere():
     for document in DOCUMENTS:
-        for target in re.findall(r"\]\(([^)#]+)", BLOCK.sub("", document.read_text())):
-            assert target.startswith("http") or (document.parent / target).exists(), (document.name, target)
+        links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", BLOCK.sub("", document.read_text()))
+        for target, anchor in ((target, anchor) for target, anchor in links if not target.startswith("http")):
+            path = document.parent / target if target else document
+            assert path.exists(), (document.name, target)
+            assert not anchor or anchor in anchors(path), (document.name, target, anchor)
 
 
-def test_the_reference_lists_every_public_name_with_its_signature():
+def test_the_reference_lists_every_public_name():
+    listed = re.findall(r"^\| `([\w.]+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert sorted(listed) == sorted(public_names())
+
+
+@pytest.mark.parametrize("room", some_of(["ours", "integrations"], "ours"))  # to import frameworks takes seconds
+def test_the_reference_has_every_signature(room):
     text = (ROOT / "docs/api.md").read_text()
-    public = {name: getattr(nhwc, name) for name in nhwc.__all__}
-    public |= {f"functional.{name}": getattr(nhwc.functional, name) for name in nhwc.functional.__all__}
-    listed = re.findall(r"^\| `([\w.]+)", text, re.MULTILINE)
-    assert sorted(listed) == sorted(public)
-    for name, function in public.items():
-        if not inspect.isfunction(function):
+    for name in (name for name in public_names() if name.startswith("integrations.") == (room == "integrations")):
+        public = pkgutil.resolve_name(f"torch_nhwc.{name}")
+        if not inspect.isfunction(public):
             continue
-        signature = inspect.signature(function)
+        signature = inspect.signature(public)
         plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
         expected = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
         assert f"| `{name}{expected}` |" in text
@@ -174,15 +209,21 @@ def test_the_reference_lists_every_public_name_with_its_signature():
 
 def test_the_reference_names_what_plans_reports_and_their_rows_have():
     text = (ROOT / "docs/api.md").read_text()
-    for each in (nhwc.Plan, nhwc.PlanRow, nhwc.LayerRow, nhwc.Report, nhwc.CompanionRow, nhwc.Deviation):
+    rows = nhwc.PlanRow, nhwc.LayerRow, nhwc.EntryRow, nhwc.CompanionRow, nhwc.Deviation, nhwc.TuningRow
+    traced = nhwc.Loss, nhwc.MixedConvolution, nhwc.Gain, nhwc.Reorder, nhwc.TracedModule, nhwc.Unseen, nhwc.TraceDiff
+    verified = nhwc.Verification, nhwc.VerificationRow
+    for each in (nhwc.Plan, nhwc.Report, nhwc.Trace, nhwc.Tuning, *rows, *traced, *verified):
         (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
-        fields = getattr(each, "_fields", ()) or tuple(each.__dataclass_fields__)
-        public = {name for name in (*fields, *vars(each)) if not name.startswith("_")} - {"count", "index"}
+        fields = getattr(each, "_fields", ()) or tuple(getattr(each, "__dataclass_fields__", ()))
+        inherited = {"count", "index"} - set(fields)
+        public = {name for name in (*fields, *vars(each)) if not name.startswith("_")} - inherited
         if hasattr(each, "_replace"):
             public -= {"refused"}  # for the planner
-        words = set(re.findall(r"`(?:Plan\.)?(\w+)", row)) - {each.__name__, "CompanionRow", "Outcome", "None"}
+        others = {each.__name__, "CompanionRow", "Outcome", "None", "verify", "tune"}
+        others |= {"TuningRow"} if each is nhwc.Tuning else set()
+        words = set(re.findall(r"`(?:Plan\.|Trace\.|Tuning\.|Verification\.)?(\w+)", row)) - others
         assert words == public, each
-    for each in (nhwc.Action, nhwc.Outcome):
+    for each in (nhwc.Action, nhwc.Outcome, nhwc.Verdict):
         (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
         listed = set(re.findall(r"`([A-Z_]+)`", row))
         assert listed == {member.name for member in each if not getattr(member, "is_refusal", False)}

@@ -12,6 +12,7 @@ ROOMS = [
         "version",
         "library",
         "cpp_extension",
+        "warning",
         "outcomes",
         "ops",
         "functional",
@@ -20,9 +21,13 @@ ROOMS = [
         "formats",
         "memory",
         "reasons",
+        "entries",
         "hooks",
+        "page",
     ),
-    *("modules", "each_forward", "running", "finding", "preserving", "planning", "converting", "upkeep", "saving"),
+    *("modules", "each_forward", "running", "batching"),
+    *("finding", "preserving", "planning", "tracing", "verifying", "stepping"),
+    *("converting", "upkeep", "saving", "tuning", "integrations"),
     *("__init__", "cli", "__main__"),
 ]
 

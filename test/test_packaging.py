@@ -119,6 +119,7 @@ def test_a_build_that_sees_no_torch_says_what_to_type(tmp_path):
     )
 
 
+@pytest.mark.exhaustive
 def test_the_cuda_switch_is_checked():
     run = run_setup(ROOT, TORCH_NHWC_CUDA="yes")
     assert "TORCH_NHWC_CUDA is 1 (with CUDA) or 0 (without), got 'yes'" in run.stderr

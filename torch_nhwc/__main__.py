@@ -11,7 +11,8 @@ def main() -> None:
         from torch_nhwc.cli.commands import app
     except ModuleNotFoundError as error:
         if sys.argv[1:] != ["env"]:
-            sys.exit(f"{error.name} is missing: type `pip install 'torch-nhwc[cli]'`")
+            print(f"torch-nhwc: {error.name} is missing: type `pip install 'torch-nhwc[cli]'`", file=sys.stderr)
+            sys.exit(2)
         print(environment.as_text())
     else:
         app()

@@ -53,6 +53,13 @@ class Format(NamedTuple):
         """The name of what it is for weights of a rank."""
         return self.name or str(CHANNELS_LAST[rank]).removeprefix("torch.")
 
+    def of_filters(self, channels: int, groups: int) -> "Format":
+        """What the format comes to for a convolution: contiguous, where filters of one group have one channel.
+
+        PyTorch computes some of those wrong on channels-last (h42 in docs/safety.md), and nothing would lie elsewhere.
+        """
+        return CONTIGUOUS if channels == 1 and groups == 1 else self
+
     def strides(self, shape: torch.Size) -> Strides:
         """The canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
         try:
@@ -68,3 +75,8 @@ def _canonical_strides(shape: torch.Size, is_channels_last: bool) -> Strides:
 
 
 CONTIGUOUS = Format("contiguous_format")
+
+
+def is_permuted(shape: torch.Size, strides: Strides) -> bool:
+    """Whether strides put the elements of a tensor in another order than contiguous ones do."""
+    return any(size > 1 and own != other for size, own, other in zip(shape, strides, CONTIGUOUS.strides(shape)))

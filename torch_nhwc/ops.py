@@ -289,6 +289,11 @@ def plan_weights(
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
 
+def differing_layouts(weights: Sequence[Tensor], companions: Sequence[Tensor]) -> list[int]:
+    """The indices of the companions that do not lie as the weight with the same index; `ops.h` has the contract."""
+    return cast(list[int], torch.ops.nhwc.differing_layouts(weights, companions))
+
+
 def sentence(reason: str) -> str:
     """The sentence of a reason that C++ gives as well, by its name."""
     return cast(str, torch.ops.nhwc.sentence(reason))

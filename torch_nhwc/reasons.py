@@ -1,6 +1,7 @@
 """Why a site stays as it is, or what to know about one that changes: one code, kind and sentence each."""
 
 import enum
+from typing import Any
 
 from torch_nhwc.ops import sentence
 
@@ -37,6 +38,10 @@ class Reason(enum.Enum):
         reason._value_, reason.kind = sentence, kind
         return reason
 
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        """Pickled by name, since sentences may become others."""
+        return getattr, (Reason, self.name)
+
     IN_FORMAT = Kind.KEPT, sentence("IN_FORMAT")
     TIED = Kind.KEPT, sentence("TIED")
     OTHER_RANK = Kind.KEPT, f"{sentence('OTHER_RANK')}: without one, both ranks convert"
@@ -45,10 +50,13 @@ class Reason(enum.Enum):
         "it is converted in each forward already: revert, or a conversion to torch.contiguous_format, ends that",
     )
     FILTERED = Kind.KEPT, sentence("FILTERED")
+    FASTER_CONTIGUOUS = Kind.KEPT, "the model is faster with it as it is, as it was measured"
+    ONE_CHANNEL = Kind.KEPT, sentence("ONE_CHANNEL")
+    DIFFERS = Kind.KEPT, "converted, it would compute something else than it does, as verify has found"
     FAKE = Kind.KEPT, "it is a fake tensor: the plan is for the real one"
 
     META = Kind.REMARK, "it is on the meta device: only its strides change, where a real weight's bytes move"
-    LAZY = Kind.REMARK, "it has no shape before the first forward, and is converted then"
+    LAZY = Kind.REMARK, "it has no shape yet, and is converted when it is loaded, or in the first forward"
     COPIED_EACH_FORWARD = (
         Kind.REMARK,
         "the weight is computed from it in another memory format, and copied into the wanted one before each forward",
@@ -67,6 +75,11 @@ class Reason(enum.Enum):
     ON_THE_FLY = (
         Kind.REFUSED,
         "a convolution's weight is computed in forward from other tensors: use torch.ops.nhwc.convert_weight there",
+    )
+    ORTHOGONAL = (
+        Kind.REFUSED,
+        "an orthogonal weight is computed from it, of which compiled code takes a view(...) that raises for "
+        f"channels-last: {_EACH_FORWARD}",
     )
     NO_WEIGHT = Kind.REFUSED, "its weight is not a tensor"
     PACKED = Kind.REFUSED, sentence("PACKED")
@@ -92,12 +105,26 @@ class Reason(enum.Enum):
     COMPILED = Kind.REFUSED, f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
     OFFLOADED = (
         Kind.REFUSED,
-        "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU "
-        f"(from a disk they come back contiguous); or {_EACH_FORWARD}",
+        "its values are kept elsewhere and put back before each forward: convert before offloading to the CPU, and "
+        f"revert once that is over (from a disk they come back contiguous); or {_EACH_FORWARD}, before offloading",
+    )
+    PER_SAMPLE_GRADIENTS = (
+        Kind.REFUSED,
+        "Opacus takes the gradients of each sample from activations by their strides, and they would be wrong: it "
+        "needs a contiguous model with contiguous inputs",
+    )
+    VIEWS_WEIGHT = (
+        Kind.REFUSED,
+        "its layer (OFT, BOFT, HRA or DoRA of PEFT) or TorchScript code takes a view(...) of it, in forward or when it "
+        f"is merged, which raises for channels-last: outside of TorchScript, {_EACH_FORWARD}",
     )
     FLATTENING_OPTIMIZER = (
         Kind.REFUSED,
         f"the optimizer takes a view(-1) of it or of its gradient, which needs contiguous memory: {_EACH_FORWARD}",
+    )
+    BUCKET_VIEW = (
+        Kind.REFUSED,
+        f"the optimizer keeps it in a flat bucket, contiguous, and sends it to other ranks from there: {_EACH_FORWARD}",
     )
     NOT_A_LEAF = Kind.REFUSED, sentence("NOT_A_LEAF")
     NOT_EXCHANGEABLE = (
@@ -115,6 +142,7 @@ class Reason(enum.Enum):
     )
     WRAPPED = Kind.REFUSED, f"{sentence('WRAPPED')}; or {_EACH_FORWARD}"
     PART_OF_LARGER_STORAGE = Kind.REFUSED, f"{sentence('PART_OF_LARGER_STORAGE')}; or {_EACH_FORWARD}"
+    TIED_BY_VIEW = Kind.REFUSED, f"{sentence('TIED_BY_VIEW')}; or {_EACH_FORWARD}"
     GRADIENT_IN_THE_WAY = Kind.REFUSED, sentence("GRADIENT_IN_THE_WAY")
     LAZY_VIEW = Kind.REFUSED, sentence("LAZY_VIEW")
     HELD = Kind.REFUSED, sentence("HELD")
@@ -157,7 +185,8 @@ class Reason(enum.Enum):
 
     VIEWS_PARAMETERS = (
         Kind.MODEL,
-        "this optimizer's code calls .view(...) on tensors: a channels-last weight may make it raise",
+        "this optimizer takes views of tensors, by which channels-last weights make it raise (tried on a small one or, "
+        "where that cannot be, its code calls .view): each_forward=True leaves weights contiguous",
     )
     INSTANCE_NORM = (
         Kind.MODEL,
@@ -170,12 +199,22 @@ class Reason(enum.Enum):
         "PyTorch's group norm on a CPU is inaccurate on channels-last, the more the farther means lie from zero: "
         "exchange the layers by preserve=True",
     )
+    BROADCAST = (
+        Kind.MODEL,
+        "there are several processes: where a checkpoint is broadcast on loading (broadcast_from_rank0), its "
+        "channels-last tensors arrive permuted. contiguous_checkpoints_(model), and of an optimizer, makes state dicts "
+        "contiguous, and contiguous_state_dict(checkpoint) one that is there already",
+    )
     SCRIPTED_LAYERS = (
         Kind.MODEL,
         "layers inside of a TorchScript module cannot be exchanged: convert with preserve=True before scripting",
     )
     SAVED_WHOLE = (
         Kind.MODEL,
-        "a whole model that torch.save writes with exchanged layers needs torch_nhwc where it is loaded: save its "
-        "state dict, or revert first",
+        "a whole model that torch.save writes with exchanged layers, or with a hook for its inputs, needs torch_nhwc "
+        "where it is loaded: save its state dict, or revert first",
     )
+
+
+# Those against channels-last alone: contiguous weights are what is needed there.
+CONTIGUOUS_ONLY = frozenset((Reason.ORTHOGONAL, Reason.PER_SAMPLE_GRADIENTS, Reason.VIEWS_WEIGHT))

@@ -82,14 +82,6 @@ bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
          is_non_overlapping(size, strides);
 }
 
-// Whether other strides mean the same places for all elements: they differ where a size is 1, if anywhere.
-bool are_same_places(const at::Tensor& weight, at::IntArrayRef strides) {
-  for (int64_t d = 0; d < weight.dim(); ++d) {
-    if (weight.size(d) > 1 && weight.stride(d) != strides[d]) return false;
-  }
-  return true;
-}
-
 // Reuse where nothing else can see the bytes, else the reason for fresh memory, or for a refusal. The order matters:
 // what is shared is foreign too, and what is foreign is often held as well.
 Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides, bool is_refused) {

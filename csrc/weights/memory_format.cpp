@@ -41,6 +41,13 @@ bool is_non_overlapping(at::IntArrayRef size, at::IntArrayRef strides) {
   return true;
 }
 
+bool are_same_places(const at::Tensor& tensor, at::IntArrayRef strides) {
+  for (int64_t d = 0; d < tensor.dim(); ++d) {
+    if (tensor.size(d) > 1 && tensor.stride(d) != strides[d]) return false;
+  }
+  return true;
+}
+
 FilterOrder filter_order(const at::Tensor& weight) {
   if (weight.numel() == 0) return FilterOrder::either;
   const bool channels_first = weight.is_contiguous();

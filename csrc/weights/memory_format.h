@@ -21,6 +21,9 @@ at::MemoryFormat channels_last_of(const at::Tensor& weight);
 /// Whether no two elements lie at one place. Strict: strides that interleave without overlapping count as overlapping.
 bool is_non_overlapping(at::IntArrayRef size, at::IntArrayRef strides);
 
+/// Whether other strides mean the same places for all elements: they differ where a size is 1, if anywhere.
+bool are_same_places(const at::Tensor& tensor, at::IntArrayRef strides);
+
 /// How the filters of a weight lie in memory.
 enum class FilterOrder {
   channels_first,  ///< each filter is a dense I x K matrix

@@ -19,11 +19,18 @@ constexpr Sentence sentences[] = {
     {"TIED", "it is the same tensor as an earlier site's, and changes with it"},
     {"OTHER_RANK", "the memory format is of the other rank"},
     {"FILTERED", "the filter left it out"},
+    {"ONE_CHANNEL",
+     "its filters have one channel, and it has contiguous strides: PyTorch's oneDNN computes some such convolutions "
+     "wrong on channels-last, where they would gain nothing"},
     {"UNDEFINED", "the layer has no weight"},
     {"COMPUTED_IN_FORWARD",
      "the weight that reaches the convolution is computed from it: use torch.ops.nhwc.convert_weight there"},
     {"PACKED", "its weight is packed (quantized, or for oneDNN): convert before packing"},
     {"FROZEN", "its weight is a constant of a frozen TorchScript module: convert before freezing"},
+    {"TIED_BY_VIEW",
+     "another parameter or buffer of the model reads the same memory in another way (a transposed or reshaped view, or "
+     "no convolution weight), and the two would come apart: give them memory of their own, or one parameter and "
+     "compute the other from it"},
 
     // What the operators refuse.
     {"NOT_A_LEAF",

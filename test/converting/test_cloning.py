@@ -118,7 +118,10 @@ REFUSED = {
 
 
 def layer_with(weight):
-    layer = {4: nn.Conv2d, 5: nn.Conv3d}[weight.dim()](weight.shape[1], weight.shape[0], tuple(weight.shape[2:]))
+    groups = 2 if weight.shape[1] == 1 else 1  # filters of one channel and one group would stay contiguous
+    layer = {4: nn.Conv2d, 5: nn.Conv3d}[weight.dim()](
+        groups * weight.shape[1], weight.shape[0], tuple(weight.shape[2:]), groups=groups
+    )
     layer.weight = nn.Parameter(weight)
     return layer
 
@@ -261,7 +264,8 @@ def test_a_wrapper_whose_inner_memory_something_else_holds_is_refused_and_nothin
 @pytest.mark.parametrize("make", OWNED, ids=lambda make: make.__name__)
 @pytest.mark.parametrize("shape", [(4, 3, 1, 1), (4, 1, 3, 3)], ids=str)
 def test_inner_tensors_that_need_not_move_stay_in_their_memory_whoever_holds_it(shape, make):
-    layer = nn.Conv2d(shape[1], shape[0], shape[2:])
+    groups = 4 if shape[1] == 1 else 1
+    layer = nn.Conv2d(groups * shape[1], shape[0], shape[2:], groups=groups)
     layer.weight, _other = make(shape)
     before = [(each.data_ptr(), each.clone()) for each in inside_of(layer.weight)]
     nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
@@ -337,7 +341,7 @@ def test_an_exception_while_the_others_convert_brings_the_wrappers_back(error, m
     layer.weight.grad = Wrapper(torch.randn(3, 3, 3, 3))
     model = nn.Sequential(layer, nn.Conv2d(3, 3, 3))
     before = [*inner_state(layer.weight), *inner_state(layer.weight.grad)]
-    monkeypatch.setattr(commit, "convert_weights_", fail)
+    monkeypatch.setattr(commit, "lay_out_weights_", fail)
     with pytest.raises(error):
         nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
     after = [*inner_state(layer.weight), *inner_state(layer.weight.grad)]

@@ -55,10 +55,27 @@ class TestArguments:
             with pytest.raises(ValueError, match="expected memory_format to be None or one of contiguous_format, ch"):
                 verb(network(), memory_format)
 
-    @pytest.mark.parametrize("model", [None, torch.zeros(3), [nn.Conv2d(3, 3, 3)]], ids=["None", "tensor", "list"])
-    def test_what_is_no_module_raises(self, model):
-        for verb in (nhwc.plan, nhwc.convert_, lambda model: nhwc.convert_(model, plan=nhwc.plan(network()))):
-            with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (NoneType|Tensor|list)"):
+    @pytest.mark.parametrize(
+        ("model", "message"),
+        [
+            (None, r"got NoneType$"),
+            (torch.zeros(3), r"got Tensor$"),
+            ([nn.Conv2d(3, 3, 3)], r"got list: give torch\.nn\.ModuleList\(modules\)$"),
+            ((nn.Conv2d(3, 3, 3), nn.ReLU()), r"got tuple: give torch\.nn\.ModuleList\(modules\)$"),
+            ({"layer": nn.Conv2d(3, 3, 3)}, r"got dict: give torch\.nn\.ModuleDict\(modules\)$"),
+            (nn.Conv2d(3, 3, 3).state_dict(), r"got OrderedDict: convert_state_dict takes state dicts$"),
+            ([], r"got list$"),
+        ],
+        ids=lambda value: type(value).__name__,
+    )
+    def test_what_is_no_module_raises(self, model, message):
+        for verb in (
+            nhwc.plan,
+            nhwc.convert_,
+            lambda model: nhwc.convert_(model, plan=nhwc.plan(network())),
+            lambda model: nhwc.convert_conv2d_weight_memory_format(model, CL),
+        ):
+            with pytest.raises(TypeError, match=rf"expected a torch.nn.Module, {message}"):
                 verb(model)
 
     @pytest.mark.parametrize(
@@ -66,7 +83,7 @@ class TestArguments:
         [
             (
                 {"input_format": torch.contiguous_format},
-                "expected input_format to be None or 'channels_last', got torch",
+                "expected input_format to be 'channels_last', .* or None, got torch.contiguous_format",
             ),
             ({"storage": "inplace"}, "expected storage to be one of auto, fresh, reuse, detach, got 'inplace'"),
             ({"memory_format": torch.optim.SGD([torch.zeros(1)])}, r"got SGD \(give optimizers and others by name\)"),

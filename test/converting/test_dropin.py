@@ -62,7 +62,6 @@ MODELS = {
     "grouped": (2, lambda: nn.Conv2d(8, 8, 3, groups=4)),
     "depthwise": (2, lambda: nn.Conv2d(8, 8, 3, groups=8)),
     "1x1": (2, lambda: nn.Conv2d(8, 4, 1)),
-    "one_channel": (2, lambda: nn.Conv2d(1, 4, (3, 5))),
     "nested": (2, lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(nn.BatchNorm2d(4), nn.Conv2d(4, 4, 3)))),
     "mixed": (2, lambda: nn.ModuleDict({"a": nn.Conv2d(3, 4, 3), "b": nn.Conv3d(3, 4, 3), "c": nn.Linear(3, 4)})),
     "mixed3d": (3, lambda: nn.ModuleDict({"a": nn.Conv2d(3, 4, 3), "b": nn.Conv3d(3, 4, 3), "c": nn.Linear(3, 4)})),
@@ -114,6 +113,19 @@ def test_equals_the_stock_converter_in_values_strides_and_identity(name, source)
             assert actual.dtype == expected.dtype
             assert actual.requires_grad == expected.requires_grad
             assert actual.is_meta or torch.equal(actual, expected), path
+
+
+@pytest.mark.parametrize("start", [torch.contiguous_format, None])
+@pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d])
+def test_filters_of_one_channel_keep_contiguous_strides_or_get_them(layer, start):
+    rank = 3 if "3d" in layer.__name__ else 2
+    of_one = layer(4, 1, 3) if "Transpose" in layer.__name__ else layer(1, 4, 3)
+    of_one.weight.data = nhwc.convert_weight(of_one.weight.data, start)
+    contiguous, place = torch.empty(of_one.weight.shape).stride(), of_one.weight.data_ptr()
+    OURS[rank](of_one, FORMATS[rank])
+    assert of_one.weight.stride() == contiguous
+    assert of_one.weight.data_ptr() == place
+    assert of_one.weight.is_contiguous(memory_format=FORMATS[rank])
 
 
 @pytest.mark.parametrize("layer", [nn.Conv2d, nn.ConvTranspose2d, nn.Conv3d, nn.ConvTranspose3d])
@@ -252,7 +264,10 @@ def non_leaf():
 LEFT = {
     "computed": (computed_in_an_unknown_way, "computed from other tensors"),
     "non_leaf": (non_leaf, "computed from other tensors"),
-    "frozen": (lambda: torch.jit.freeze(scripted(nn.Sequential(nn.Conv2d(3, 4, 3)).eval())), "convert before freezing"),
+    "fused": (
+        lambda: torch.jit.optimize_for_inference(scripted(nn.Sequential(nn.Conv2d(3, 4, 3)).eval())),
+        "convert before freezing",
+    ),
     "quantized": (quantized, "packed"),
     "scripted_quantized": (lambda: scripted(nn.Sequential(quantized())), "packed"),
     "mkldnn": (mkldnn, "packed"),
@@ -267,9 +282,11 @@ def test_a_lazy_layer_is_nothing_to_warn_about_on_the_way_to_contiguous():
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
 def test_warnings_come_through_in_compiled_code():
+    torch._dynamo.reset()
     model = nn.Sequential(nn.Conv2d(3, 3, 3), computed_in_an_unknown_way())
-    with pytest.warns(UserWarning, match="computed from other tensors"):
+    with pytest.warns(UserWarning, match="computed from other tensors") as told:
         torch.compile(nhwc.convert_conv2d_weight_memory_format, backend="eager")(model, CL)
+    assert [each.filename for each in told if "computed from" in str(each.message)] == [__file__]
     assert model[0].weight.stride() == (27, 1, 9, 3)
 
 

@@ -70,7 +70,7 @@ def random_layer(draw, rank):
     layer, groups = draw.choice(LAYERS[rank]), draw.choice([1, 1, 2, 4])
     kernel = tuple(draw.choice([1, 1, 2, 3]) for _ in range(rank - 2))
     dtype = draw.choice([torch.float32, torch.float64, torch.bfloat16, torch.complex64])
-    channels = [groups * draw.randint(1, 3) for _ in range(2)]
+    channels = [groups * draw.randint(2 if groups == 1 else 1, 3) for _ in range(2)]  # filters of one channel differ
     made = layer(*channels, kernel, groups=groups, bias=draw.random() < 0.5, dtype=dtype)
     order = draw.sample(range(rank), rank)
     inverse = [order.index(dimension) for dimension in range(rank)]

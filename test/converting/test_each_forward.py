@@ -47,7 +47,7 @@ def test_a_plan_is_kept_compared_and_applied():
     report = nhwc.convert_(other, plan=read)
     assert kinds(other) == EXCHANGED
     assert report.plan == plan
-    assert "2 each_forward" in str(report)
+    assert "2 weights are converted in each forward, 0 left" in str(report)
     assert [row["action"] for row in json.loads(report.to_json())["rows"]] == ["each_forward"] * 2
 
 
@@ -107,7 +107,7 @@ def test_a_dry_run_and_an_interrupt_leave_the_model_as_it_was(monkeypatch):
         assert kinds(model) == EXCHANGED
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("torch_nhwc.converting.commit.convert_weights_", interrupted)
+    monkeypatch.setattr("torch_nhwc.converting.commit.lay_out_weights_", interrupted)
     with pytest.raises(KeyboardInterrupt):
         nhwc.convert_(model, each_forward=True)
     assert kinds(model) == PLAIN

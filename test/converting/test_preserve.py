@@ -91,10 +91,10 @@ class TestPlan:
     def test_is_printed_with_its_layers_by_class(self):
         model = network().append(nn.Softmax(-1))
         text = " ".join(str(nhwc.plan(model, preserve=True)).split())
-        assert "exchange 2 GroupNorm: loses accuracy" in text
-        assert f"keep 1 Softmax: {Reason.OTHER_ARGUMENTS.value}" in text
+        assert "2 GroupNorm to exchange: on channels-last it loses accuracy" in text
+        assert f"1 Softmax kept ({len(model) - 1}): {Reason.OTHER_ARGUMENTS.value}" in text
         alone = nn.Sequential(nn.GroupNorm(1, 2))
-        assert "exchange 1 GroupNorm" in str(nhwc.plan(alone, preserve=True))
+        assert "1 GroupNorm to exchange" in str(nhwc.plan(alone, preserve=True))
 
 
 class TestConvert:
@@ -175,7 +175,7 @@ class TestConvert:
 
         with monkeypatch.context() as patch:
             if where == "operators":
-                patch.setattr(commit, "convert_weights_", fail)
+                patch.setattr(commit, "lay_out_weights_", fail)
             elif where == "second layer":
                 patch.setattr("torch_nhwc.converting.edits.exchange", fail_at_second)
             else:

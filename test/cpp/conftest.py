@@ -11,6 +11,7 @@ from torch.utils import cpp_extension
 import torch_nhwc as nhwc
 
 HERE = Path(__file__).parent
+CXX = os.environ.get("CXX", "c++")
 
 
 @pytest.fixture(scope="session")
@@ -24,5 +25,5 @@ def program(tmp_path_factory):
     flags += [f"-I{folder}" for folder in nhwc.include_paths()]
     links = ["-Wl,--no-as-needed", nhwc.library_path(), f"-Wl,-rpath,{nhwc.library_path().parent}"]
     links += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
-    subprocess.run([os.environ.get("CXX", "c++"), *flags, HERE / "module.cpp", "-o", path, *links], check=True)
+    subprocess.run([CXX, *flags, HERE / "module.cpp", "-o", path, *links], check=True)
     return path

@@ -175,9 +175,10 @@ void training_goes_on() {
     optimizer.step();
     twin_optimizer.step();
   }
+  const auto expected = twin.named_parameters();  // held, since what it returns are references into it
   for (const auto& parameter : model.named_parameters()) {
-    const auto& expected = twin.named_parameters()[parameter.key()];
-    check(torch::allclose(parameter.value(), expected, 1e-9, 1e-12), "after training, " + parameter.key());
+    check(torch::allclose(parameter.value(), expected[parameter.key()], 1e-9, 1e-12),
+          "after training, " + parameter.key());
   }
   for (const auto& [path, weight] : model.weights()) {
     check(weight.strides() == at::IntArrayRef(channels_last.at(path)), "strides after training of " + path);
@@ -212,6 +213,50 @@ void one_refused_site() {
   Model empty;
   empty.plane->weight = torch::Tensor();
   check(nhwc::convert_weights_(empty).sites.front().reason == "the layer has no weight", "an undefined weight");
+}
+
+void views_of_one_memory() {
+  const std::string reason = "another parameter or buffer of the model reads the same memory in another way";
+  struct Tied : torch::nn::Module {
+    torch::nn::Conv2d encoder{register_module("encoder", torch::nn::Conv2d(3, 8, 3))};
+    torch::nn::Conv2d decoder{register_module("decoder", torch::nn::Conv2d(8, 3, 3))};
+    torch::nn::Conv2d other{register_module("other", torch::nn::Conv2d(3, 8, 3))};
+    torch::nn::Conv2d alias{register_module("alias", torch::nn::Conv2d(3, 8, 3))};
+    torch::nn::Conv2d looked_at{register_module("looked_at", torch::nn::Conv2d(3, 8, 3))};
+
+    Tied() {
+      decoder->weight.set_data(encoder->weight.detach().transpose(0, 1));
+      alias->weight.set_data(other->weight.detach());
+      register_buffer("first", looked_at->weight.detach()[0]);
+    }
+  };
+  const std::vector<std::string> refused = {"encoder", "decoder", "looked_at"};
+
+  for (const char* storage : {"auto", "fresh", "detach"}) {
+    Tied model;
+    const auto before = addresses(model);
+    check_raises([&] { nhwc::convert_weights_(model, {.storage = storage, .strict = true}); },
+                 "encoder.weight (torch::nn::Conv2dImpl) [8, 3, 3, 3]: refuse, " + reason);
+    check(addresses(model) == before, "strict, where a weight is tied by a view, moves nothing");
+
+    const auto report = nhwc::convert_weights_(model, {.storage = storage});
+    check(paths_of(report, Action::refuse) == refused, "what is tied by a view");
+    for (const auto& path : {"encoder", "decoder"}) {
+      const auto& site = site_of(report, path);
+      check(site.reason.rfind(reason, 0) == 0 && !site.outcome, "its reason");
+    }
+    check(model.encoder->weight.is_contiguous(), "the encoder stays");
+    check(model.decoder->weight.const_data_ptr() == model.encoder->weight.const_data_ptr(), "and its memory is one");
+    check(model.looked_at->weight.const_data_ptr() == model.buffers().front().const_data_ptr(), "the buffer's as well");
+    check(model.other->weight.strides() == at::IntArrayRef({27, 1, 9, 3}), "an exact alias is converted");
+    check(model.alias->weight.const_data_ptr() == model.other->weight.const_data_ptr(), "and stays one");
+
+    const auto is_other = [](const std::string& path) { return path == "other"; };
+    const nhwc::ModuleOptions back = {
+        .memory_format = at::MemoryFormat::Contiguous, .storage = storage, .filter = is_other};
+    check(paths_of(nhwc::convert_weights_(model, back), Action::refuse) == std::vector<std::string>{"other"},
+          "where the filter leaves out its alias, it does not change");
+  }
 }
 
 void the_options() {
@@ -358,6 +403,7 @@ int main(int count, char** arguments) {
   converts_every_convolution();
   training_goes_on();
   one_refused_site();
+  views_of_one_memory();
   the_options();
   the_report_as_text();
   scripts_train_and_freeze();

@@ -101,7 +101,7 @@ def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: 
     missing = set(CPU_LEVELS[level]) - cpu_flags()
     if missing:
         pytest.skip(f"this CPU lacks {', '.join(sorted(missing))}")
-    run_programs(PROGRAMS, tmp_path, CXX, "-O1", *(f"-m{part}" for part in CPU_LEVELS[level]), step=3)
+    run_programs(PROGRAMS, tmp_path, CXX, "-O1", *(f"-m{part}" for part in CPU_LEVELS[level]), step=5)
 
 
 @pytest.mark.exhaustive
@@ -111,7 +111,7 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
     parts = [] if level == "baseline" else available[-1]
     # Nothing in a network is for a sanitizer to see: all its indices are constants.
     programs = [name for name in PROGRAMS if name != "zip_network"]
-    run_programs(programs, tmp_path, CXX, "-O1", *SANITIZERS, *(f"-m{part}" for part in parts), step=2)
+    run_programs(programs, tmp_path, CXX, "-O1", *SANITIZERS, *(f"-m{part}" for part in parts), step=5)
 
 
 @pytest.mark.exhaustive
@@ -189,6 +189,7 @@ def test_the_cuda_kernels_need_no_torch_and_stay_in_registers(architecture, tmp_
     assert max(argument_bytes) <= 32764
 
 
+@pytest.mark.exhaustive
 def test_the_host_code_for_cuda_compiles():
     """Against the headers of any torch, a CPU build included."""
     sources = sorted((ROOT / "csrc/cuda").glob("*.cpp"))

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 import torch_nhwc as nhwc
 from torch_nhwc import Action, Reason
+from torch_nhwc.running.copying import deep_copy
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.torch.jit"),
@@ -100,7 +101,7 @@ MODELS = {
     "own_root": (lambda: Own(3, 3, 3), ["weight"]),
     "kernels": (Kernels, KERNELS),
     "nested": (lambda: nn.Sequential(nn.Sequential(Kernels()), nn.Conv2d(3, 3, 1)), None),
-    "both_ranks": (lambda: nn.Sequential(nn.Conv2d(3, 3, 1), nn.Unflatten(1, (1, 3)), nn.Conv3d(1, 2, 3)), None),
+    "both_ranks": (lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.Unflatten(1, (2, 3)), nn.Conv3d(2, 2, 3)), None),
 }
 MODELS["nested"] = (MODELS["nested"][0], [f"0.0.{name}" for name in KERNELS] + ["1.weight"])
 MODELS["both_ranks"] = (MODELS["both_ranks"][0], ["0.weight", "2.weight"])
@@ -224,6 +225,28 @@ def test_a_weight_that_is_computed_in_a_graph_is_refused_once_and_the_rest_conve
     ]
 
 
+class TakesView(nn.Module):
+    """Computes with its weights besides convolving; a view of one raises where it is channels-last."""
+
+    def __init__(self):
+        super().__init__()
+        self.viewed, self.reshaped = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        norms = self.viewed.weight.detach().view(-1).norm() + self.reshaped.weight.reshape(-1).norm()
+        return self.reshaped(self.viewed(x)) * norms
+
+
+@every_compiler
+def test_a_weight_that_code_takes_a_view_of_is_refused(compiler):
+    model = TakesView().double().eval()
+    scripted = COMPILERS[compiler](model)
+    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
+        report = nhwc.convert_(scripted)
+    assert [row.reason for row in report.rows] == [Reason.VIEWS_WEIGHT, None]
+    torch.testing.assert_close(scripted(X), model(X))
+
+
 def test_a_computed_weight_that_the_graph_lays_out_is_nothing_to_speak_of():
     model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 3, 3))).double()
     nhwc.convert_(model)
@@ -233,20 +256,50 @@ def test_a_computed_weight_that_the_graph_lays_out_is_nothing_to_speak_of():
 def test_a_hook_for_the_inputs_is_refused_before_anything_changes():
     model = script(nn.Sequential(nn.Conv2d(3, 3, 3)))
     before = layouts(model)
-    with pytest.raises(RuntimeError, match="give it such inputs, or make it the child"):
+    with pytest.raises(RuntimeError, match="give it such inputs, make it the child"):
         nhwc.convert_(model, input_format="channels_last")
     assert layouts(model) == before
     nhwc.convert_(nn.Sequential(model), input_format="channels_last", strict=True)
 
 
-@pytest.mark.parametrize("freeze", [torch.jit.freeze, torch.jit.optimize_for_inference])
-def test_a_frozen_module_is_refused_and_the_rest_converts(freeze):
-    frozen = freeze(script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval()))
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), frozen)
-    with pytest.warns(UserWarning, match="2 of 3 sites stay as they are: '1.<constant 0>'.*convert before freezing"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [None, Reason.FROZEN, Reason.FROZEN]
-    assert model[0].weight.stride() == (27, 1, 9, 3)
+def constants_of(frozen):
+    return [node.inputsAt(1).toIValue() for node in frozen.graph.findAllNodes("aten::conv2d")]
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_the_constants_of_a_frozen_module_convert(has_run):
+    plain = script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).eval())
+    frozen, x = torch.jit.freeze(plain), torch.randn(2, 3, 8, 8)
+    for _ in range(3 * has_run):
+        frozen(x)  # from the third call on, by an optimised graph
+    report = nhwc.convert_(nn.Sequential(nn.Conv2d(3, 3, 3), frozen), strict=True)
+    assert [row.full_name for row in report.rows] == ["0.weight", "1.<constant 0>", "1.<constant 1>"]
+    assert [each.stride() for each in constants_of(frozen)] == [(27, 1, 9, 3), (36, 1, 12, 4)]
+    assert all(each.is_contiguous() for each in plain.parameters())  # which they were made of
+    torch.testing.assert_close(frozen(x), plain(x))
+    nhwc.convert_(frozen, torch.contiguous_format, strict=True)
+    assert all(each.is_contiguous() for each in constants_of(frozen))
+    torch.testing.assert_close(frozen(x), plain(x))
+
+
+def test_what_is_tried_on_a_copy_of_a_frozen_module_does_not_reach_the_module():
+    frozen = torch.jit.freeze(script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()))
+    model = nn.Sequential(nn.Sequential(frozen))
+    nhwc.convert_(deep_copy(model), strict=True)
+    assert all(each.is_contiguous() for each in constants_of(frozen))
+    nhwc.convert_(copy.deepcopy(model))  # PyTorch's own copy shares them
+    assert not any(each.is_contiguous() for each in constants_of(frozen))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+def test_weights_that_are_packed_for_onednn_are_refused_and_the_rest_converts():
+    layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.ConvTranspose2d(4, 3, 2)).eval()
+    fused = torch.jit.optimize_for_inference(script(layers))
+    with pytest.warns(UserWarning, match="2 of 3 sites stay as they are: '<constant 1>'.*convert before freezing"):
+        report = nhwc.convert_(fused)
+    assert sorted(str(row.reason) for row in report.rows) == ["None", "Reason.FROZEN", "Reason.FROZEN"]
+    x = torch.randn(2, 3, 8, 8)
+    torch.testing.assert_close(fused(x), layers(x))
 
 
 def test_freezing_after_converting_keeps_the_format():

@@ -318,3 +318,39 @@ def test_numbers_that_are_no_plain_ones_are_taken_as_pytorch_takes_them():
 
 def test_the_module_is_public():
     assert nhwc.functional is functional
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return functional.instance_norm(x)
+
+
+WAYS = {
+    "eager": lambda x: Normed(),
+    "scripted": lambda x: torch.jit.script(Normed()),
+    "traced": lambda x: torch.jit.trace(Normed(), x.detach()),
+    "compiled": lambda x: torch.compile(Normed(), backend="aot_eager", fullgraph=True),
+    "exported": lambda x: torch.export.export(Normed(), (x,)).module(),
+    "under vmap": lambda x: lambda x: torch.func.vmap(Normed())(x[None])[0],
+    "before an activation in place": lambda x: lambda x: F.leaky_relu(functional.instance_norm(x), 1.0, inplace=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CL], ids=str)
+def test_h35_instance_norm_of_batch_one_takes_a_channels_last_gradient(way, memory_format):
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, 1, 4, 5, 6, dtype=torch.double).unbind()
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(F.instance_norm(x), x, gradient)
+    given = x.detach().to(memory_format=memory_format).requires_grad_()
+    (found,) = torch.autograd.grad(WAYS[way](given)(given), given, gradient.to(memory_format=CL))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_gradient_of_instance_norm_under_a_transform_of_functions():
+    x, gradient = torch.randn(2, 1, 4, 5, 6, dtype=torch.double).unbind()
+    (expected,) = torch.autograd.grad(F.instance_norm(x.requires_grad_()), x, gradient)
+    found = torch.func.grad(lambda x: (functional.instance_norm(x) * gradient.to(memory_format=CL)).sum())(x.detach())
+    torch.testing.assert_close(found, expected)

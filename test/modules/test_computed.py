@@ -82,7 +82,6 @@ COMPUTED = {
     "low_rank_update": lambda layer: parametrized(layer, LowRankUpdate(layer.weight)),
     "weight_norm": parametrizations.weight_norm,
     "spectral_norm": parametrizations.spectral_norm,
-    "orthogonal": parametrizations.orthogonal,
     "old_weight_norm": old_weight_norm,
     "old_spectral_norm": nn.utils.spectral_norm,
     "pruned": lambda layer: prune.l1_unstructured(layer, "weight", amount=0.3),
@@ -118,7 +117,7 @@ def test_h09_the_weight_at_the_convolution_is_in_format_and_training_is_the_same
     at_first = strides_at_convolutions(copied(model), x)
     with WeightsAtConvolutions() as seen:
         copied(model)(x)
-    assert at_first == strides_in(seen.weights, torch.contiguous_format) or kind == "orthogonal"
+    assert at_first == strides_in(seen.weights, torch.contiguous_format)
 
     report = nhwc.convert_(model, strict=True)
     assert_weights_arrive_in(None, copied(model), x)

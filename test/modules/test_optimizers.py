@@ -51,12 +51,78 @@ class NormalisesByChannel(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_h07_optimizers_whose_code_takes_views_are_remarked_on():
+class FlattensCopies(torch.optim.SGD):
+    """Takes a view that contiguous memory always has."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.contiguous().view(-1)
+        return super().step(closure)
+
+
+class Wraps(torch.optim.SGD):
+    """Cannot be made of parameters alone, and so not be tried: what its code says remains."""
+
+    def __init__(self, model):
+        super().__init__(model.parameters(), lr=0.1)
+
+    def step(self, closure=None):
+        return self.param_groups[0]["params"][0].detach().view(8, -1) is None
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, which it has under one name or the other."""
+
+    def __init__(self, optimizer, name):
+        setattr(self, name, optimizer)
+        self.defaults = {}
+
+    param_groups = property(lambda self: vars(self).get("optimizer", vars(self).get("base_optimizer")).param_groups)
+    state = property(lambda self: {})
+
+
+@pytest.mark.parametrize("names", [("optimizer",), ("base_optimizer",), ("optimizer", "base_optimizer")], ids=str)
+def test_h07_what_a_wrapped_optimizer_does_counts(names):
+    def wrapped(optimizer):
+        for name in names:
+            optimizer = Lookahead(optimizer, name)
+        return optimizer
+
+    model = network()
+    optimizer = wrapped(NormalisesByChannel(model.parameters(), lr=0.1))
+    remark = f"NormalisesByChannel: {nhwc.Reason.VIEWS_PARAMETERS.value}"
+    assert nhwc.convert_(model, optimizer=optimizer).remarks == (remark,)
+    model = network()
+    assert nhwc.convert_(model, optimizer=wrapped(FlattensCopies(model.parameters(), lr=0.1))).remarks == ()
+    model = network()
+    with pytest.warns(UserWarning, match="the optimizer takes a view"):
+        nhwc.convert_(model, optimizer=wrapped(torch.optim.LBFGS(model.parameters())))
+
+
+def test_an_optimizer_that_holds_itself_is_asked_once():
     model = network()
     optimizer = NormalisesByChannel(model.parameters(), lr=0.1)
-    report = nhwc.convert_(model, optimizer=optimizer)
-    assert report.remarks == (f"NormalisesByChannel: {nhwc.Reason.VIEWS_PARAMETERS.value}",)
-    assert report.remarks[0].split(":")[0] in str(report)
+    optimizer.optimizer = optimizer
+    assert len(nhwc.plan(model, optimizer=optimizer).rows) == 3
+
+
+OPTIMIZERS = {
+    "raises": (lambda model: NormalisesByChannel(model.parameters(), lr=0.1), True),
+    "does not": (lambda model: FlattensCopies(model.parameters(), lr=0.1), False),
+    "cannot be tried": (Wraps, True),
+    "PyTorch's own": (lambda model: torch.optim.SGD(model.parameters(), lr=0.1), False),
+}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_h07_optimizers_that_take_views_are_remarked_on(kind):
+    make, raises = OPTIMIZERS[kind]
     model = network()
-    plain = torch.optim.SGD(model.parameters(), lr=0.1)
-    assert nhwc.convert_(model, optimizer=plain).remarks == ()
+    optimizer = make(model)
+    remark = f"{type(optimizer).__name__}: {nhwc.Reason.VIEWS_PARAMETERS.value}"
+    report = nhwc.convert_(model, optimizer=[optimizer, make(model)])
+    assert report.remarks == ((remark,) if raises else ())
+    assert nhwc.convert_(network(), optimizer=()).remarks == ()
+    model = network()
+    assert remark not in nhwc.convert_(model, optimizer=make(model), each_forward=True).remarks

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from selection import exhaustive
 from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
 
 import torch_nhwc as nhwc
@@ -155,7 +156,7 @@ def test_functional_call_trains_through_the_operator():
     torch.testing.assert_close(gradient, layer.weight.grad)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", exhaustive("inductor")])
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
 def test_compiled_autograd(backend, dtype):
     weight = torch.randn(4, 3, 3, 3).to(memory_format=CL).requires_grad_()

@@ -7,7 +7,7 @@ import sys
 import pytest
 import reference
 import torch
-from selection import exhaustive
+from selection import exhaustive, some_of
 from torch._subclasses import FakeTensorMode
 from torch.testing._internal.optests import OpCheckError
 
@@ -99,7 +99,7 @@ def test_fake_and_symbolic_tensors_get_exact_strides():
                 assert out.stride() == reference.canonical_strides(shape, memory_format)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", some_of(BACKENDS, "eager", "aot_eager"))
 def test_in_place_in_a_compiled_graph_raises_and_breaks_the_graph_when_called_by_our_name(backend):
     layer = torch.nn.Conv2d(3, 4, 3)
     before = layer.weight.stride()
@@ -133,7 +133,7 @@ class Layer(torch.nn.Module):
         return torch.nn.functional.conv2d(x, weight), weight
 
 
-@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("strict", some_of([False, True], False))
 def test_an_exported_program_runs_where_only_the_library_is_loaded(strict, tmp_path):
     layer, x = Layer(), torch.randn(2, 3, 8, 8)
     batch = torch.export.Dim("batch", min=1, max=64)

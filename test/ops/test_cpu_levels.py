@@ -98,6 +98,7 @@ def test_the_best_level_is_chosen():
     assert capability() == LEVELS[-1]
 
 
+@pytest.mark.exhaustive
 def test_atens_variable_is_an_upper_bound_and_ours_goes_before_it():
     assert capability(ATEN_CPU_CAPABILITY="default") == LEVELS[0]
     for bound in {"avx2", "avx512"} & set(LEVELS):

@@ -1,9 +1,11 @@
 """Companions: gradients, optimizer state and averaged copies follow their weights."""
 
 import copy
+import warnings
 
 import pytest
 import torch
+from guarding import unguarded
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
@@ -69,9 +71,9 @@ def count_calls(monkeypatch):
 
     def counted(tensors, *arguments, **options):
         calls.append(list(tensors))
-        return nhwc.convert_weights_(tensors, *arguments, **options)
+        return nhwc.lay_out_weights_(tensors, *arguments, **options)
 
-    monkeypatch.setattr(commit, "convert_weights_", counted)
+    monkeypatch.setattr(commit, "lay_out_weights_", counted)
     return calls
 
 
@@ -371,7 +373,8 @@ def test_h06_converting_in_the_middle_of_training_changes_neither_losses_nor_par
 
     expected = losses_of_20_steps(make, device)
     if variant == "fused" and device == "cpu":  # what plain PyTorch does
-        wrong, _ = losses_of_20_steps(make, device, lambda model, _: STOCK(model, torch.channels_last))
+        with unguarded():
+            wrong, _ = losses_of_20_steps(make, device, lambda model, _: STOCK(model, torch.channels_last))
         assert wrong[:11] == pytest.approx(expected[0][:11], rel=1e-9)
         assert wrong != pytest.approx(expected[0], rel=1e-4)
     reverted = losses_of_20_steps(
@@ -456,3 +459,58 @@ def test_lists_of_averaged_parameters_are_told_how_to_come():
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     with pytest.raises(TypeError, match=r"got Tensor: for a list of averaged parameters, give dict\(zip"):
         nhwc.convert_(model, ema=[parameter.detach() for parameter in model.parameters()])
+
+
+def test_one_optimizer_for_each_parameter_is_looked_at_once():
+    """As in "optimizer in backward": thousands of optimizers, and the work of each must not grow with their number."""
+
+    class CountingState(dict):
+        looked_at = 0
+
+        def get(self, *arguments):
+            CountingState.looked_at += 1
+            return super().get(*arguments)
+
+    model = nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(200)))
+    optimizers = [torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in model.parameters()]
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.state = CountingState(optimizer.state)
+    report = nhwc.convert_(model, optimizer=optimizers)
+    assert len(report.companions) == 2 * 200
+    assert CountingState.looked_at == 200
+    assert optimizers[0].state[model[0].weight]["momentum_buffer"].stride() == (18, 1, 6, 2)
+    report.revert()
+    assert optimizers[-2].state[model[-1].weight]["momentum_buffer"].is_contiguous()
+    with pytest.raises(ValueError, match="holds none of the model's parameters"):
+        nhwc.convert_(model, optimizer=[*optimizers, torch.optim.SGD([torch.zeros(1, requires_grad=True)])])
+
+
+def test_gradients_without_a_named_optimizer_are_a_warning():
+    said = "no optimizer was given: the state of one stays as it is, .* a fused one on a CPU"
+    model, optimizer = trained(OPTIMIZERS["Adam"])
+    with pytest.warns(UserWarning, match=f"{said} is right only by the guard at its step") as told:
+        nhwc.convert_(model).revert()
+    assert len(told) == 1
+    assert told[0].filename == __file__
+    with unguarded(), pytest.warns(UserWarning, match=f"{said} steps silently wrong"):
+        nhwc.convert_(model).revert()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for named in ((), optimizer, [optimizer]):
+            nhwc.convert_(model, optimizer=named)
+            nhwc.convert_(model)  # nothing changes
+            nhwc.convert_(model, torch.contiguous_format, optimizer=named)
+        optimizer.zero_grad()
+        nhwc.convert_(model)  # no sign of training
+
+
+def test_a_warning_about_gradients_that_is_an_error_changes_nothing():
+    model, _ = trained(OPTIMIZERS["Adam"])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="no optimizer was given"):
+            nhwc.convert_(model)
+    assert all(weight.is_contiguous() for weight in convolution_weights(model))

@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 from losing_layers import LAYERS
+from onnx_graphs import onnx_operators
 from reference import FORMATS, canonical_strides
-from selection import some_of
+from selection import exhaustive, some_of
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -183,6 +184,17 @@ def test_compilers_and_exported_programs_see_pytorch_s_operators(name):
     assert seen
     assert not any("nhwc" in line.split("#")[0] for text in (*seen, str(program.graph)) for line in text.splitlines())
     torch.testing.assert_close(program.module()(as_channels_last(x)), stock(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    [*((name, False) for name in LAYERS), *(exhaustive(name, True) for name in ("group_norm", "circular_conv_3d"))],
+)
+def test_onnx_has_pytorch_s_operators(name, dynamo):
+    stock, exchanged, x = pair(name)
+    expected = onnx_operators(stock.eval(), x, dynamo)
+    assert onnx_operators(exchanged.eval(), as_channels_last(x), dynamo) == expected
 
 
 @pytest.mark.parametrize("name", ["group_norm", "instance_norm", "one_tap"])

@@ -216,3 +216,86 @@ def test_activations_are_not_kept_alive_by_the_watch():
     finally:
         gc.enable()
     assert max(alive) <= 1
+
+
+@pytest.mark.parametrize("shape", [(1, 3, 16, 16), [1, 3, 16, 16], torch.Size([3])], ids=["tuple", "list", "Size"])
+def test_a_shape_instead_of_tensors_raises(shape):
+    sizes = ", ".join(map(str, shape))
+    with pytest.raises(TypeError, match=rf"to be tensors, got the shape \({sizes}\): give torch\.randn\({sizes}\)"):
+        nhwc.plan(nn.Conv2d(3, 3, 3), example_inputs=shape)
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [((1, 3, 16, 16),), [[1, 3, 16, 16]], (torch.Size([1, 3, 16, 16]),), {"input": (1, 3, 16, 16)}],
+    ids=["tuple", "list", "Size", "dict"],
+)
+def test_a_shape_as_an_argument_on_which_a_model_fails_raises(inputs):
+    sizes = "1, 3, 16, 16"
+    with pytest.raises(
+        TypeError, match=rf"to be tensors, got the shape \({sizes}\): give torch\.randn\({sizes}\)"
+    ) as told:
+        nhwc.plan(nn.Conv2d(3, 3, 3), example_inputs=inputs)
+    assert "conv2d() received an invalid combination of arguments" in str(told.value.__cause__)
+
+
+def test_a_model_may_take_a_shape_and_fail_by_itself():
+    class Made(nn.Module):
+        """Makes its own input."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = Kernel()
+
+        def forward(self, shape, x=None):
+            return self.layer(torch.zeros(shape) if x is None else x)
+
+    assert [row.full_name for row in nhwc.plan(Made(), example_inputs=((1, 3, 8, 8),)).rows] == ["layer.kernel"]
+    with pytest.raises(RuntimeError, match="to have 3 channels, but got 4 channels"):
+        nhwc.plan(Made(), example_inputs={"shape": (8, 8), "x": torch.zeros(1, 4, 8, 8)})
+
+
+def test_a_model_may_take_numbers():
+    class Made(nn.Module):
+        """Makes its own input."""
+
+        def __init__(self):
+            super().__init__()
+            self.layer = Kernel()
+
+        def forward(self, count, size):
+            return self.layer(torch.zeros(count, 3, size, size))
+
+    assert [row.full_name for row in nhwc.plan(Made(), example_inputs=(2, 8)).rows] == ["layer.kernel"]
+
+
+def test_a_compiled_child_runs_as_it_was_before_it_was_compiled():
+    model = nn.Sequential(torch.compile(Kernel(), fullgraph=True, backend="eager"))
+    plan = nhwc.plan(model, example_inputs=torch.randn(1, 3, 8, 8))
+    assert [row.full_name.rpartition(".")[2] for row in plan.rows] == ["kernel"]
+
+
+def test_conditions_as_operators_run():
+    class Branches(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.kernel, self.layer = Kernel(), nn.Conv2d(3, 3, 3)
+
+        def forward(self, x):
+            x = self.kernel(x)
+            return torch.cond(x.sum() > 0, self.layer, lambda x: x[..., 1:-1, 1:-1] - 1, (x,))
+
+    plan = nhwc.plan(Branches(), example_inputs=torch.randn(1, 3, 12, 12))
+    assert sorted(row.full_name for row in plan.rows) == ["kernel.kernel", "layer.weight"]
+
+
+def test_a_model_may_take_three_numbers():
+    class Made(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = Kernel()
+
+        def forward(self, count, height, width):
+            return self.layer(torch.zeros(count, 3, height, width))
+
+    assert [row.full_name for row in nhwc.plan(Made(), example_inputs=(2, 8, 9)).rows] == ["layer.kernel"]

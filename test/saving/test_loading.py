@@ -1,6 +1,7 @@
 """Converting while a checkpoint is loaded, models from `from_pretrained`, and offloaded ones."""
 
 import copy
+import importlib
 import os
 import warnings
 from functools import partial
@@ -9,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as nnf
+from selection import some_of
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -22,7 +24,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Conv2d(1, 6, 3, padding=1)
+        self.stem = nn.Conv2d(2, 6, 3, padding=1)
         self.norm = nn.BatchNorm2d(6)
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
         self.pointwise = nn.Conv2d(6, 4, 1)
@@ -35,7 +37,7 @@ class Net(nn.Module):
         return self.head(self.volume(x.unflatten(1, (2, 2))).mean((2, 3, 4)))
 
 
-MOVES = {"block.0.weight", "volume.weight"}
+MOVES = {"stem.weight", "block.0.weight", "volume.weight"}
 
 
 def network(seed=0):
@@ -81,7 +83,9 @@ def strides(model):
 
 
 @pytest.mark.parametrize("was_converted", [False, True], ids=["contiguous", "converted"])
-@pytest.mark.parametrize("source", SOURCES, ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "source", some_of(SOURCES, from_safetensors, from_one_flat_buffer), ids=lambda function: function.__name__
+)
 def test_a_meta_model_is_loaded_in_format_and_only_what_has_to_move_is_copied(source, was_converted, tmp_path):
     original = network()
     expected = copy.deepcopy(original)
@@ -106,7 +110,7 @@ def test_a_meta_model_is_loaded_in_format_and_only_what_has_to_move_is_copied(so
         assert state[name].stride() == stride
         assert torch.equal(state[name], values)
     assert all(parameter.requires_grad for parameter in model.parameters())
-    x = torch.randn(2, 1, 6, 6)
+    x = torch.randn(2, 2, 6, 6)
     torch.testing.assert_close(model(x), original(x))
 
 
@@ -118,7 +122,7 @@ def test_one_call_writes_every_weight_once_and_nothing_else_is_copied(source, tm
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         model.load_state_dict(nhwc.convert_state_dict(state, plan), assign=True)
     counts = {event.key: event.count for event in profile.key_averages()}
-    assert counts["nhwc::convert_weights_"] == 1
+    assert counts["nhwc::lay_out_weights_"] == 1
     assert not {"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "nhwc::convert_weight"} & set(
         counts
     )
@@ -248,13 +252,13 @@ def test_lazy_layers_load_in_format():
 
 
 def resnet():
-    transformers = pytest.importorskip("transformers")
+    transformers = importlib.import_module("transformers")
     config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
     return partial(transformers.ResNetModel, config), torch.randn(1, 3, 32, 32)
 
 
 def autoencoder():
-    diffusers = pytest.importorskip("diffusers")
+    diffusers = importlib.import_module("diffusers")
     make = partial(
         diffusers.AutoencoderKL,
         block_out_channels=(8,),
@@ -282,6 +286,7 @@ def pretrained(request, tmp_path):
     return make, model, x, tmp_path / "saved"
 
 
+@pytest.mark.exhaustive  # importing diffusers and transformers takes seconds
 def test_from_pretrained_then_convert_says_truthfully_that_the_memory_was_not_its_own(pretrained):
     _, original, x, folder = pretrained
     model = type(original).from_pretrained(folder)
@@ -296,10 +301,11 @@ def test_from_pretrained_then_convert_says_truthfully_that_the_memory_was_not_it
         is_elsewhere = model.get_parameter(row.full_name).data_ptr() != pointers[row.full_name]
         assert is_elsewhere == (outcome in elsewhere), row.full_name
     assert report.new_bytes == report.plan.bytes_to_move
-    assert "in new storage (" in str(report)
+    assert "to new storage (" in str(report)
     torch.testing.assert_close(first_output(model, x), first_output(original, x), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.exhaustive
 def test_a_converted_model_is_saved_by_save_pretrained_and_comes_back(pretrained, tmp_path):
     _, original, _, folder = pretrained
     model = type(original).from_pretrained(folder)
@@ -312,6 +318,7 @@ def test_a_converted_model_is_saved_by_save_pretrained_and_comes_back(pretrained
     assert nhwc.check(other, plan) == []
 
 
+@pytest.mark.exhaustive
 def test_a_pretrained_folder_loads_in_format_without_from_pretrained(pretrained):
     make, original, x, folder = pretrained
     with torch.device("meta"):
@@ -328,7 +335,7 @@ def test_a_pretrained_folder_loads_in_format_without_from_pretrained(pretrained)
 
 @pytest.fixture
 def accelerate():
-    return pytest.importorskip("accelerate")
+    return importlib.import_module("accelerate")
 
 
 @pytest.fixture
@@ -372,7 +379,7 @@ OFFLOADS = {
 
 @pytest.mark.parametrize("offload", OFFLOADS, ids=lambda function: function.__name__)
 def test_offloaded_weights_are_refused_with_a_reason_and_the_rest_converts(offload, accelerate, tmp_path):
-    model, x = network().eval(), torch.randn(2, 1, 6, 6)
+    model, x = network().eval(), torch.randn(2, 2, 6, 6)
     expected = model(x)
     model = offload(accelerate, model, tmp_path)
     with pytest.warns(UserWarning, match="convert before offloading to the CPU"):
@@ -387,18 +394,50 @@ def test_offloaded_weights_are_refused_with_a_reason_and_the_rest_converts(offlo
 def test_a_model_that_was_converted_first_is_offloaded_in_format_except_to_disk(
     offload, accelerate, weights_in_convolutions, tmp_path
 ):
-    model, x = network().eval(), torch.randn(2, 1, 6, 6)
+    model, x = network().eval(), torch.randn(2, 2, 6, 6)
     expected = model(x)
     weights_in_convolutions.clear()
     nhwc.convert_(model)
     model = offload(accelerate, model, tmp_path)
     torch.testing.assert_close(model(x), expected)
     assert weights_in_convolutions == [
-        (9, 1, 3, 1) if offload is not disk_offloaded else (9, 9, 3, 1),
+        (18, 1, 6, 2) if offload is not disk_offloaded else (18, 9, 3, 1),
         (9, 1, 3, 1) if offload is not disk_offloaded else (9, 9, 3, 1),
         (6, 1, 6, 6) if offload is not disk_offloaded else (6, 1, 1, 1),
         (36, 1, 12, 4) if offload not in (disk_offloaded, dispatched) else (36, 9, 3, 1),
     ]
+
+
+@pytest.mark.parametrize("offload", OFFLOADS, ids=lambda function: function.__name__)
+def test_the_report_on_an_offloaded_model_says_in_which_format_forward_sees_it(
+    offload, accelerate, weights_in_convolutions, tmp_path
+):
+    model, x = network().eval(), torch.randn(2, 2, 6, 6)
+    nhwc.convert_(model)
+    model = offload(accelerate, model, tmp_path)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        report = nhwc.convert_(model)
+    refused = {row.path for row in report.plan.rows if row.reason is nhwc.Reason.OFFLOADED}
+    assert refused == (OFFLOADS[offload] if offload in (disk_offloaded, dispatched) else set())
+    assert sum("from a disk they come back contiguous" in str(each.message) for each in warned) == bool(refused)
+    model(x)
+    names = ["stem", "depthwise", "pointwise", "block.0"]
+    wanted = {row.path: row.target_strides for row in report.plan.rows}
+    as_planned = [name for name, seen in zip(names, weights_in_convolutions) if seen == wanted[name]]
+    assert as_planned == [name for name in names if name not in refused]
+    assert nhwc.check(model, report.plan) == []
+
+
+@pytest.mark.parametrize("offload", OFFLOADS, ids=lambda function: function.__name__)
+def test_a_conversion_is_not_reverted_while_the_model_is_offloaded(offload, accelerate, tmp_path):
+    model, x = network().eval(), torch.randn(2, 2, 6, 6)
+    report = nhwc.convert_(model)
+    model = offload(accelerate, model, tmp_path)
+    expected = model(x)
+    with pytest.raises(RuntimeError, match=r"Report.revert: '[\w.]+': its values are kept elsewhere"):
+        report.revert()
+    torch.testing.assert_close(model(x), expected)
 
 
 def test_a_model_made_with_init_empty_weights_is_planned_and_loaded(accelerate):

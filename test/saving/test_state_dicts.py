@@ -9,6 +9,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
+from selection import some_of
 from tied_network import LAST, SITES, assert_equal_values, converted, network, strides, train
 from torch import nn
 
@@ -174,11 +175,14 @@ ROUND_TRIPS = {
 }
 
 
-@pytest.mark.parametrize("round_trip", ROUND_TRIPS, ids=lambda function: function.__name__)
+FAST = by_torch_save_assigned, by_safetensors_model
+
+
+@pytest.mark.parametrize("round_trip", some_of(ROUND_TRIPS, *FAST), ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_converted_model_comes_back_and_is_in_format_or_can_be_brought_there(round_trip, tmp_path):
     model, plan = converted()
-    model(torch.randn(2, 1, 6, 6))  # running statistics
+    model(torch.randn(2, 2, 6, 6))  # running statistics
     other = round_trip(model, tmp_path)
     assert_equal_values(other, model)
     assert (nhwc.check(other, plan) == []) == ROUND_TRIPS[round_trip]
@@ -186,7 +190,7 @@ def test_a_converted_model_comes_back_and_is_in_format_or_can_be_brought_there(r
     assert nhwc.check(other, plan) == []
     assert strides(other) == strides(model) == LAST
     assert_equal_values(other, model)
-    x = torch.randn(2, 1, 6, 6)
+    x = torch.randn(2, 2, 6, 6)
     torch.testing.assert_close(other(x), model(x))
     again = [p.data_ptr() for p in other.parameters()]
     nhwc.restore_(other, plan)
@@ -201,3 +205,11 @@ def test_every_pair_of_formats_loads_each_others_state_dict():
         second.load_state_dict(first.state_dict())
         assert_equal_values(second, first)
         assert nhwc.check(second, plan) == []
+
+
+def test_contiguous_state_dict_takes_no_optimizer():
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
+    with pytest.raises(TypeError, match=r"expected a model or a state dict, got SGD: pass its state_dict\(\)"):
+        nhwc.contiguous_state_dict(optimizer)
+    with pytest.raises(TypeError, match="expected a model or a state dict, got list"):
+        nhwc.contiguous_state_dict([1])

@@ -49,6 +49,10 @@ def canonical_strides(shape, memory_format):
     return torch.empty(shape, memory_format=memory_format, device="meta").stride()
 
 
+def in_channels_last(tensor):
+    return tensor.stride() == canonical_strides(tensor.shape, FORMATS[tensor.dim()])
+
+
 def random_weight(shape, dtype=torch.float32, device="cpu"):
     """Random bytes as numbers of `dtype`, except that boolean ones are 0 or 1."""
     count = int(torch.Size(shape).numel())

@@ -11,7 +11,7 @@ class Net(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Conv2d(1, 6, 3, padding=1)
+        self.stem = nn.Conv2d(2, 6, 3, padding=1)
         self.norm = nn.BatchNorm2d(6)
         self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
         self.pointwise = nn.Conv2d(6, 4, 1)
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 SITES = ["stem", "depthwise", "pointwise", "block", "tied", "volume"]
 LAST = {
-    "stem": (9, 1, 3, 1),
+    "stem": (18, 1, 6, 2),
     "depthwise": (9, 1, 3, 1),
     "pointwise": (6, 1, 6, 6),
     "block": (36, 1, 12, 4),
@@ -68,7 +68,7 @@ def train(model, optimizer, steps, seed=0):
     losses = []
     for _ in range(steps):
         optimizer.zero_grad()
-        loss = (model(torch.randn(2, 1, 6, 6, generator=generator)) - 1).square().mean()
+        loss = (model(torch.randn(2, 2, 6, 6, generator=generator)) - 1).square().mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

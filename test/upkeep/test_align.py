@@ -4,6 +4,7 @@ import io
 
 import pytest
 import torch
+from guarding import unguarded
 from tied_network import converted, network, train
 from torch import nn
 
@@ -52,7 +53,8 @@ def test_h06_training_goes_on_from_a_checkpoint_in_the_other_layout(name, saves_
     plain, plan, plain_optimizer = resumed(buffer, make, loads_converted)
     apart = saves_converted != loads_converted
     assert bool(nhwc.check(plain, plan, optimizer=plain_optimizer)) == apart
-    losses = train(plain, plain_optimizer, 10, seed=1)
+    with unguarded():
+        losses = train(plain, plain_optimizer, 10, seed=1)
     equal = torch.allclose(torch.tensor(losses), torch.tensor(expected), rtol=1e-4)
     assert equal == (not apart or not name.startswith("fused"))
 
@@ -73,7 +75,7 @@ def test_align_names_what_it_has_laid_out_and_looks_at_every_parameter():
     rows = nhwc.align_(model, optimizer)
     assert {(row.site, row.label) for row in rows} == {
         (name, label)
-        for name in ("block.weight", "depthwise.weight", "volume.weight", "head.weight")
+        for name in ("stem.weight", "block.weight", "depthwise.weight", "volume.weight", "head.weight")
         for label in ("exp_avg", "exp_avg_sq")
         if name != "depthwise.weight"  # one channel: every element is at its place in both layouts
     }
@@ -109,9 +111,10 @@ def test_align_takes_several_optimizers():
     model, plan = converted()
     first = torch.optim.AdamW(model.block.parameters(), fused=True)
     second = torch.optim.SGD(model.volume.parameters(), momentum=0.9, fused=True)
-    model(torch.randn(2, 1, 6, 6)).sum().backward()
+    model(torch.randn(2, 2, 6, 6)).sum().backward()
     for optimizer in (first, second):
-        optimizer.step()
+        with unguarded():  # one that the guard has seen aligns what it loads
+            optimizer.step()
         optimizer.load_state_dict(nhwc.contiguous_state_dict(optimizer.state_dict()))
     assert nhwc.check(model, plan, optimizer=[first, second]) != []
     aligned = nhwc.align_(model, [first, second])

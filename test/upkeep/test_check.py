@@ -116,7 +116,7 @@ def test_lazy_layers_are_checked_once_they_have_a_shape():
 
 def test_a_parametrized_layer_that_lost_its_last_step_is_named():
     def make():
-        return nn.Sequential(nn.utils.parametrizations.orthogonal(nn.Conv2d(3, 4, 3)))
+        return nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)))
 
     model = make()
     plan = nhwc.convert_(model).plan

@@ -118,3 +118,18 @@ def test_what_was_refused_for_an_optimizer_stays_refused_when_the_plan_is_applie
         again = nhwc.restore_(model, report.plan)
     assert again.plan.rows[0].reason is Reason.FLATTENING_OPTIMIZER
     assert model[0].weight.stride() == (27, 9, 3, 1)
+
+
+def test_h42_a_plan_that_has_channels_last_for_one_channel_is_read_as_contiguous():
+    """As an older version wrote it."""
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3))
+    plan = nhwc.plan(model)
+    row = plan.rows[0]._replace(target_strides=(9, 1, 3, 1), action=nhwc.Action.RESTRIDE, reason=None)
+    old = nhwc.Plan.from_json(nhwc.Plan((row, plan.rows[1]), plan.memory_format).to_json())
+    converted = nhwc.convert_state_dict(model.state_dict(), old)
+    assert [converted[f"{index}.weight"].stride() for index in (0, 1)] == [(9, 9, 3, 1), (72, 1, 24, 8)]
+    nhwc.convert_(model, plan=old)
+    assert not nhwc.check(model, old)
+    nhwc.restore_(model, old)
+    assert not nhwc.check(model, old)
+    assert model[0].weight.stride() == (9, 9, 3, 1)

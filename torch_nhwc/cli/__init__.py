@@ -1,4 +1,4 @@
-"""The command line: its commands, the demo with the models that it knows, and what a report of a problem needs.
+"""The command line: its commands, what they are given, the demo, and what a report of a problem needs.
 
-Nothing else in the package imports this room; `commands` needs the extra `cli`, the other files do without.
+Nothing else in the package imports this room; `commands` and `demo_table` need the extra `cli`, the others do without.
 """

@@ -1,6 +1,5 @@
 """The main job on real models: convert, prove that the outputs did not change, and time it honestly."""
 
-import copy
 import math
 import statistics
 import warnings
@@ -11,15 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from torch_nhwc.cli.inputs import in_channels_last
 from torch_nhwc.cli.models import Example
 from torch_nhwc.converting.conversion import convert_
-from torch_nhwc.formats import CHANNELS_LAST
 from torch_nhwc.planning.planner import plan
 from torch_nhwc.planning.plans import Plan
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
-from torch_nhwc.running.outputs import TOLERANCES, equal_weights, first_tensor
-from torch_nhwc.running.timing import Job, give_freed_memory_back, seconds_in_turns
+from torch_nhwc.running.copying import deep_copy
+from torch_nhwc.running.inputs import call
+from torch_nhwc.running.outputs import difference_of, equal_weights, first_tensor
+from torch_nhwc.running.timing import Job, differ, give_freed_memory_back, seconds_in_turns
 
 
 @dataclass
@@ -49,6 +50,8 @@ class Result:
     forward_contiguous_ms: float
     forward_converted_ms: float
     forward_channels_last_input_ms: float
+    measurable: dict[str, bool]
+    """Of each comparison of two times, whether they differ by more than the spread of the runs behind them."""
     largest_output: float
     largest_difference: float
     tolerance: float
@@ -63,49 +66,50 @@ class Result:
         return asdict(self) | {"unchanged": self.unchanged}
 
 
-def run(example: Example, device: str = "cpu", dtype: torch.dtype = torch.float32, repeats: int = 5) -> Result:
+def run(example: Example, repeats: int = 5) -> Result:
     """Does the main job on one model, in evaluation mode; the example's own model becomes and stays contiguous."""
-    model = example.model.eval().to(device=device, dtype=dtype)
+    model, inputs = example.model.eval(), example.inputs
+    device, dtype = str(example.like.device), example.like.dtype
     _convert(model, torch.contiguous_format)
-    converted = _copy(model)
-    tallies = _tallies(plan(converted))
+    converted = deep_copy(model)
+    planned = plan(converted)
     _convert(converted)
 
     jobs = {"ours": _convert, "stock": stock_convert}
     if isinstance(model, torch.jit.ScriptModule):
         del jobs["stock"]  # which does nothing to those
-    conversion_ms = _medians({name: _prepared(job, model) for name, job in jobs.items()}, repeats, device)
-    stock_ms = conversion_ms.get("stock")
-
-    inputs = example.input.to(device=device, dtype=dtype)
-    rank = inputs.dim()
-    channels_last_input = inputs.to(memory_format=CHANNELS_LAST[rank]) if rank in CHANNELS_LAST else inputs
+    times = seconds_in_turns({name: _prepared(job, model) for name, job in jobs.items()}, repeats, device)
+    channels_last_inputs = in_channels_last(inputs, {row.rank for row in planned.rows})
     with torch.no_grad():
-        reference = first_tensor(model(inputs)).double()
-        output = first_tensor(converted(inputs)).double()
+        difference = difference_of(first_tensor(call(converted, inputs)), first_tensor(call(model, inputs)), dtype)
         forwards: dict[str, Callable[[], Job]] = {
-            "contiguous": lambda: lambda: model(inputs),
-            "converted": lambda: lambda: converted(inputs),
-            "channels_last_input": lambda: lambda: converted(channels_last_input),
+            "contiguous": lambda: lambda: call(model, inputs),
+            "converted": lambda: lambda: call(converted, inputs),
+            "channels_last_input": lambda: lambda: call(converted, channels_last_inputs),
         }
-        forward_ms = _medians(forwards, repeats, device)
-    largest_output = reference.abs().max().item()
+        times |= seconds_in_turns(forwards, repeats, device)
+    ms = {name: statistics.median(taken) * 1e3 for name, taken in times.items()}
     return Result(
         example.name,
         device,
         str(dtype).removeprefix("torch."),
         torch.get_num_threads(),
-        **tallies,
+        **_tallies(planned),
         weights_equal=equal_weights(model, converted),
-        convert_ms=conversion_ms["ours"],
-        stock_convert_ms=stock_ms,
-        stock_over_ours=stock_ms and stock_ms / conversion_ms["ours"],
-        forward_contiguous_ms=forward_ms["contiguous"],
-        forward_converted_ms=forward_ms["converted"],
-        forward_channels_last_input_ms=forward_ms["channels_last_input"],
-        largest_output=largest_output,
-        largest_difference=(output - reference).abs().max().item(),
-        tolerance=TOLERANCES[dtype] * largest_output,
+        convert_ms=ms["ours"],
+        stock_convert_ms=ms.get("stock"),
+        stock_over_ours=ms["stock"] / ms["ours"] if "stock" in ms else None,
+        forward_contiguous_ms=ms["contiguous"],
+        forward_converted_ms=ms["converted"],
+        forward_channels_last_input_ms=ms["channels_last_input"],
+        measurable={
+            "stock_over_ours": "stock" in times and differ(times["stock"], times["ours"]),
+            "converted": differ(times["contiguous"], times["converted"]),
+            "channels_last_input": differ(times["contiguous"], times["channels_last_input"]),
+        },
+        largest_output=difference.of,
+        largest_difference=difference.largest,
+        tolerance=difference.tolerance,
     )
 
 
@@ -136,21 +140,10 @@ def _convert(model: nn.Module, memory_format: torch.memory_format | None = None)
         convert_(model, memory_format)
 
 
-def _copy(model: nn.Module) -> nn.Module:
-    with torch.no_grad():  # a copied TorchScript module would otherwise remember where its parameters came from
-        return copy.deepcopy(model)
-
-
 def _prepared(job: Callable[[nn.Module], object], model: nn.Module) -> Callable[[], Job]:
     def prepare() -> Job:
-        fresh = _copy(model)
+        fresh = deep_copy(model)
         give_freed_memory_back()  # since a model is converted once in a process's life
         return lambda: job(fresh)
 
     return prepare
-
-
-def _medians(preparations: dict[str, Callable[[], Job]], repeats: int, device: str) -> dict[str, float]:
-    """The median time of each job in milliseconds."""
-    taken = seconds_in_turns(preparations, repeats, device)
-    return {name: statistics.median(samples) * 1e3 for name, samples in taken.items()}

@@ -14,7 +14,8 @@ from torch_nhwc.converting.edits import Edit
 from torch_nhwc.formats import Format
 from torch_nhwc.memory import is_fake, lies_as
 from torch_nhwc.outcomes import Outcome
-from torch_nhwc.planning.deciding import Decision, Request, outcomes_of
+from torch_nhwc.planning.deciding import Decision, outcomes_of
+from torch_nhwc.planning.request import Request
 from torch_nhwc.reasons import Reason
 
 # What other owners of a tensor's memory would not see: they keep, or gather from, what it was before.
@@ -33,7 +34,7 @@ def clones_of(decision: Decision, request: Request) -> list[Edit] | Reason | Non
         strides, values, inner tensors and their strides are all looked at, so that nothing is taken over which only
         says that it is in the format.
     """
-    site, wanted = decision.site, request.format
+    site, wanted = decision.site, decision.site.format(request.format)
     if decision.reason is Reason.WRAPPED:
         return [] if _is_laid_out(decision.tensor, wanted) else Reason.WRAPPED
     edits: list[Edit] = []

@@ -1,22 +1,26 @@
 """Drop-ins for `torch.nn.utils.convert_conv2d_weight_memory_format` and `convert_conv3d_weight_memory_format`."""
 
-import warnings
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch._compile import _disable_dynamo
 
 from torch_nhwc.converting.cloning import clones_of
 from torch_nhwc.converting.commit import commit_changes
 from torch_nhwc.converting.preparing import prepare
+from torch_nhwc.finding.find import instead_of
 from torch_nhwc.finding.layers import walk_layers
 from torch_nhwc.formats import CHANNELS_LAST, Format
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import Request, decide, outcomes_of
+from torch_nhwc.planning.deciding import decide, outcomes_of
 from torch_nhwc.planning.following import follow
+from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
+from torch_nhwc.warning import warn
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -45,8 +49,8 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
             the reason. The module is then as it was.
 
     Warns:
-        UserWarning: once for each layer that stays as it is because its weight is packed, frozen or computed in a way
-            that is not known, and for each weight that leaves a larger storage or shared memory.
+        UserWarning: once for each layer that stays as it is because its weight is packed or computed in a way that is
+            not known, and for each weight that leaves a larger storage or shared memory.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
@@ -84,8 +88,11 @@ _LEAVES = {
 
 
 def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
+    if torch.compiler.is_compiling():  # the walk is nothing for a graph, and tracing it fails now and then
+        converted: _M = _convert_outside_of_graphs(module, memory_format, rank, caller)
+        return converted
     if not isinstance(module, nn.Module):
-        raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}")
+        raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}{instead_of(module)}")
     if not isinstance(memory_format, (torch.memory_format, type(None))):
         raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
     found = walk_layers(module)
@@ -98,7 +105,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
             f"got {memory_format}{_REQUIRED.get(memory_format, '')}"
         )
     request = Request(Format.of(memory_format), "detach")
-    decisions = decide(sites, request)
+    decisions = decide(found._replace(sites=sites), request)
     following = follow(found, decisions, [], Sources(), request)
     to_clone = {id(each.tensor): each for each in decisions if each.reason in _CLONED}  # a tied weight once
     clones = {key: clones_of(each, request) for key, each in to_clone.items()}
@@ -116,17 +123,16 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
         raise RuntimeError(f"{caller}: nothing was changed, because of {'; '.join(hard)}")
     # Warnings may be errors: they come before anything changes.
     for site, reason in left:
-        _warn(f"{caller}: left {site} as it is: {reason.value}")
+        warn(f"{caller}: left {site} as it is: {reason.value}")
     moving = [each for each in decisions if each.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED)]
-    outcomes = outcomes_of([each.tensor for each in moving], request._replace(storage="auto"))
+    outcomes = outcomes_of([each.tensor for each in moving], Request(request.format))
     for decision, outcome in zip(moving, outcomes):
         if outcome in _LEAVES:
-            _warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
+            warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
     changes = prepare(following, request)
     changes.edits.extend(edit for each in edits.values() for edit in each)
     commit_changes(changes, request)
     return module
 
 
-def _warn(message: str) -> None:
-    warnings.warn(message, UserWarning, stacklevel=4)
+_convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)

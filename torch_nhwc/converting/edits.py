@@ -1,35 +1,46 @@
-"""What a conversion changes besides tensors: hooks on modules, last steps of computed weights, classes of layers."""
+"""What a conversion changes besides tensors: hooks, last steps of computed weights, classes of layers."""
 
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 
+from torch_nhwc.converting.programs import agrees, set_strides, set_values, values_of
 from torch_nhwc.each_forward import exchange as each_forward
 from torch_nhwc.each_forward.exchange import is_in_each_forward
 from torch_nhwc.each_forward.weights import drop_result, is_result_kept, keep_result
+from torch_nhwc.entries import set_input_hook
+from torch_nhwc.finding.exported import Program
 from torch_nhwc.formats import Format
-from torch_nhwc.hooks import ChannelsLastInput, ConvertWhenMaterialised, add_hook, find_hook, remove_hook
+from torch_nhwc.hooks import ConvertWhenMaterialised, add_hook, find_hook, remove_hook
 from torch_nhwc.modules import computed
 from torch_nhwc.modules.walk import walk
 from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import Decision, Request
+from torch_nhwc.planning.deciding import Decision
 from torch_nhwc.planning.following import Following
+from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.preserving.exchange import bring_back, exchange, is_exchanged
 from torch_nhwc.preserving.find import find_layers
 from torch_nhwc.reasons import Reason
+from torch_nhwc.stepping.guard import is_watched, release, watch
+from torch_nhwc.stepping.loading import (
+    align_when_loaded,
+    is_aligned_when_loaded,
+    leave_as_loaded,
+    loading_optimizer,
+)
 
 
 class Edit(NamedTuple):
     """A change to a module that the operators do not make. Both ways do nothing where there is nothing to do."""
 
-    module: "weakref.ref[nn.Module]"
-    """Weakly, since a report keeps the edit."""
-    forth: Callable[[nn.Module], object]
-    back: Callable[[nn.Module], object]
+    module: "weakref.ref[Any]"
+    """Or an optimizer. Weakly, since a report keeps the edit."""
+    forth: Callable[[Any], object]
+    back: Callable[[Any], object]
 
     @property
     def reverse(self) -> "Edit":
@@ -45,7 +56,7 @@ class Edit(NamedTuple):
 
 def edits_of(following: Following, request: Request) -> list[Edit]:
     """The edits of a conversion: layers exchanged, lazy ones converting later, computed weights and inputs laid out."""
-    model, sources = following.model, following.sources
+    sources = following.sources
     edits = _exchanges(following, request) + _each_forward(following, request)
     seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
     for decision in following.decisions:
@@ -53,16 +64,43 @@ def edits_of(following: Following, request: Request) -> list[Edit]:
         module = site.module
         if decision.reason is Reason.LAZY or module._forward_pre_hooks:
             edits += _waiting(decision)
-        is_laid_out = decision.takes_part or decision.reason is Reason.TIED
-        if site.name != "weight" and id(module) not in seen and is_laid_out:
+        if site.name != "weight" and (decision.takes_part or decision.reason is Reason.TIED) and id(module) not in seen:
             seen.add(id(module))
             edits += _steps(decision, sources, request.format)
-    hook = find_hook(model, ChannelsLastInput)
-    if request.input_format and not hook:
-        edits.append(_hook_edit(model, ChannelsLastInput()))
-    elif hook and not request.format.is_channels_last:
-        edits.append(_hook_edit(model, hook).reverse)
+    edits += _guarding(following, request) + _describing(following)
+    for entry in following.entries:
+        pairs = (entry.wanted, entry.there), (entry.there, entry.wanted)
+        forth, back = (partial(set_input_hook, wanted=wanted, instead_of=other) for wanted, other in pairs)
+        edits.append(Edit(weakref.ref(entry.module), forth, back))
+    for optimizer in map(loading_optimizer, sources.optimizers):
+        if optimizer is not None and not is_aligned_when_loaded(optimizer):
+            edits.append(Edit(weakref.ref(optimizer), align_when_loaded, leave_as_loaded))
     return edits
+
+
+def _describing(following: Following) -> list[Edit]:
+    """What exported programs say of their tensors goes with them."""
+    edits: list[Edit] = []
+    if Program not in following.module_types:
+        return edits
+    decisions = (each for each in following.decisions if each.action is not Action.REFUSE)
+    wanted = {id(each.site.tensor): each.strides for each in decisions if each.strides is not None}
+    for program in (module for _, module, _ in walk(following.model) if isinstance(module, Program)):
+        held = *program._parameters.items(), *program._buffers.items()
+        strides = {name: wanted[id(tensor)] for name, tensor in held if id(tensor) in wanted}
+        if not agrees(program, strides):
+            forth, back = partial(set_strides, strides=strides), partial(set_values, values=values_of(program))
+            edits.append(Edit(weakref.ref(program), forth, back))
+    return edits
+
+
+def _guarding(following: Following, request: Request) -> list[Edit]:
+    """The guard is there for layers that are converted, of a model that trains."""
+    sites = [each.site for each in following.decisions if each.takes_part or each.reason is Reason.LAZY]
+    layers = {id(site.module): site.module for site in sites}.values()
+    if not request.format.is_channels_last:
+        return [Edit(weakref.ref(layer), release, watch) for layer in layers if is_watched(layer)]
+    return [Edit(weakref.ref(layer), watch, release) for layer in layers if following.trains and not is_watched(layer)]
 
 
 def _waiting(decision: Decision) -> list[Edit]:
@@ -76,7 +114,7 @@ def _waiting(decision: Decision) -> list[Edit]:
 
 def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:
     """The layer's last step, and those of its averaged copies, that bring a computed weight into the format."""
-    module, reason = decision.site.module, decision.reason
+    module, reason, wanted = decision.site.module, decision.reason, decision.site.format(wanted)
     if reason is Reason.TIED:
         is_original = computed.is_original(module, decision.site.name)
         reason = computed.remark_on(module, decision.site.rank, wanted) if is_original else None

@@ -27,8 +27,10 @@ class EachForward:
 class InConvForward(EachForward):
     """For a layer whose forward is PyTorch's, which hands the weight to a method."""
 
+    groups: int
+
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        convolved: Tensor = super()._conv_forward(input, in_channels_last(weight), bias)  # type: ignore[misc]
+        convolved: Tensor = super()._conv_forward(input, in_channels_last(weight, self.groups), bias)  # type: ignore[misc]
         return convolved
 
 
@@ -44,11 +46,13 @@ class _ConvertingWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _CONVOLUTIONS:
+            place = 8 if func is torch.convolution else 6
+            groups = args[place] if len(args) > place else kwargs.get("groups", 1)
             if "weight" in kwargs:
-                kwargs = kwargs | {"weight": in_channels_last(kwargs["weight"])}
+                kwargs = kwargs | {"weight": in_channels_last(kwargs["weight"], groups)}
             else:
                 input, weight, *others = args
-                args = input, in_channels_last(weight), *others
+                args = input, in_channels_last(weight, groups), *others
         return func(*args, **kwargs)
 
 

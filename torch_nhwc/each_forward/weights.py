@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.hooks import laid_out
 from torch_nhwc.memory import with_canonical_strides
 from torch_nhwc.ops import convert_weight
 
@@ -24,8 +25,10 @@ _kept: _Results = WeakTensorKeyDictionary()
 _of_region: dict[str, _Results] = {}
 
 
-def in_channels_last(weight: Tensor) -> Tensor:
+def in_channels_last(weight: Tensor, groups: int) -> Tensor:
     """A weight as a convolution is to get it: the one itself, or a view of it, where no bytes have to move.
+
+    Filters of one channel stay contiguous, for the reason that `Format.of_filters` has.
 
     Otherwise the cast of autocast and the conversion are one pass. The result is remembered where autocast would have
     remembered its cast, and where it was asked for by `keep_result`.
@@ -35,12 +38,15 @@ def in_channels_last(weight: Tensor) -> Tensor:
     memory_format = CHANNELS_LAST.get(weight.dim())
     if memory_format is None:
         return weight
+    if groups == 1 and _channels_of(weight) == 1:
+        is_contiguous = type(weight) is nn.Parameter and weight.stride(0) == weight.stride(1)
+        return weight if is_contiguous else weight.flatten(1).view(weight.shape)
     dtype = _dtype_of_autocast(weight)
     if dtype is None and _is_in_order(weight, memory_format):
         return with_canonical_strides(weight)
     results = None if _is_seen(weight) or type(weight) is not nn.Parameter else _results_for(weight, dtype)
     if results is None:
-        return convert_weight(weight, dtype=dtype)
+        return laid_out(weight, memory_format, dtype)
     needs_gradient = torch.is_grad_enabled() and weight.requires_grad
     stream = torch.cuda.current_stream(weight.device) if weight.is_cuda else None
     # The reference to the storage keeps its place from being another's.
@@ -90,6 +96,18 @@ def _is_seen(weight: Tensor) -> bool:
 def _is_transformed() -> bool:
     """Whether the call is inside of a transform of `torch.func`."""
     return torch._C._are_functorch_transforms_active()
+
+
+def _channels_of(weight: Tensor) -> int:
+    """Of each filter, without a warning from a tracer, to which sizes are tensors."""
+    tracing = None if torch.compiler.is_compiling() else torch._C._get_tracing_state()
+    if tracing is None:
+        return weight.shape[1]
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        return weight.shape[1]
+    finally:
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def _is_in_order(weight: Tensor, memory_format: torch.memory_format) -> bool:

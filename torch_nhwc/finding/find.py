@@ -9,11 +9,6 @@ from torch_nhwc.finding import observed
 from torch_nhwc.finding.layers import walk_layers
 from torch_nhwc.finding.site import Found
 
-_INSTEAD = {
-    "ExportedProgram": ": convert its module(), with example_inputs",
-    "Mapping": ": convert_state_dict takes state dicts",
-}
-
 
 def find(model: nn.Module, example_inputs: Any = None) -> Found:
     """The sites of a model, in its order, with those that only example inputs show, in one walk.
@@ -23,8 +18,16 @@ def find(model: nn.Module, example_inputs: Any = None) -> Found:
         ValueError: lazy layers and example inputs together.
     """
     if not isinstance(model, nn.Module):
-        names = {base.__name__ for base in type(model).__mro__} | ({"Mapping"} if isinstance(model, Mapping) else set())
-        instead = next((text for name, text in _INSTEAD.items() if name in names), "")
-        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}{instead}")
+        raise TypeError(f"expected a torch.nn.Module, got {type(model).__name__}{instead_of(model)}")
     found = walk_layers(model)
     return found if example_inputs is None else observed.add_sites(found, example_inputs)
+
+
+def instead_of(given: Any) -> str:
+    """What to give instead of something that is no module, for the end of an error's sentence."""
+    if any(base.__name__ == "ExportedProgram" for base in type(given).__mro__):
+        return ": convert its module(), with example_inputs"
+    parts = given.values() if isinstance(given, Mapping) else given if isinstance(given, (list, tuple)) else ()
+    if parts and all(isinstance(each, nn.Module) for each in parts):
+        return f": give torch.nn.{'ModuleDict' if isinstance(given, Mapping) else 'ModuleList'}(modules)"
+    return ": convert_state_dict takes state dicts" if isinstance(given, Mapping) else ""

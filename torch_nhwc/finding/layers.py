@@ -9,6 +9,7 @@ from torch.nn.parameter import is_lazy
 
 from torch_nhwc.finding import scripted
 from torch_nhwc.finding.convolutions import LAYERS
+from torch_nhwc.finding.held import Held
 from torch_nhwc.finding.site import Found, Site
 from torch_nhwc.modules import computed
 from torch_nhwc.modules.walk import walk
@@ -18,9 +19,12 @@ from torch_nhwc.reasons import Reason
 def walk_layers(model: nn.Module) -> Found:
     """The sites of a model's layers, in the model's order, each layer once."""
     sites: list[Site] = []
+    tensors: list[Tensor | None] = []
     kinds: dict[type, tuple[str, int]] = {}  # of the model's classes, which are few
     for path, module, wrapped in walk(model):
         module_type = type(module)
+        if module._parameters or module._buffers:
+            tensors += (*module._parameters.values(), *module._buffers.values())
         kind = kinds.get(module_type)
         if kind is None:
             kind = kinds[module_type] = _kind_of(module_type)
@@ -38,12 +42,15 @@ def walk_layers(model: nn.Module) -> Found:
                 found += _special_sites(path, module, rank)
         elif family == "quantized":
             found.append(Site(path, "weight", module_type.__name__, rank, _groups(module), module, None, Reason.PACKED))
+        elif isinstance(module, Held):
+            found += module.sites(path)
         else:
             found += scripted.find(path, module)
+            tensors += (*module.parameters(), *module.buffers())
         if wrapped is not None:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
-    return Found(model, sites, set(kinds))
+    return Found(model, sites, set(kinds), tensors)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -71,6 +78,8 @@ def _kind_by_bases(module_type: type) -> tuple[str, int]:
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     if torch.jit.ScriptModule in bases:
         return "scripted", 0
+    if Held in bases:
+        return "held", 0
     for rank, layers in LAYERS.items():
         if any(layer in bases for layer in layers):
             return "plain", rank
@@ -88,7 +97,8 @@ def _special_sites(path: str, module: nn.Module, rank: int) -> list[Site]:
     # A computed weight is not even read: reading runs the parametrization, which may update its own state.
     originals = computed.originals(module)
     if originals is not None:
-        found = [site(name, tensor, None) for name, tensor in originals.items() if tensor.dim() == rank]
+        reason = Reason.ORTHOGONAL if computed.is_orthogonal(module) else None
+        found = [site(name, tensor, reason) for name, tensor in originals.items() if tensor.dim() == rank]
         return found or [site("weight", None, Reason.COMPUTED)]
     parameter = module._parameters.get("weight")
     weight: object = getattr(module, "weight", None)

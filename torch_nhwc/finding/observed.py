@@ -37,7 +37,9 @@ class _Owner(NamedTuple):
 
 
 class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Notes the weight of every convolution that runs."""
+    """Notes the weight of every convolution that runs, but for those inside of `torch.cond` and its kin."""
+
+    supports_higher_order_operators = True
 
     def __init__(self, owned: Iterable[Tensor], running: list[tuple[str, nn.Module]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
@@ -50,7 +52,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name
+        name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in OPERATORS:
             weight = args[1]
             if weight.dim() in (4, 5) and id(weight) not in self.laid_out:
@@ -71,7 +73,7 @@ def add_sites(found: Found, example_inputs: Any) -> Found:
     Raises:
         ValueError: a layer is lazy; running the model would make its weights.
     """
-    model, sites, _ = found
+    model, sites = found.model, found.sites
     lazy = next((site for site in sites if site.reason is Reason.LAZY), None)
     if lazy is not None:
         raise ValueError(
@@ -100,7 +102,7 @@ def add_sites(found: Found, example_inputs: Any) -> Found:
             explained.add(use.path)
             layer, rank = type(use.module).__name__, use.weight.dim()
             seen.append(Site(use.path, "<computed>", layer, rank, use.groups, use.module, None, Reason.ON_THE_FLY))
-    return found._replace(sites=seen)
+    return found._replace(sites=seen, observed=True)
 
 
 def _owners(model: nn.Module) -> dict[int, _Owner]:

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from torch_nhwc.formats import Format
 from torch_nhwc.reasons import Reason
 
 
@@ -32,6 +33,15 @@ class Site:
         """As in the state dict."""
         return f"{self.path}.{self.name}" if self.path else self.name
 
+    def format(self, wanted: Format) -> Format:
+        """What a format comes to for its convolution."""
+        if self.name == "weight" or not hasattr(self.module, "in_channels"):
+            channels = 0 if self.tensor is None or self.tensor.dim() < 2 else self.tensor.shape[1]
+        else:  # what a weight is computed from may be of another shape, as the norms of weight_norm are
+            of_filters = "out_channels" if getattr(self.module, "transposed", False) else "in_channels"
+            channels = getattr(self.module, of_filters)
+        return wanted.of_filters(channels, self.groups)
+
     def because(self, reason: Reason | None) -> "Site":
         """The same site with another reason."""
         return replace(self, reason=reason)
@@ -47,3 +57,12 @@ class Found(NamedTuple):
     sites: list[Site]
     module_types: set[type]
     """The classes of all modules, but for the insides of TorchScript modules."""
+    tensors: list[Tensor | None]
+    """All parameters and buffers, sites or not."""
+    observed: bool = False
+    """Whether the model ran on example inputs."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model has tensors that need gradients."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)

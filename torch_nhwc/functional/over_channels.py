@@ -61,12 +61,24 @@ def instance_norm(
     if not is_scripting():
         is_usual = are((bool,), use_input_stats) and are(NUMBER, momentum, eps)
         if is_theirs(input, running_mean, running_var, weight, bias) or not is_usual:
-            return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+            theirs = F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+            is_compiled = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and type(theirs) is Tensor)
+            return _with_contiguous_gradient(theirs) if is_compiled and theirs.requires_grad else theirs
     if use_input_stats:
         _verify_spatial_size(input.size())
     normed: Tensor = torch.ops.nhwc.instance_norm(
         input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
     )
+    return _with_contiguous_gradient(normed)
+
+
+def _with_contiguous_gradient(normed: Tensor) -> Tensor:
+    """What PyTorch's instance norm gives: for a batch of 1 its gradient is wrong where a channels-last one arrives.
+
+    One that comes by way of a flat tensor is contiguous. No view, since an activation that writes in place may follow.
+    """
+    if normed.is_contiguous():
+        normed = torch.ops.aten._unsafe_view(normed.flatten(), normed.size())
     return normed
 
 

@@ -12,8 +12,9 @@ _PLAIN = frozenset((Tensor, nn.Parameter, NONE))
 
 
 def is_theirs(*tensors: Any) -> bool:
-    """Whether a call goes to PyTorch: of a tensor subclass or a tracer's stand-in, and while a compiler traces."""
-    return torch.compiler.is_compiling() or not _PLAIN.issuperset(map(type, tensors))
+    """Whether a call goes to PyTorch: of a tensor subclass or a tracer's stand-in, while a compiler or ONNX traces."""
+    is_traced = torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
+    return is_traced or not _PLAIN.issuperset(map(type, tensors))
 
 
 def are(kinds: tuple[type, ...], *values: Any) -> bool:

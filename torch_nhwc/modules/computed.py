@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import _Orthogonal
 
 from torch_nhwc.formats import Format
 from torch_nhwc.hooks import LayOut, LayOutHook, add_hook, remove_hook
@@ -64,6 +65,11 @@ def _like(tensor: Tensor, values: Tensor) -> Tensor:
 def is_original(module: nn.Module, name: str) -> bool:
     """Whether the weight of a layer is computed from the tensor of this name."""
     return name in (originals(module) or ())
+
+
+def is_orthogonal(module: nn.Module) -> bool:
+    """Whether `torch.nn.utils.parametrizations.orthogonal` computes the weight of a layer."""
+    return any(isinstance(each, _Orthogonal) for each in _parametrization(module) or ())
 
 
 def remark_on(module: nn.Module, rank: int, wanted: Format) -> Reason | None:

@@ -1,6 +1,6 @@
 """Walking the modules of a model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
@@ -36,3 +36,8 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
             for name, child in reversed(module._modules.items()):
                 if child is not None:
                     stack.append((prefix + name, child, wrapped))
+
+
+def is_within(path: str, others: Iterable[str]) -> bool:
+    """Whether a module is one of some others, or inside of one."""
+    return any(not other or path == other or path.startswith(f"{other}.") for other in others)

@@ -4,7 +4,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,10 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.formats import Strides
+from torch_nhwc.memory import lies_as
+from torch_nhwc.modules.optimizers import state_of
 from torch_nhwc.outcomes import Outcome
+from torch_nhwc.planning.averaging import Copy, averaged_copy, copy_inside, tensor_of
 from torch_nhwc.reasons import Reason
 
 # Types whose bytes are what they seem.
@@ -75,8 +77,10 @@ class Sources(NamedTuple):
     """Where companions come from."""
 
     optimizers: tuple[Any, ...] = ()
-    copies: tuple[nn.Module | Mapping[str, Tensor], ...] = ()
+    copies: tuple[Copy, ...] = ()
     """Averaged copies: models like the model, or tensors by the full names of its sites."""
+    is_optimizer_unknown: bool = False
+    """Whether nobody has said if there is one."""
 
     def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
         """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow.
@@ -85,9 +89,11 @@ class Sources(NamedTuple):
             model: whose parameters they should be.
             weights: those of its sites, which need not be registered parameters.
         """
+        if not self.optimizers:
+            return
+        of_model = {id(tensor) for tensors in (weights, model.parameters()) for tensor in tensors}
         for each in self.optimizers:
-            held = held_by(each)
-            if held.isdisjoint(map(id, weights)) and held.isdisjoint(map(id, model.parameters())):
+            if held_by(each).isdisjoint(of_model):
                 raise ValueError(
                     f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
                 )
@@ -102,7 +108,7 @@ class Sources(NamedTuple):
 
     def weakly(self) -> "Callable[[], Sources]":
         """A function that gives those again that still exist."""
-        optimizers = [weakref.ref(optimizer) for optimizer in self.optimizers]
+        optimizers = [_reference(optimizer) for optimizer in self.optimizers]
         copies = [
             weakref.ref(copy)
             if isinstance(copy, nn.Module)
@@ -120,45 +126,36 @@ def held_by(optimizer: Any) -> set[int]:
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
+def _reference(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # a wrapper with slots
+        return lambda: optimizer
+
+
 def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
     tensors = {name: tensor for name, reference in references.items() if (tensor := reference()) is not None}
     return tensors or None
 
 
-def sources_of(optimizer: Any, ema: Any) -> Sources:
-    """One or several optimizers and averaged copies.
+def sources_of(optimizer: Any, ema: Any, model: nn.Module) -> Sources:
+    """One or several optimizers and averaged copies of a model.
 
     Raises:
-        TypeError: something is neither an optimizer, nor a module or a mapping of names to tensors.
+        TypeError: something is neither an optimizer, nor what `averaged_copy` takes.
+        ValueError: as `averaged_copy` raises it.
     """
     optimizers = _as_tuple(optimizer)
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"expected an optimizer, or a list of them, got {type(each).__name__}")
-    copies = _as_tuple(ema)
-    for each in copies:
-        if not isinstance(each, (nn.Module, Mapping)):
-            raise TypeError(
-                f"expected ema to be a module, or names and tensors, got {type(each).__name__}: for a list of averaged "
-                "parameters, give dict(zip(names, parameters))"
-            )
-    averaged = torch.optim.swa_utils.AveragedModel
-    return Sources(optimizers, tuple(each.module if isinstance(each, averaged) else each for each in copies))
+    return Sources(optimizers, tuple(averaged_copy(each, model) for each in _as_tuple(ema)), optimizer is None)
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:
     if value is None:
         return ()
     return tuple(value) if isinstance(value, Sequence) else (value,)
-
-
-def _tensor_of(copy: nn.Module | Mapping[str, Tensor], name: str) -> Tensor | None:
-    if isinstance(copy, Mapping):
-        return copy.get(name)
-    try:
-        return attrgetter(name)(copy)  # type: ignore[no-any-return]
-    except AttributeError:
-        return None
 
 
 def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
@@ -170,9 +167,12 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
         ValueError: an averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
     """
     found = [Companion(weight, "grad", gradient) for weight in weights if (gradient := weight.tensor.grad) is not None]
+    by_identity = {id(weight.tensor): weight for weight in weights} if len(sources.optimizers) > 1 else {}
     for optimizer in sources.optimizers:
-        states = optimizer.state
-        for weight in weights:
+        states = state_of(optimizer)
+        # One of many optimizers may have a single parameter: not all weights are looked for in each.
+        is_small = by_identity and len(states) < len(weights)
+        for weight in filter(None, (by_identity.get(id(each)) for each in states)) if is_small else weights:
             state = states.get(weight.tensor)
             if state is None:
                 continue
@@ -186,7 +186,7 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
                         continue
                 found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
     for copy in sources.copies:
-        tensors = [_tensor_of(copy, weight.name) for weight in weights]
+        tensors = [tensor_of(copy, weight.name) for weight in weights]
         is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)
         for weight, tensor in zip(weights, tensors):
             if tensor is None and is_partial:  # buffers and frozen weights are rarely averaged
@@ -194,11 +194,23 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
             shape = weight.tensor.shape
             if tensor is None or tensor.shape != shape:
                 got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-                raise ValueError(f"the averaged copy has {got} at {weight.name!r}, the model has {tuple(shape)}")
+                hint = copy_inside(copy, weight.name)
+                raise ValueError(f"the averaged copy has {got} at {weight.name!r}, the model has {tuple(shape)}{hint}")
             found.append(Companion(weight, "ema", tensor))
             if tensor.grad is not None:
                 found.append(Companion(weight, "ema.grad", tensor.grad))
     return found
+
+
+def find_apart(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
+    """The companions that are to lie as their weights, and do not."""
+    companions = find_companions(weights, sources)
+    return [each for each in companions if each.reason is None and not lies_as(each.tensor, each.weight.strides)]
+
+
+def is_plain(parameter: Tensor) -> bool:
+    """Whether what follows a parameter can lie as it does."""
+    return type(parameter) is nn.Parameter and parameter.layout == torch.strided and 0 not in parameter.stride()
 
 
 def _matching(state: Any, shape: torch.Size, prefix: str = "") -> Iterator[tuple[str, Tensor, Reason | None]]:

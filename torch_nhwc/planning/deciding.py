@@ -1,70 +1,24 @@
 """What is to happen to every site: by what kind of site it is, and by what the operators say of its tensor."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from torch_nhwc.each_forward.exchange import is_in_each_forward, is_pickled_otherwise
 from torch_nhwc.finding.layers import is_layer
-from torch_nhwc.finding.site import Site
+from torch_nhwc.finding.site import Found, Site
 from torch_nhwc.formats import Format, Strides
-from torch_nhwc.memory import is_fake, place_of
+from torch_nhwc.memory import is_fake, place_of, tied_by_view
 from torch_nhwc.modules import computed, wrapping
 from torch_nhwc.ops import convert_weight, plan_weights
 from torch_nhwc.outcomes import Outcome, Storage
-from torch_nhwc.planning.plans import EachForward, Plan, expect_each_forward
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action, PlanRow, as_text, as_tuple
-from torch_nhwc.reasons import Kind, Reason
-
-FilterFunction = Callable[[nn.Module, str], bool]
-
-
-class Request(NamedTuple):
-    """What is asked for, checked."""
-
-    format: Format
-    storage: Storage = "auto"
-    filter_fn: FilterFunction | None = None
-    input_format: str | None = None
-    preserve: bool = False
-    each_forward: EachForward = False
-
-    @classmethod
-    def of(
-        cls,
-        memory_format: torch.memory_format | str | None,
-        storage: Storage | None,
-        filter_fn: FilterFunction | None,
-        input_format: Any,
-        preserve: bool = False,
-        each_forward: Any = False,
-    ) -> "Request":
-        """What the arguments of `plan` and `convert_` ask for.
-
-        Raises:
-            ValueError, TypeError: one of them is of no use.
-        """
-        if input_format is not None and Format.of(input_format).name != "channels_last":
-            raise ValueError(f"expected input_format to be None or 'channels_last', got {input_format!r}")
-        storage = "auto" if storage is None else storage
-        if storage not in get_args(Storage):
-            raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
-        if filter_fn is not None and not callable(filter_fn):
-            raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
-        wanted = Format.of(memory_format)
-        if preserve and not wanted.is_channels_last:
-            raise ValueError("preserve=True is for channels-last: torch.contiguous_format brings exchanged layers back")
-        if expect_each_forward(each_forward) and not wanted.is_channels_last:
-            raise ValueError("each_forward is for channels-last: torch.contiguous_format brings exchanged layers back")
-        inputs = None if input_format is None else "channels_last"
-        return cls(wanted, storage, filter_fn, inputs, bool(preserve), each_forward)
-
-    def takes(self, module: nn.Module, path: str) -> bool:
-        """Whether a layer is not left out by the caller."""
-        return self.filter_fn is None or bool(self.filter_fn(module, path))
+from torch_nhwc.reasons import CONTIGUOUS_ONLY, Kind, Reason
 
 
 @dataclass(slots=True)
@@ -120,6 +74,7 @@ class Decision:
         if tensor is None:
             nothing = (None, site.groups, None, None, None, None, 0)
             return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, self.action, self.reason)
+        strides = tensor.stride() if tensor.layout == torch.strided else None  # a sparse one has none
         return PlanRow(
             site.path,
             site.name,
@@ -129,7 +84,7 @@ class Decision:
             site.groups,
             as_text(tensor.dtype),
             as_text(tensor.device),
-            self.strides if self.strides == (strides := tensor.stride()) else strides,  # one tuple rather than two
+            self.strides if self.strides == strides else strides,  # one tuple rather than two
             self.strides,
             tensor.nbytes if self.action is Action.CONVERT else 0,
             self.action,
@@ -140,32 +95,38 @@ class Decision:
 # Tuples: the members of an enumeration compare fast and hash slowly.
 _CHANGES = (Action.CONVERT, Action.RESTRIDE)
 # Refused for the sake of companions that are not known when a plan is applied again.
-_FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.STATE_IN_THE_WAY)
+_FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.BUCKET_VIEW, Reason.STATE_IN_THE_WAY)
 # Why the operators refuse, as a reason.
 _REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
 # Those that stand against converting a weight in each forward, too.
-_NOT_SEEN_IN_FORWARD = (Reason.NO_WEIGHT, Reason.PACKED, Reason.FROZEN, Reason.COMPILED, Reason.UNSUPPORTED)
+_NOT_SEEN_IN_FORWARD = (
+    *(Reason.NO_WEIGHT, Reason.PACKED, Reason.FROZEN, Reason.COMPILED, Reason.UNSUPPORTED),
+    Reason.PER_SAMPLE_GRADIENTS,
+)
 
 
-def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) -> list[Decision]:
+def decide(found: Found, request: Request, plan: Plan | None = None) -> list[Decision]:
     """What is to happen to every site.
 
     Args:
-        sites: of a model.
+        found: in a model.
         request: what is asked for.
         plan: whose rows are those of the sites, and which says what is to change; what can be done is decided anew.
     """
-    sites, wanted = _with_bars(sites, request), request.format
-    outcomes = iter(outcomes_of([site.tensor for site in sites if site.tensor is not None], request))
+    sites, wanted = _with_bars(found, request), request.format
+    formats = [site.format(wanted) for site in sites]
+    there = [(site.tensor, each) for site, each in zip(sites, formats) if site.tensor is not None]
+    outcomes = iter(outcomes_of([tensor for tensor, _ in there], request, [each for _, each in there]))
     first: dict[int, Decision] = {}  # of the sites of one tensor, by its identity
     remarks: dict[int, Reason | None] = {}  # on computed weights, by the identity of their layer
     each_forward = [row.is_in_each_forward for row in plan.rows] if plan else [bool(request.each_forward)] * len(sites)
     decisions = []
-    for site, in_each_forward in zip(sites, each_forward):
+    for site, own_format, in_each_forward in zip(sites, formats, each_forward):
         tensor, reason = site.tensor, site.reason
         outcome = None if tensor is None else next(outcomes)
+        is_kept = tensor is not None and outcome is Outcome.KEPT and _stays(found, site, tensor)
         earlier = None if tensor is None else first.get(id(tensor))
-        strides = None if tensor is None else wanted.strides(tensor.shape)
+        strides = None if tensor is None else own_format.strides(tensor.shape)
         # What was not asked for has no strides to get, and neither have its companions.
         if not wanted.serves(site.rank):
             action, reason, strides = Action.KEEP, Reason.OTHER_RANK, None
@@ -173,24 +134,31 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
             action, strides = Action.KEEP, None
         elif wanted.is_channels_last and is_in_each_forward(type(site.module)):
             action, reason, strides = Action.KEEP, Reason.IN_EACH_FORWARD, None
+        elif in_each_forward and own_format != wanted and outcome is Outcome.KEPT:
+            action, reason, strides = Action.KEEP, Reason.ONE_CHANNEL, None
         elif in_each_forward:
             (action, reason), strides = _judge_layer(site), None
         elif reason is Reason.LAZY:
             action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
         elif tensor is None or (reason is not None and reason.kind is Kind.REFUSED):
-            is_in_format = outcome is Outcome.KEPT
+            if reason is Reason.TIED_BY_VIEW and outcome is Outcome.PART_OF_LARGER_STORAGE:
+                reason = Reason.PART_OF_LARGER_STORAGE
+            is_in_format = is_kept and reason not in CONTIGUOUS_ONLY
             action, reason = (Action.KEEP, Reason.IN_FORMAT) if is_in_format else (Action.REFUSE, reason)
         elif earlier is not None:
             is_refused = earlier.action is Action.REFUSE
             action, reason = (earlier.action, earlier.reason) if is_refused else (Action.KEEP, Reason.TIED)
-        elif outcome is Outcome.KEPT and site.name == "weight":
+        elif is_kept and site.name == "weight":
             action, reason = Action.KEEP, reason or Reason.IN_FORMAT
         else:
-            action, reason = _judge(site, tensor, outcome, wanted, remarks)
+            action, reason = _judge(site, tensor, outcome, own_format, remarks)
+        if own_format != wanted and strides is not None and reason in (None, Reason.IN_FORMAT):
+            reason = Reason.ONE_CHANNEL
         decision = Decision(site, action, reason, strides, outcome if action in _CHANGES else None)
         if tensor is not None and earlier is None:
             first[id(tensor)] = decision
         decisions.append(decision)
+    _keep_aliases(decisions)
     for planned, decision in zip(plan.rows if plan else (), decisions):
         if not (planned.is_wanted or planned.is_in_each_forward) or planned.reason in _FOR_COMPANIONS:
             decision.keep(planned.action, planned.reason)
@@ -198,10 +166,36 @@ def decide(sites: Sequence[Site], request: Request, plan: Plan | None = None) ->
     return decisions
 
 
-def _with_bars(sites: Sequence[Site], request: Request) -> Sequence[Site]:
+def _keep_aliases(decisions: list[Decision]) -> None:
+    """Has what the operators refuse keep all others over the same memory, which would come apart from it."""
+    refused = {
+        place_of(each.site.tensor): each.reason
+        for each in decisions
+        if each.action is Action.REFUSE and each.site.tensor is not None
+    }
+    for each in decisions if refused else ():
+        if each.action in _CHANGES and each.site.tensor is not None:
+            reason = refused.get(place_of(each.site.tensor))
+            if reason is not None:
+                each.keep(Action.REFUSE, reason)
+
+
+def _with_bars(found: Found, request: Request) -> Sequence[Site]:
     """The sites, each with the reason that keeps it: what keeps a site keeps all others over the same memory."""
-    if request.filter_fn is not None:
-        sites = [site if request.takes(site.module, site.path) else site.because(Reason.FILTERED) for site in sites]
+    sites: Sequence[Site] = found.sites
+    if request.filter_fn is not None or request.differing:
+        bars = [request.bar(site.module, site.path) for site in sites]
+        sites = [site if bar is None else site.because(bar) for site, bar in zip(sites, bars)]
+    if not request.format.is_channels_last:
+        sites = [site.because(None) if site.reason in CONTIGUOUS_ONLY else site for site in sites]
+    tied = tied_by_view(found.tensors, [site.tensor for site in sites])
+    if tied:
+        sites = [
+            site.because(Reason.TIED_BY_VIEW)
+            if id(site.tensor) in tied and (site.reason is None or site.reason.kind is Kind.REMARK)
+            else site
+            for site in sites
+        ]
     barred = {
         place_of(site.tensor): site.reason
         for site in sites
@@ -212,6 +206,12 @@ def _with_bars(sites: Sequence[Site], request: Request) -> Sequence[Site]:
     return [
         site if site.tensor is None else site.because(barred.get(place_of(site.tensor), site.reason)) for site in sites
     ]
+
+
+def _stays(found: Found, site: Site, tensor: Tensor) -> bool:
+    """Whether forward sees a weight in the strides that it has here, as far as is known."""
+    is_offloaded = site.reason is Reason.OFFLOADED or wrapping.is_offloaded(site.module, tensor)
+    return not is_offloaded or wrapping.strides_put_back(found.model, site.full_name, tensor) in (None, tensor.stride())
 
 
 def _judge(
@@ -265,14 +265,31 @@ def _is_taken(tensor: Any) -> bool:
     return True
 
 
-def outcomes_of(tensors: list[Tensor], request: Request) -> list[Outcome | None]:
-    """What the operators would do to each tensor; `None` for one that they do not take."""
+def outcomes_of(
+    tensors: list[Tensor], request: Request, formats: Sequence[Format] | None = None
+) -> list[Outcome | None]:
+    """What the operators would do to each tensor, in a format of its own where `formats` has them.
+
+    `None` for one that they do not take.
+    """
     if not tensors:
         return []
+    own = list(set(formats or ())) or [request.format]
+    if formats is None or len(own) == 1:
+        return _planned(tensors, own[0], request.storage)
+    outcomes: list[Outcome | None] = [None] * len(tensors)
+    for wanted in own:
+        places = [place for place, each in enumerate(formats) if each == wanted]
+        for place, outcome in zip(places, _planned([tensors[place] for place in places], wanted, request.storage)):
+            outcomes[place] = outcome
+    return outcomes
+
+
+def _planned(tensors: list[Tensor], wanted: Format, storage: Storage) -> list[Outcome | None]:
     try:
-        return list(plan_weights(tensors, request.format.for_operators, storage=request.storage))
+        return list(plan_weights(tensors, wanted.for_operators, storage=storage))
     except (RuntimeError, NotImplementedError):
         if len(tensors) == 1:
             return [None]
         half = len(tensors) // 2
-        return [each for part in (tensors[:half], tensors[half:]) for each in outcomes_of(part, request)]
+        return [each for part in (tensors[:half], tensors[half:]) for each in _planned(part, wanted, storage)]

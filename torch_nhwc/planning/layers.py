@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from torch_nhwc.planning.deciding import Request
 from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action, LayerRow
 from torch_nhwc.preserving.find import Layer
 from torch_nhwc.reasons import Reason
@@ -37,7 +37,7 @@ def decide_layers(layers: Sequence[Layer], request: Request, plan: Plan | None =
         reason, planned = layer.reason, rows.get(layer.path)
         if planned is not None and not planned.is_wanted:
             reason = planned.reason
-        elif reason is None and not request.takes(layer.module, layer.path):
-            reason = Reason.FILTERED
+        elif reason is None:
+            reason = request.bar(layer.module, layer.path)
         decisions.append(LayerDecision(layer, Action.KEEP if reason else Action.EXCHANGE, reason))
     return decisions

@@ -40,7 +40,7 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
         matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site.because(row.reason))
     for site in sites.values():
         raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
-    return found._replace(sites=matched)
+    return found._replace(sites=matched, observed=plan.observed)
 
 
 def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:

@@ -4,19 +4,22 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.export import ExportedProgram
 
+from torch_nhwc.finding.exported import module_for
 from torch_nhwc.finding.find import find
 from torch_nhwc.outcomes import Storage
 from torch_nhwc.planning.companions import sources_of
-from torch_nhwc.planning.deciding import Decision, FilterFunction, Request, decide
+from torch_nhwc.planning.deciding import Decision, decide
 from torch_nhwc.planning.following import follow
 from torch_nhwc.planning.layers import LayerDecision, decide_layers
 from torch_nhwc.planning.plans import EachForward, Plan
+from torch_nhwc.planning.request import FilterFunction, Request
 from torch_nhwc.preserving.find import find_layers
 
 
 def plan(
-    model: nn.Module,
+    model: nn.Module | ExportedProgram,
     memory_format: torch.memory_format | str | None = None,
     *,
     optimizer: Any = None,
@@ -24,7 +27,7 @@ def plan(
     filter_fn: FilterFunction | None = None,
     example_inputs: Any = None,
     storage: Storage | None = None,
-    input_format: Literal["channels_last"] | torch.memory_format | None = None,
+    input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
     preserve: bool = False,
     each_forward: EachForward = False,
 ) -> Plan:
@@ -33,7 +36,7 @@ def plan(
     `convert_` with the same arguments does what the plan says, and so does `convert_(model, plan=plan)`.
 
     Args:
-        model: any module, TorchScript modules included, or one layer.
+        model: any module, TorchScript modules included, one layer, or an exported program.
         memory_format: `None` is channels-last by the weights' rank, 2D and 3D in one call. `torch.channels_last` means
             the 2D weights, `torch.channels_last_3d` the 3D ones, `torch.contiguous_format` both. Their names, such as
             `"channels_last"`, mean the same.
@@ -42,9 +45,11 @@ def plan(
         filter_fn: called as `filter_fn(module, path)`; false keeps the layer as it is.
         example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones. The model then runs once
             on them, under `no_grad` and in its own mode, and every parameter that reaches a convolution as its weight
-            is a site, whatever the layer; buffers and random generators are brought back afterwards.
+            is a site, whatever the layer; buffers, and random generators that it draws from, are brought back
+            afterwards.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them; `None` is `"auto"`.
-        input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry.
+        input_format: `"channels_last"` where inputs are to be brought into channels-last at the model's entry,
+            `"channels_last_3d"` for volumes alone.
         preserve: whether layers that lose on channels-last would be exchanged for such as keep it.
         each_forward: whether weights would stay as they are, and be converted in each forward, as `convert_` has it.
 
@@ -61,18 +66,20 @@ def plan(
         864
     """
     request = Request.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
-    sources = sources_of(optimizer, ema)
-    found = find(model, example_inputs)
-    decisions = decide(found.sites, request)
-    layers = decide_layers(find_layers(model), request) if preserve else []
+    module = module_for(model, ema=ema, example_inputs=example_inputs, preserve=preserve, each_forward=each_forward)
+    sources = sources_of(optimizer, ema, module)
+    found = find(module, example_inputs)
+    decisions = decide(found, request)
+    layers = decide_layers(find_layers(module), request) if preserve else []
     # With gradients alone, which move as under "auto", the operators have seen already whether they can follow.
-    if any(sources) or request.storage == "reuse" or request.input_format:
+    if sources.optimizers or sources.copies or request.storage == "reuse" or request.input_format:
         follow(found, decisions, layers, sources, request)
-    return plan_of(decisions, layers, request)
+    return plan_of(decisions, layers, request, found.observed)
 
 
-def plan_of(decisions: list[Decision], layers: list[LayerDecision], request: Request) -> Plan:
+def plan_of(decisions: list[Decision], layers: list[LayerDecision], request: Request, observed: bool) -> Plan:
     """The plan that decisions amount to."""
     rows = tuple(decision.row for decision in decisions)
     of_layers = tuple(decision.row for decision in layers)
-    return Plan(rows, request.format.name, request.storage, request.input_format, of_layers, request.each_forward)
+    formats = request.format.name, request.storage, request.input_format
+    return Plan(rows, *formats, of_layers, request.each_forward, request.entries, observed)

@@ -5,6 +5,7 @@ from functools import cache
 from typing import NamedTuple
 
 from torch_nhwc.formats import Strides
+from torch_nhwc.outcomes import Outcome
 from torch_nhwc.reasons import Reason
 
 
@@ -58,6 +59,8 @@ class PlanRow(NamedTuple):
     bytes_to_move: int
     action: Action
     reason: Reason | None
+    outcome: Outcome | None = None
+    """In `Report.rows`, what the operators did to the weight; `None` where they were not called, and in a plan."""
 
     @property
     def full_name(self) -> str:
@@ -99,6 +102,26 @@ class LayerRow(NamedTuple):
     def is_wanted(self) -> bool:
         """Whether the layer is to keep channels-last, or does."""
         return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
+
+
+class EntryRow(NamedTuple):
+    """A row says into which format the images and volumes that a module is given are brought, at its entry.
+
+    Example:
+        >>> row = torch_nhwc.EntryRow("1", "contiguous_format", is_shared=False)
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> plan = dataclasses.replace(torch_nhwc.plan(model), entries=(row,))
+        >>> _ = torch_nhwc.convert_(model, plan=plan)
+        >>> model(torch.randn(2, 3, 8, 8)).is_contiguous()
+        True
+    """
+
+    path: str
+    """Of the module in the model; empty for the model itself."""
+    memory_format: str
+    """`"channels_last"`, which is that of each input's rank, or `"contiguous_format"`."""
+    is_shared: bool
+    """Whether other modules are given the same tensor, and take the copy as well."""
 
 
 # What rows have of dtypes, devices and shapes. Remembered, since a model has few of them and many weights.

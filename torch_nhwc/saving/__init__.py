@@ -1,4 +1,4 @@
-"""The format and what is kept on disk: state dicts for tools that take contiguous tensors only, and converted ones.
+"""The format and what is kept on disk: saved models; state dicts, converted, or contiguous for tools that ask for it.
 
 Bringing a model's own format back after loading is `upkeep`'s.
 """

@@ -6,12 +6,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from torch_nhwc.formats import Format
-from torch_nhwc.memory import place_of
-from torch_nhwc.ops import convert_weights_
+from torch_nhwc.formats import Format, Strides
+from torch_nhwc.hooks import ContiguousStateDict, state_dict_hook_key
+from torch_nhwc.memory import contiguous_copies
+from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.planning.plans import Plan, expect_plan
-from torch_nhwc.planning.rows import Action
+from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.stepping.guard import watch_for_good
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
@@ -24,24 +28,80 @@ def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) ->
         A copy of the state dict, nested ones included. Tensors that are contiguous already are the same ones; the
         others are contiguous copies. Exact aliases stay aliases.
 
+    Raises:
+        TypeError: it is neither, an optimizer for one.
+
     Example:
         >>> layer = torch.nn.Conv2d(3, 8, 3)
         >>> _ = torch_nhwc.convert_(layer)
         >>> torch_nhwc.contiguous_state_dict(layer)["weight"].is_contiguous()
         True
     """
+    if not isinstance(model_or_state_dict, (nn.Module, Mapping)):
+        hint = ": pass its state_dict()" if hasattr(model_or_state_dict, "state_dict") else ""
+        raise TypeError(f"expected a model or a state dict, got {type(model_or_state_dict).__name__}{hint}")
     state = model_or_state_dict.state_dict() if isinstance(model_or_state_dict, nn.Module) else model_or_state_dict
-    copies: dict[tuple[Any, ...], Tensor] = {}
+    return _map_tensors(state, contiguous_copies())  # type: ignore[no-any-return]
 
-    def contiguous(tensor: Tensor) -> Tensor:
-        if tensor.layout != torch.strided or tensor.is_contiguous():
-            return tensor
-        place = tensor.device, place_of(tensor), tensor.shape, tensor.stride(), tensor.dtype
-        if place not in copies:
-            copies[place] = tensor.detach().clone(memory_format=torch.contiguous_format)
-        return copies[place]
 
-    return _map_tensors(state, contiguous)  # type: ignore[no-any-return]
+def contiguous_checkpoints_(model_or_optimizer: nn.Module | Optimizer) -> RemovableHandle:
+    """Makes the state dicts of a model, or an optimizer, contiguous from here on, whoever asks, by a state-dict hook.
+
+    A checkpoint that trainers, engines and wrappers save is then one of contiguous tensors. Where PyTorch broadcasts a
+    checkpoint on loading (`broadcast_from_rank0`), channels-last tensors arrive permuted. The model stays as it is, and
+    loads such checkpoints in its own format. State dicts of what holds the model, such as DDP, are contiguous there as
+    well; a part of the model that is saved by itself needs a hook of its own, and copies of the model have one.
+
+    Tensors that are not contiguous become copies, as `contiguous_state_dict` makes them, except with `keep_vars=True`.
+    What is written to such a copy does not reach the model, and is a warning unless the state dict is then loaded: from
+    averaged models that are updated through their state dict, the hook has to be taken away. What is written through
+    `.data` or by NumPy (`.numpy()`) PyTorch does not count, and it is lost without a warning.
+
+    Args:
+        model_or_optimizer: any module, or an optimizer, whose copies do not have the hook.
+
+    Returns:
+        The handle whose `remove()` takes the hook away. A second call gives the handle of the hook that is there.
+
+    Raises:
+        TypeError: it is neither.
+        RuntimeError: it is a TorchScript module, which takes no hook.
+
+    Warns:
+        UserWarning: later, when a state dict ends to which something was written in vain.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3))
+        >>> _ = torch_nhwc.convert_(model)
+        >>> handle = torch_nhwc.contiguous_checkpoints_(model)
+        >>> model.state_dict()["0.weight"].is_contiguous(), model[0].weight.is_contiguous()
+        (True, False)
+        >>> handle.remove()
+    """
+    owner, loading = model_or_optimizer, None
+    hooks: Any
+    if isinstance(owner, Optimizer):
+        hooks = owner._optimizer_state_dict_post_hooks
+        key = next((key for key, hook in hooks.items() if hook is _contiguous_state), None)
+        key = owner.register_state_dict_post_hook(_contiguous_state).id if key is None else key
+    elif isinstance(owner, torch.jit.ScriptModule):
+        raise RuntimeError("contiguous_checkpoints_: a TorchScript module takes no hook: use contiguous_state_dict")
+    elif isinstance(owner, nn.Module):
+        hooks, loading = owner._state_dict_hooks, owner._load_state_dict_pre_hooks
+        key = state_dict_hook_key(owner)
+        if key is None:
+            hook = ContiguousStateDict()
+            key = owner.register_state_dict_post_hook(hook).id  # type: ignore[no-untyped-call, unused-ignore]
+            loading[key] = hook.loaded
+    else:
+        raise TypeError(f"contiguous_checkpoints_: expected a model or an optimizer, got {type(owner).__name__}")
+    handle = RemovableHandle(hooks, extra_dict=loading)
+    handle.id = key
+    return handle
+
+
+def _contiguous_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    return contiguous_state_dict(state_dict)
 
 
 def _map_tensors(value: Any, function: Any) -> Any:
@@ -66,7 +126,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
     """Makes a state dict whose weights are in the format of a plan, for `load_state_dict(assign=True)`.
 
     Reading a checkpoint that is mapped into memory, as safetensors and `torch.load(mmap=True)` do, and converting it
-    is then one pass over the bytes.
+    is then one pass over the bytes. The guard of `set_step_guard` is there from then on.
 
     Args:
         state_dict: of a model that the plan fits; it is not changed.
@@ -101,10 +161,20 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
             raise ValueError(
                 f"the state dict differs from the plan: {row.full_name!r} is {shape}, the plan has {row.shape}"
             )
-    convert_weights_(list(weights.values()), Format(plan.memory_format).for_operators, storage="detach")
+    strides = [_wanted(row, weight, Format(plan.memory_format)) for row, weight in zip(rows, weights.values())]
+    lay_out_weights_(list(weights.values()), strides, storage="detach")
+    if rows and Format(plan.memory_format).is_channels_last:
+        watch_for_good()
     converted = _copy(state_dict)
     converted.update(weights)
     return converted  # type: ignore[no-any-return]
+
+
+def _wanted(row: PlanRow, weight: Tensor, of_plan: Format) -> Strides:
+    """Of a weight, those of the format, whatever older versions of this package have planned for one channel."""
+    if row.target_strides is not None and row.name != "weight":  # what a weight is computed from may have other shapes
+        return row.target_strides
+    return of_plan.of_filters(weight.shape[1], row.groups).strides(weight.shape)
 
 
 def _nothing_found(expected: str, state_dict: Mapping[str, Any]) -> str:

@@ -3,15 +3,13 @@
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import nn
 
 from torch_nhwc.converting.conversion import carry_out, request_of
 from torch_nhwc.converting.report import Report
-from torch_nhwc.memory import lies_as
 from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.outcomes import Storage
-from torch_nhwc.planning.companions import CompanionRow, Weight, find_companions, sources_of
+from torch_nhwc.planning.companions import CompanionRow, Weight, find_apart, is_plain, sources_of
 from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Plan
 
@@ -47,8 +45,8 @@ def restore_(
         (27, 1, 9, 3)
     """
     found = match(plan, model, any_dtype=True)
-    request = request_of(plan, storage)._replace(input_format=None)  # weights alone: a hook is never lost by loading
-    report = carry_out(found, request, sources_of(optimizer, ema), plan)
+    request = request_of(plan, storage)._replace(input_format=None, entries=())  # hooks are never lost by loading
+    report = carry_out(found, request, sources_of(optimizer, ema, model), plan)
     return replace(report, plan=replace(plan, rows=report.plan.rows, layers=report.plan.layers))
 
 
@@ -77,18 +75,10 @@ def align_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
         >>> [row.label for row in torch_nhwc.align_(layer, optimizer)]
         ['grad']
     """
-    sources = sources_of(optimizer, None)
+    sources = sources_of(optimizer, None, model)
     sources.check_optimizers(model)
-    weights = [
-        Weight(name, tensor, tensor.stride())
-        for name, tensor in model.named_parameters()
-        if type(tensor) is nn.Parameter and tensor.layout == torch.strided and 0 not in tensor.stride()
-    ]
-    apart = [
-        companion
-        for companion in find_companions(weights, sources)
-        if companion.reason is None and not lies_as(companion.tensor, companion.weight.strides)
-    ]
+    weights = [Weight(name, each, each.stride()) for name, each in model.named_parameters() if is_plain(each)]
+    apart = find_apart(weights, sources)
     strides = [companion.weight.strides for companion in apart]
     outcomes = lay_out_weights_([companion.tensor for companion in apart], strides, storage="detach")
     return [

@@ -168,6 +168,17 @@ inline std::vector<Outcome> plan_weights(at::TensorList weights,
   return ops_detail::as_outcomes(op.call(weights, memory_format, storage));
 }
 
+/// The indices of the companions (gradients, optimizer state) whose elements do not lie as those of the weight with the
+/// same index, by which kernels that read both by place go wrong. Strides of dimensions of size 1 do not count; what is
+/// of another shape than its weight, or not strided, has no layout to share and is passed over.
+///
+/// @throws c10::Error where there is not one weight for each companion.
+inline std::vector<std::int64_t> differing_layouts(at::TensorList weights, at::TensorList companions) {
+  using Signature = std::vector<std::int64_t>(at::TensorList, at::TensorList);
+  static const auto op = ops_detail::find<Signature>("nhwc::differing_layouts");
+  return op.call(weights, companions);
+}
+
 /// The sentence that says why a weight is left as it is, and what to do, as it follows the name of a weight or a site.
 ///
 /// @param reason  the name of an outcome that is a refusal, or of another reason; csrc/weights/sentences.cpp has all.

@@ -11,10 +11,11 @@
 #include <sstream>
 #include <string>
 #include <string_view>
-#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "torch_nhwc/module/report.h"
+#include "torch_nhwc/module/tied_by_view.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {
@@ -42,7 +43,15 @@ struct Site {
   std::int64_t rank;             // of the weight, 0 where nothing tells
   at::Tensor weight;             // undefined where the walk has none
   std::string_view reason = "";  // why the weight cannot be converted, where the walk knows of something against it
+  std::int64_t groups = 0;       // of the convolution, 0 where they are not known
 };
+
+// What a format comes to for a convolution: contiguous, where filters of one group have one channel. PyTorch computes
+// some of those wrong on channels-last, and nothing would lie elsewhere.
+inline std::optional<at::MemoryFormat> format_of(const Site& site, std::optional<at::MemoryFormat> wanted) {
+  const bool has_sizes = site.weight.defined() && site.weight.layout() == at::kStrided && site.weight.dim() > 1;
+  return has_sizes && site.groups == 1 && site.weight.size(1) == 1 ? at::MemoryFormat::Contiguous : wanted;
+}
 
 inline std::vector<std::int64_t> target_strides_of(at::IntArrayRef sizes,
                                                    std::optional<at::MemoryFormat> memory_format) {
@@ -66,9 +75,10 @@ inline void check_options(const ModuleOptions& options) {
 }
 
 // Why the operators refuse a weight, as their errors have it; empty where they do not.
-inline std::string refusal(const at::Tensor& weight, const ModuleOptions& options, std::optional<Outcome>& outcome) {
+inline std::string refusal(const at::Tensor& weight, std::optional<at::MemoryFormat> format, const std::string& storage,
+                           std::optional<Outcome>& outcome) {
   try {
-    outcome = plan_weights({weight}, options.memory_format, options.storage).front();
+    outcome = plan_weights({weight}, format, storage).front();
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
     return message.substr(message.find(": ") + 2);  // behind the operator, which the caller did not call
@@ -92,32 +102,58 @@ inline SiteReport plan_site(const Site& site, const ModuleOptions& options) {
   } else if (!serves_rank(options.memory_format, site.rank)) {
     row.reason = sentence("OTHER_RANK");
   } else {
+    const auto format = format_of(site, options.memory_format);
     if (row.sizes.size() == 4 || row.sizes.size() == 5) {
-      row.target_strides = target_strides_of(row.sizes, options.memory_format);
+      row.target_strides = target_strides_of(row.sizes, format);
     }
     // A constant that was converted before it was frozen is as it should be.
     const bool is_in_format = !row.strides.empty() && row.strides == row.target_strides;
-    row.reason =
-        is_in_format || site.reason.empty() ? refusal(site.weight, options, row.outcome) : sentence(site.reason);
+    row.reason = is_in_format || site.reason.empty() ? refusal(site.weight, format, options.storage, row.outcome)
+                                                     : sentence(site.reason);
     if (!row.reason.empty()) row.action = Action::refuse;
   }
   return row;
 }
 
-inline ModuleReport convert_sites(const std::vector<Site>& sites, const ModuleOptions& options) {
+// The rows of all sites, of which those that share memory with other parameters or buffers may change with them alone.
+inline std::vector<SiteReport> plan_sites(const std::vector<Site>& sites, std::vector<at::Tensor> tensors,
+                                          const ModuleOptions& options) {
+  std::vector<SiteReport> rows;
+  Identities changing;
+  for (const Site& site : sites) {
+    rows.push_back(plan_site(site, options));
+    if (rows.back().reason.empty()) changing.insert(site.weight.unsafeGetTensorImpl());
+    tensors.push_back(site.weight);
+  }
+  const Identities tied = tied_by_view(tensors, changing);
+  for (size_t index = 0; index < rows.size(); ++index) {
+    SiteReport& row = rows[index];
+    if (!row.reason.empty() || row.outcome == Outcome::kept) continue;
+    if (!tied.count(sites[index].weight.unsafeGetTensorImpl())) continue;
+    row.action = Action::refuse;
+    row.outcome = std::nullopt;
+    row.reason = sentence("TIED_BY_VIEW");
+  }
+  return rows;
+}
+
+inline ModuleReport convert_sites(const std::vector<Site>& sites, std::vector<at::Tensor> tensors,
+                                  const ModuleOptions& options) {
   check_options(options);
-  ModuleReport report;
+  ModuleReport report{plan_sites(sites, std::move(tensors), options)};
   std::vector<at::Tensor> weights;
   std::vector<size_t> rows;  // of the weights
-  std::unordered_set<const at::TensorImpl*> seen;
+  std::vector<std::int64_t> strides;
+  Identities seen;
   std::ostringstream refused;
-  for (const Site& site : sites) {
-    SiteReport& row = report.sites.emplace_back(plan_site(site, options));
+  for (size_t index = 0; index < sites.size(); ++index) {
+    SiteReport& row = report.sites[index];
     if (row.action == Action::refuse) refused << "\n  " << row;
     if (!row.reason.empty()) continue;
-    if (seen.insert(site.weight.unsafeGetTensorImpl()).second) {
-      weights.push_back(site.weight);
-      rows.push_back(report.sites.size() - 1);
+    if (seen.insert(sites[index].weight.unsafeGetTensorImpl()).second) {
+      weights.push_back(sites[index].weight);
+      rows.push_back(index);
+      strides.insert(strides.end(), row.target_strides.begin(), row.target_strides.end());
     } else {
       row.reason = sentence("TIED");
     }
@@ -125,12 +161,14 @@ inline ModuleReport convert_sites(const std::vector<Site>& sites, const ModuleOp
   TORCH_CHECK(!options.strict || refused.str().empty(), "nhwc::convert_weights_: nothing was changed, because of",
               refused.str());
   // Weights in format as well, for their gradients.
-  const auto outcomes = convert_weights_(weights, options.memory_format, options.storage);
+  const auto outcomes = lay_out_weights_(weights, strides, options.storage);
   for (size_t index = 0; index < rows.size(); ++index) {
     SiteReport& row = report.sites[rows[index]];
     row.outcome = outcomes[index];
+    const auto format = format_of(sites[rows[index]], options.memory_format);
+    if (format != options.memory_format) row.reason = sentence("ONE_CHANNEL");
     if (row.outcome == Outcome::kept) {
-      row.reason = sentence("IN_FORMAT");
+      if (row.reason.empty()) row.reason = sentence("IN_FORMAT");
     } else {
       row.action = row.outcome == Outcome::restrided ? Action::restride : Action::convert;
     }

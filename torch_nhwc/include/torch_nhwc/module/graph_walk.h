@@ -92,7 +92,7 @@ class GraphWalk {
     const Value* weight = &weight_argument(node, convolution);
     bool is_laid_out = false;
     for (; is_passed_on(*weight); weight = weight->node()->input(0)) {
-      is_laid_out = is_laid_out || weight->node()->kind() == convert_weight_;
+      is_laid_out = is_laid_out || lays_out(*weight->node());
     }
     const auto attribute = locate(*weight, inputs);
     const Node& from = *weight->node();  // what a loop carries along is no argument, but computed
@@ -107,6 +107,7 @@ class GraphWalk {
     if (value.isTensor()) site.weight = value.toTensor();
     site.rank = site.weight.defined() ? site.weight.dim() : rank_of(node, convolution);
     if (site.rank != 0 && site.rank != 4 && site.rank != 5) return;
+    if (!convolution.is_packed) site.groups = groups_of(node);
     if (convolution.is_packed) {
       site.reason = "PACKED";
     } else if (literal) {
@@ -127,6 +128,15 @@ class GraphWalk {
     return kind == c10::aten::to || kind == c10::aten::_to_copy || kind == c10::aten::detach ||
            kind == c10::aten::alias || kind == c10::aten::clone || kind == c10::prim::unchecked_cast ||
            kind == convert_weight_;
+  }
+
+  // Whether what passes a weight on brings it into a format, by our operator or by PyTorch's.
+  static bool lays_out(const Node& node) {
+    if (node.kind() != c10::aten::clone) return node.kind() == convert_weight_;
+    const auto literal = torch::jit::toIValue(node.input(1));
+    return literal && literal->isInt() &&
+           (literal->toMemoryFormat() == at::MemoryFormat::ChannelsLast ||
+            literal->toMemoryFormat() == at::MemoryFormat::ChannelsLast3d);
   }
 
   static std::optional<c10::IValue> constant_of(const Value& value) {
@@ -189,6 +199,13 @@ class GraphWalk {
     if (stride.node()->kind() == c10::prim::ListConstruct) return stride.node()->inputs().size() + 2;
     const auto literal = torch::jit::toIValue(&stride);
     return literal && literal->isIntList() ? literal->toIntVector().size() + 2 : 0;
+  }
+
+  // Zero where a graph computes them.
+  static std::int64_t groups_of(const Node& node) {
+    const bool is_general = node.kind() == c10::aten::convolution || node.kind() == c10::aten::_convolution;
+    const auto literal = torch::jit::toIValue(node.input(is_general ? 8 : 6));
+    return literal && literal->isInt() ? literal->toInt() : 0;
   }
 
   static Site site_of(const Attribute& attribute) {

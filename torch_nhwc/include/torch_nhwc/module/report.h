@@ -33,7 +33,7 @@ struct SiteReport {
   std::vector<std::int64_t> target_strides;  ///< those of the format, empty where the site is not asked for
   Action action = Action::keep;
   std::optional<Outcome> outcome = std::nullopt;  ///< the operators', nothing where they were not asked
-  std::string reason = "";                        ///< why the site was kept or refused, else empty
+  std::string reason = "";                        ///< why the site was kept or refused, or is contiguous; else empty
 };
 
 /// What became of every site of a module.

@@ -1,0 +1,191 @@
+"""What `tune` decides for whole models, and how that stands beside each fixed policy when it is measured again.
+
+    python benchmarks/bench_tune.py [--model NAME ...] [--dtype NAME ...] [--mode NAME ...] [--missing]
+                                    [--budget S] [--seconds S] [--quick] [--out FILE]
+
+Each model is tuned in a process of its own, on one thread; what is decided, and every fixed policy, is then timed in
+another fresh process, in turns: a call in inference, and in training a step with SGD. Ratios are a policy's time over
+that of the decision, of pairs in one round, with their 95 % intervals: more than 1 is faster than the policy. Where the
+decision is one of the policies, the two are one, and their ratio is 1. `--quick` is for a look at what comes out.
+
+The file is written after each case, a model in one dtype and mode. What is not measured again stays in it, if it was
+taken on such a machine with such a torch; `--missing` measures only what is not there. All 18 cases in float32 take
+about 45 minutes. In bfloat16 it is a few models unless all are asked for, where the processor has no arithmetic for it.
+"""
+
+import multiprocessing
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import machine
+import torch
+from bench_layouts import MODES, default_dtypes
+from layout_models import MODELS
+from stopwatch import summary
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.running.outputs import first_tensor
+from torch_nhwc.tuning.intervals import interval
+from torch_nhwc.tuning.policies import fixed_policies
+from torch_nhwc.tuning.standing_in import StandIn, optimizer_for
+from torch_nhwc.tuning.workload import Workload
+
+TUNED = "tuned"
+CHOSEN = (
+    *("resnet50", "convnext_t", "mobilenet_v2", "efficientnet_b0", "unet2d", "vae_kl"),
+    *("segresnet3d", "dynunet3d", "basic_unet3d"),
+)
+# In bfloat16, where that is emulated: a step of others takes some ten seconds.
+IN_BFLOAT16 = ("mobilenet_v2", "efficientnet_b0", "unet2d")
+OPTIMIZER = torch.optim.SGD
+ROUNDS = range(2, 21)
+# Of Student's distribution: 95 % lie within, by degrees of freedom.
+QUANTILES = (
+    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
+    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
+)
+Apart = Callable[..., Any]
+Case = tuple[str, str, str]
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    return first_tensor(output).float().square().mean()
+
+
+def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    """A model, and what it is called with, by name."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    measured, kind = MODELS[name], getattr(torch, dtype)
+    model = measured.make().to(kind).train(mode == "training")
+    shape = measured.input_shape(kind)
+    extra = {
+        key: value.to(kind) if value.is_floating_point() else value for key, value in measured.extra(shape[0]).items()
+    }
+    return model, {"x": torch.randn(shape).to(kind), **extra}
+
+
+class Called(nn.Module):
+    """A model whose input is a tensor, whatever it calls it, and other arguments by their names."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor, **extra: torch.Tensor) -> torch.Tensor:
+        return first_tensor(self.model(x, **extra))
+
+
+def options(mode: str) -> dict[str, Any]:
+    return {"optimizer": OPTIMIZER, "loss": loss_of} if mode == "training" else {}
+
+
+def tune(name: str, dtype: str, mode: str, budget: float) -> str:
+    """What is decided for a model, as JSON."""
+    model, inputs = made(name, dtype, mode)
+    tuning = nhwc.tune(Called(model), inputs, mode=mode, budget_seconds=budget, **options(mode))
+    print(tuning, flush=True)
+    return tuning.to_json()
+
+
+def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> dict[str, object]:
+    """The decision beside each fixed policy, in as many rounds as the seconds allow, within limits."""
+    model, inputs = made(name, dtype, mode)
+    model = Called(model)
+    tuning = nhwc.Tuning.from_json(decided)
+    plans = fixed_policies(model, inputs)
+    same = next((policy for policy, plan in plans.items() if policy == tuning.choice), None)
+    if same is None:
+        plans[TUNED] = tuning.plan
+    steps = optimizer_for(StandIn(model, None), model, OPTIMIZER) if mode == "training" else None
+    workload = Workload(model, inputs, [], mode, torch.device("cpu"), None, loss_of, steps)
+    for plan in plans.values():
+        workload.sample(plan)
+    taken: dict[str, list[float]] = {policy: [] for policy in plans}
+    start, rounds = time.monotonic(), 0
+    while rounds < ROUNDS.start or (rounds < ROUNDS.stop - 1 and time.monotonic() - start < seconds):
+        rounds += 1
+        for policy in list(plans)[:: -1 if rounds % 2 else 1]:
+            taken[policy].append(workload.sample(plans[policy]))
+    ours = taken[same or TUNED]
+    over = {
+        policy: interval([theirs / own for theirs, own in zip(times, ours)], QUANTILES)._asdict()
+        if policy != same
+        else {"ratio": 1.0, "low": 1.0, "high": 1.0}
+        for policy, times in taken.items()
+        if policy != TUNED
+    }
+    return {
+        "model": name,
+        "dtype": dtype,
+        "mode": mode,
+        "shape": list(inputs["x"].shape),
+        "choice": tuning.choice,
+        "seconds": tuning.seconds,
+        "rounds": rounds,
+        "times": {policy: summary([each * 1e3 for each in times]) for policy, times in taken.items()},
+        "over": over,
+        "best": min(over, key=lambda policy: over[policy]["ratio"]),
+        "commit": machine.commit(),
+    }
+
+
+def apart(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Calls a function in a fresh process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(function, arguments)
+
+
+def show(row: dict) -> None:
+    over = ", ".join(
+        f"{policy} {each['ratio']:.2f} ({each['low']:.2f} to {each['high']:.2f})"
+        for policy, each in row["over"].items()
+    )
+    case = f"{row['model']} {row['dtype']} {row['mode']}"
+    print(f"{case}: {row['choice']} in {row['seconds']:.0f} s; over {over}", flush=True)
+
+
+def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iterable[str]) -> Iterator[Case]:
+    """What is measured; without names and dtypes, what can be in reasonable time."""
+    for dtype in dtypes or ("float32", "bfloat16"):
+        is_slow = dtypes is None and dtype not in default_dtypes()
+        for name in names or (IN_BFLOAT16 if is_slow else CHOSEN):
+            yield from ((name, dtype, mode) for mode in modes)
+
+
+def case_of(row: dict) -> Case:
+    return row["model"], row["dtype"], row["mode"]
+
+
+def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: Apart = apart) -> None:
+    """Tunes and compares cases, and writes the file after each of them."""
+    order = list(MODELS)
+    for case in chosen:
+        row = call(compare, *case, call(tune, *case, budget), seconds)
+        show(row)
+        results = [each for each in machine.earlier_results(out) if case_of(each) != case] + [row]
+        results.sort(key=lambda each: (each["dtype"] != "float32", order.index(each["model"]), each["mode"]))
+        machine.write(out, "bench_tune.py", results, quick=budget < 10, threads=1, budget=budget, seconds=seconds)
+
+
+def main() -> None:
+    parser = machine.parser(__doc__, machine.RESULTS / "tune-cpu.json")
+    parser.add_argument("--model", nargs="*", choices=list(MODELS))
+    parser.add_argument("--dtype", nargs="*", choices=["float32", "bfloat16"])
+    parser.add_argument("--mode", nargs="*", default=MODES, choices=MODES)
+    parser.add_argument("--missing", action="store_true", help="only what the file has no result of")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the tuning of each")
+    parser.add_argument("--seconds", type=float, default=75.0, help="for comparing it then, about")
+    parser.add_argument("--quick", action="store_true", help="a second for both")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # of this process, too: the file says under how many its results were taken
+    there = {case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
+    chosen = [case for case in cases(arguments.model, arguments.dtype, arguments.mode) if case not in there]
+    run(chosen, *([1.0] * 2 if arguments.quick else [arguments.budget, arguments.seconds]), arguments.out)
+
+
+if __name__ == "__main__":
+    main()

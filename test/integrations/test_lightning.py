@@ -1,0 +1,671 @@
+"""Lightning's trainer with the callback: the losses are those without it, and the module goes back as it came."""
+
+import copy
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import (
+    Callback,
+    EMAWeightAveraging,
+    LearningRateFinder,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.plugins import TorchSyncBatchNorm
+from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from selection import some_of
+from torch import nn
+from torch.nn.utils import prune
+from torch.utils.data import DataLoader, TensorDataset
+
+import torch_nhwc as nhwc
+from torch_nhwc.integrations.lightning import ChannelsLast
+
+# Lightning's own, on how small all is; ours come from a line of Lightning's.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore::UserWarning:(pytorch_)?lightning"),
+    pytest.mark.filterwarnings("error:torch_nhwc"),
+]
+exhaustive = pytest.mark.exhaustive
+STRIDES = [(27, 9, 3, 1), (72, 9, 3, 1)]
+CHANNELS_LAST = [(27, 1, 9, 3), (72, 1, 24, 8)]
+
+
+def layers():
+    torch.manual_seed(1)
+    first = nn.Conv2d(3, 8, 3, bias=False)  # before the norm, Adam would train a bias by noise
+    return nn.Sequential(first, nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.AdaptiveAvgPool2d(1))
+
+
+class Steps:
+    """Notes its losses, and the strides of its weights at each step."""
+
+    def __init__(self, built_in="__init__"):
+        super().__init__()
+        self.built_in = built_in
+        self.losses, self.seen = [], []
+        self.net = layers() if built_in == "__init__" else None
+
+    def setup(self, stage):
+        self._build("setup")
+
+    def configure_model(self):
+        self._build("configure_model")
+
+    def _build(self, where):
+        if self.built_in == where and self.net is None:
+            self.net = layers()
+
+    def forward(self, images):
+        return self.net(images).flatten(1)
+
+    def training_step(self, batch, _):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.seen.append(strides(self))
+        return loss
+
+    def validation_step(self, batch, index):
+        loss = nn.functional.cross_entropy(self(batch[0]), batch[1])
+        self.losses.append(loss.item())
+        self.seen.append(strides(self))
+        self.log("val_loss", loss, on_step=False, on_epoch=True)
+
+    test_step = validation_step
+
+    def predict_step(self, batch, _):
+        self.seen.append(strides(self))
+        return self(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.01, fused=True)
+
+
+class Module(Steps, LightningModule):
+    pass
+
+
+def strides(module):
+    return [module.net[0].weight.stride(), module.net[3].weight.stride()]
+
+
+def loader():
+    torch.manual_seed(2)
+    return DataLoader(TensorDataset(torch.randn(8, 3, 8, 8), torch.randint(4, (8,))), batch_size=4)
+
+
+def trainer(folder, *callbacks, kind=Trainer, **options):
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    quiet |= {"devices": 1, "max_epochs": 2, "num_sanity_val_steps": 0, "enable_checkpointing": False}
+    return kind(default_root_dir=folder, callbacks=list(callbacks), **quiet | options)
+
+
+def fitted(folder, *callbacks, module=None, ckpt_path=None, **options):
+    module = module or Module()
+    trainer(folder, *callbacks, **options).fit(module, loader(), ckpt_path=ckpt_path)
+    return module
+
+
+def assert_same_training(module, reference):
+    """Both orders of summation are right."""
+    assert len(module.losses) == len(reference.losses) > 0
+    torch.testing.assert_close(module.losses, reference.losses, rtol=1e-4, atol=1e-5)
+    for name, value in reference.state_dict().items():
+        torch.testing.assert_close(module.state_dict()[name], value, rtol=1e-3, atol=1e-4)
+
+
+def tensors_in(value):
+    if isinstance(value, torch.Tensor):
+        return [value]
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for each in values for tensor in tensors_in(each)]
+
+
+def assert_as_before(module, optimizers=()):
+    assert strides(module) == STRIDES
+    assert not module._forward_pre_hooks
+    assert not module._state_dict_hooks
+    for optimizer in optimizers:
+        assert not optimizer._optimizer_state_dict_post_hooks
+        for parameter, state in optimizer.state.items():
+            assert all(each.stride() == parameter.stride() for each in tensors_in(state) if each.dim())
+
+
+@pytest.mark.parametrize("built_in", some_of(["__init__", "setup", "configure_model"], "configure_model"))
+def test_training_is_that_without_it_wherever_the_layers_are_built(tmp_path, built_in):
+    callback = ChannelsLast()
+    runner = trainer(tmp_path, callback)
+    runner.fit(module := Module(built_in), loader())
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path, module=Module(built_in)))
+    assert_as_before(module, runner.optimizers)
+    assert len(runner.optimizers[0].state) == 5
+    assert [row.full_name for row in callback.report.rows] == ["net.0.weight", "net.3.weight"]
+
+
+@exhaustive
+def test_one_callback_serves_every_run(tmp_path):
+    callback = ChannelsLast()
+    runner = trainer(tmp_path, callback, check_val_every_n_epoch=1)
+    module = Module()
+    for run in (runner.fit, runner.validate, runner.test, runner.predict, runner.fit):
+        module.seen.clear()
+        runner.fit_loop.max_epochs = (runner.fit_loop.max_epochs or 0) + 2
+        run(module, loader())
+        assert module.seen
+        assert module.seen == [CHANNELS_LAST] * len(module.seen)
+        assert_as_before(module, runner.optimizers)
+    other = Module()
+    runner.validate(other, loader())  # the optimizers of the last fit are another module's
+    assert_as_before(other)
+
+
+@pytest.mark.parametrize("run", some_of(["validate", "test", "predict"], "predict"))
+def test_runs_without_training(tmp_path, run):
+    outputs = []
+    for callbacks in ([ChannelsLast()], []):
+        outputs.append(getattr(trainer(tmp_path, *callbacks), run)(module := Module(), loader()))
+        assert module.seen == [CHANNELS_LAST if callbacks else STRIDES] * 2
+        assert_as_before(module)
+    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
+
+
+class SynchronisedStrategy(SingleDeviceStrategy):
+    """Exchanges norms as DDP does, which takes synchronised ones on a GPU alone."""
+
+    def setup(self, trainer):
+        self.model = TorchSyncBatchNorm().apply(self.model)
+        assert type(self.lightning_module.net[1]) is nn.SyncBatchNorm
+        super().setup(trainer)
+
+    def teardown(self):
+        self.model = TorchSyncBatchNorm().revert(self.model)
+        super().teardown()
+
+
+@exhaustive
+def test_norms_that_a_strategy_synchronises(tmp_path):
+    module = fitted(tmp_path, ChannelsLast(), strategy=SynchronisedStrategy("cpu"))
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path))
+    assert_as_before(module)
+
+
+class Keeping(Module):
+    """Has one optimizer for all runs."""
+
+    def configure_optimizers(self):
+        self.optimizer = getattr(self, "optimizer", None) or super().configure_optimizers()
+        return self.optimizer
+
+
+@exhaustive
+def test_an_optimizer_that_outlives_runs_follows_each_time(tmp_path):
+    module, reference = Keeping(), Keeping()
+    for _ in range(2):
+        fitted(tmp_path, ChannelsLast(), module=module)
+        fitted(tmp_path, module=reference)
+        assert_as_before(module, [module.optimizer])
+    assert_same_training(module, reference)
+
+
+class Helped(Module):
+    """Has a helper outside of it, with an optimizer of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        self.helpers = [nn.Linear(2, 2)]
+
+    def configure_optimizers(self):
+        return super().configure_optimizers(), torch.optim.SGD(self.helpers[0].parameters())
+
+    def training_step(self, *arguments):
+        optimizer, _ = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(*arguments))
+        optimizer.step()
+
+
+class WithoutOptimizer(Module):
+    def configure_optimizers(self):
+        return None
+
+
+@exhaustive
+@pytest.mark.parametrize("kind", [WithoutOptimizer, Helped])
+@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
+def test_optimizers_that_hold_nothing_of_the_module(tmp_path, kind):
+    module = fitted(tmp_path, ChannelsLast(), module=kind())
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path, module=kind()))
+    assert_as_before(module)
+
+
+class Replacing(Callback):
+    """Replaces the trainer's optimizers, and at the end has state that cannot be laid out anew: a part of a buffer."""
+
+    def __init__(self, is_fixed=False):
+        self.is_fixed = is_fixed
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        trainer.strategy.optimizers = [torch.optim.Adam(pl_module.parameters(), lr=0.01)]
+
+    def on_train_end(self, trainer, pl_module):
+        if self.is_fixed:
+            weight = pl_module.net[3].weight
+            part = torch.zeros(weight.numel() + 1).as_strided(weight.shape, weight.stride())
+            trainer.optimizers[0].state[weight]["exp_avg"] = part
+
+
+@exhaustive
+def test_optimizers_that_are_replaced_follow(tmp_path):
+    runner = trainer(tmp_path, ChannelsLast(), Replacing())
+    runner.fit(module := Module(), loader())
+    assert len(runner.optimizers[0].state) == 5
+    assert_as_before(module, runner.optimizers)
+
+
+@exhaustive
+def test_the_module_goes_back_where_its_optimizer_cannot(tmp_path):
+    with pytest.warns(UserWarning, match="ChannelsLast: state of the optimizers stays in channels-last: "):
+        module = fitted(tmp_path, ChannelsLast(), Replacing(is_fixed=True))
+    assert_as_before(module)
+
+
+class Companions(Callback):
+    """Notes whether state lies as its weights when a batch comes, and gradients when an optimizer steps."""
+
+    def __init__(self):
+        self.seen = set()
+
+    def on_train_batch_start(self, trainer, *_):
+        for parameter, state in trainer.optimizers[0].state.items():
+            self.seen |= {each.stride() == parameter.stride() for each in tensors_in(state) if each.dim()}
+
+    def on_before_optimizer_step(self, _, pl_module, __):
+        self.seen |= {each.grad.stride() == each.stride() for each in pl_module.parameters()}
+
+
+@exhaustive
+@pytest.mark.parametrize("saved_with", [True, False])
+def test_a_checkpoint_resumes_whoever_has_written_it(tmp_path, saved_with):
+    saving = trainer(tmp_path, *[ChannelsLast()] * saved_with, ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    saving.fit(Module(), loader())
+    (path,) = tmp_path.glob("*.ckpt")
+    resumed = fitted(tmp_path, ChannelsLast(), companions := Companions(), ckpt_path=path, max_epochs=4)
+    assert companions.seen == {True}
+    assert resumed.seen == [CHANNELS_LAST] * 4
+    assert_same_training(resumed, fitted(tmp_path, ckpt_path=path, max_epochs=4))
+    plain = fitted(tmp_path, max_epochs=4)
+    torch.testing.assert_close(resumed.losses, plain.losses[4:], rtol=1e-4, atol=1e-5)
+
+
+class Loading(Callback):
+    """Loads weights and optimizer state of before the conversion once the trainer has started."""
+
+    def __init__(self, checkpoint):
+        self.checkpoint = checkpoint
+
+    def on_train_epoch_start(self, trainer, pl_module):
+        if trainer.current_epoch == 1:
+            pl_module.load_state_dict(self.checkpoint["state_dict"])
+            trainer.optimizers[0].load_state_dict(copy.deepcopy(self.checkpoint["optimizer_states"][0]))
+
+
+@exhaustive
+@pytest.mark.filterwarnings("ignore:torch_nhwc.*laid out as they do")  # by the guard: nobody has told of it
+def test_what_is_loaded_in_the_middle_keeps_the_format(tmp_path):
+    fitted(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    checkpoint = torch.load(*tmp_path.glob("*.ckpt"), weights_only=True)
+    module = fitted(tmp_path, ChannelsLast(), Loading(checkpoint))
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path, Loading(checkpoint)))
+
+
+@pytest.mark.parametrize("weights_only", some_of([True, False], True))
+def test_checkpoints_are_contiguous(tmp_path, weights_only):
+    saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only)
+    module = fitted(tmp_path, ChannelsLast(), saving, enable_checkpointing=True, max_epochs=1)
+    checkpoint = torch.load(saving.best_model_path, weights_only=True)
+    assert ("optimizer_states" in checkpoint) is not weights_only
+    assert all(tensor.is_contiguous() for tensor in tensors_in(checkpoint))
+    loaded = Module.load_from_checkpoint(saving.best_model_path)
+    assert strides(loaded) == STRIDES
+    assert torch.equal(loaded.net[3].weight, module.net[3].weight)
+
+
+@exhaustive
+def test_a_hook_for_checkpoints_that_was_there_stays(tmp_path):
+    module = Module()
+    nhwc.contiguous_checkpoints_(module)
+    fitted(tmp_path, ChannelsLast(), module=module)
+    assert len(module._state_dict_hooks) == 1
+
+
+class Failing(Module):
+    def __init__(self, error, where):
+        super().__init__()
+        self.error, self.where = error, where
+
+    def _fail(self, where):
+        if self.where == where:
+            raise self.error
+
+    def setup(self, stage):
+        self._fail("setup")
+
+    def configure_optimizers(self):
+        self._fail("configure_optimizers")
+        return super().configure_optimizers()
+
+    def training_step(self, *arguments):
+        self._fail("forward")
+        return super().training_step(*arguments)
+
+    def on_train_batch_end(self, *_):
+        self._fail("training")
+
+
+@pytest.mark.parametrize("where", some_of(["setup", "configure_optimizers", "forward", "training"], "training"))
+@pytest.mark.parametrize("error", some_of([ValueError("mine"), KeyboardInterrupt()]))
+def test_after_exceptions_the_module_is_as_before(tmp_path, monkeypatch, error, where):
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # Lightning has interrupts ignored from then on
+    module, runner = Failing(error, where), trainer(tmp_path, ChannelsLast())
+    with pytest.raises(SystemExit if isinstance(error, KeyboardInterrupt) else ValueError):
+        runner.fit(module, loader())
+    assert_as_before(module, runner.optimizers)
+    assert not vars(runner.strategy).keys() & {"setup", "teardown"}
+    module.where = None
+    runner.fit(module, loader())
+    assert module.seen[-1] == CHANNELS_LAST
+
+
+class Averages(Callback):
+    """Notes the strides of what another callback averages."""
+
+    def __init__(self, averaging):
+        self.averaging, self.seen = averaging, []
+
+    def on_train_batch_end(self, *_):
+        self.seen.append(strides(getattr(self.averaging._average_model, "module", self.averaging._average_model)))
+
+
+def stochastic():
+    return StochasticWeightAveraging(0.01, swa_epoch_start=1)
+
+
+@exhaustive
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "built_in"),
+    [(EMAWeightAveraging, "__init__"), (EMAWeightAveraging, "configure_model"), (stochastic, "__init__")],
+)
+def test_averaged_copies_follow(tmp_path, kind, built_in, first):
+    saving = ModelCheckpoint(tmp_path)
+    averages = Averages(kind())
+    callbacks = [averages.averaging, averages, saving]
+    callbacks.insert(0 if first else 2, ChannelsLast())
+    module = fitted(tmp_path, *callbacks, module=Module(built_in), max_epochs=4, enable_checkpointing=True)
+    assert averages.seen == [CHANNELS_LAST] * len(module.losses)
+    assert all(tensor.is_contiguous() for tensor in tensors_in(torch.load(saving.best_model_path, weights_only=True)))
+    assert_same_training(module, fitted(tmp_path, kind(), module=Module(built_in), max_epochs=4))
+    assert_as_before(module)
+
+
+@exhaustive
+def test_an_averaged_copy_without_layers_raises(tmp_path):
+    """Without it, nothing is averaged: the copy is from before `configure_model`."""
+    with pytest.raises(ValueError, match=r"the averaged copy has nothing at 'net\.0\.weight'"):
+        fitted(tmp_path, ChannelsLast(), stochastic(), module=Module("configure_model"))
+
+
+@exhaustive
+def test_what_loads_a_checkpoint_before_training_keeps_the_format(tmp_path):
+    find = {"num_training_steps": 4, "early_stop_threshold": None, "attr_name": "rate"}
+    module = Module()
+    module.rate = 0.01
+    fitted(tmp_path, ChannelsLast(), LearningRateFinder(**find), module=module)
+    assert module.seen == [CHANNELS_LAST] * len(module.seen)
+    reference = Module()
+    reference.rate = 0.01
+    fitted(tmp_path, LearningRateFinder(**find), module=reference)
+    assert_same_training(module, reference)
+
+
+class Losing(Module):
+    def __init__(self):
+        super().__init__()
+        self.net[2] = nn.Softmax(1)
+
+
+def test_what_a_conversion_takes(tmp_path):
+    example = torch.randn(2, 3, 8, 8)
+    plan = nhwc.plan(Module(), preserve=True, example_inputs=example, filter_fn=lambda _, path: path != "net.3")
+    module = fitted(tmp_path, ChannelsLast(plan=plan), max_epochs=1)
+    assert module.seen == [[CHANNELS_LAST[0], STRIDES[1]]] * 2
+    fitted(tmp_path, callback := ChannelsLast(preserve=True, input_format="channels_last"), module=(losing := Losing()))
+    assert [row.path for row in callback.report.plan.layers] == ["net.2"]
+    assert callback.report.plan.input_format == "channels_last"
+    assert_as_before(losing)
+    assert type(losing.net[2]) is nn.Softmax
+
+
+def test_a_plan_that_converts_in_each_forward(tmp_path):
+    fitted(tmp_path, ChannelsLast(plan=nhwc.plan(Module(), each_forward=True)), module=(module := Module()))
+    assert module.seen == [STRIDES] * 4
+    assert_same_training(module, fitted(tmp_path))
+    assert_as_before(module)
+    assert type(module.net[0]) is nn.Conv2d
+
+
+@exhaustive
+def test_a_plan_that_is_contiguous_throughout_passes(tmp_path):
+    callback = ChannelsLast(plan=nhwc.plan(Module(), torch.contiguous_format))
+    assert fitted(tmp_path, callback).seen == [STRIDES] * 4
+
+
+def test_where_nothing_is_converted_nothing_stays(tmp_path):
+    callback, module = ChannelsLast(filter_fn=lambda *_: False, input_format="channels_last"), Module()
+    with pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Module"):
+        fitted(tmp_path, callback, module=module)
+    assert_as_before(module)
+    assert callback.report is None
+
+
+class Pruning(Callback):
+    def on_train_end(self, _, pl_module):
+        prune.random_structured(pl_module.net[3], "weight", amount=0.5, dim=0)
+
+
+@exhaustive
+def test_what_to_do_where_sites_have_changed(tmp_path):
+    """As behind structured pruning in the middle of a run."""
+    told = "the model differs from the plan.*; later, convert_.module, torch.contiguous_format. undoes"
+    with pytest.warns(UserWarning, match=told):
+        (runner := trainer(tmp_path, ChannelsLast(preserve=True), Pruning())).fit(module := Losing(), loader())
+    nhwc.convert_(module, torch.contiguous_format, optimizer=runner.optimizers)
+    assert module.net[0].weight.is_contiguous()
+    assert module.net[3].weight_orig.is_contiguous()
+    assert type(module.net[2]) is nn.Softmax
+
+
+@exhaustive
+def test_a_tuned_plan(tmp_path):
+    tuning = nhwc.tune(Module(), torch.randn(4, 3, 8, 8), budget_seconds=1)
+    module = fitted(tmp_path, ChannelsLast(plan=tuning.plan))
+    assert_same_training(module, fitted(tmp_path))
+    assert_as_before(module)
+
+
+def test_a_plan_of_another_model_raises(tmp_path):
+    with pytest.raises(ValueError, match="the model differs from the plan"):
+        fitted(tmp_path, ChannelsLast(plan=nhwc.plan(layers())))
+
+
+@exhaustive
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_compiled_modules(tmp_path, is_whole):
+    """A compiled module gives its layers to the trainer, which compiles its steps; a compiled layer must be before."""
+    if is_whole:
+        module = Module()
+        trainer(tmp_path, ChannelsLast()).fit(torch.compile(module, backend="eager"), loader())
+        assert module.seen == [CHANNELS_LAST] * 4
+        assert_same_training(module, fitted(tmp_path))
+        assert_as_before(module)
+        return
+    module = Module()
+    nhwc.convert_(module)
+    module.net.compile(backend="eager")
+    fitted(tmp_path, ChannelsLast(), module=module)
+    assert strides(module) == CHANNELS_LAST
+    (late := Module()).net.compile(backend="eager")
+    refused = pytest.warns(UserWarning, match="2 of 2 sites stay as they are")
+    with refused, pytest.raises(RuntimeError, match=r"nothing was converted in the Module(.|\n)*compile"):
+        fitted(tmp_path, ChannelsLast(), module=late)
+
+
+@exhaustive
+def test_a_module_that_is_channels_last_stays_so(tmp_path):
+    """As a user of Lightning has it today, who resumes from a contiguous checkpoint: a fused optimizer steps wrong."""
+    fitted(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
+    resuming = {"ckpt_path": next(tmp_path.glob("*.ckpt")), "max_epochs": 8}
+    module = fitted(tmp_path, ChannelsLast(), module=Module().to(memory_format=torch.channels_last), **resuming)
+    assert module.seen == [CHANNELS_LAST] * 12
+    assert_same_training(module, fitted(tmp_path, **resuming))
+    assert strides(module) == CHANNELS_LAST
+
+
+@exhaustive
+def test_another_dtype(tmp_path):
+    module = fitted(tmp_path, ChannelsLast(), precision="64-true")
+    assert module.net[0].weight.dtype is torch.float64
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path, precision="64-true"))
+
+
+class Late(Module):
+    """Builds layers where it is too late, and takes the format away."""
+
+    def __init__(self, what):
+        super().__init__("never" if what == "all" else "__init__")
+        self.what = what
+
+    def configure_optimizers(self):
+        if self.what == "more":
+            self.more = nn.Conv2d(3, 3, 3)
+        elif self.what == "lost":
+            self.to(memory_format=torch.contiguous_format)
+        return super().configure_optimizers()
+
+
+def test_a_module_without_layers_when_training_starts_raises(tmp_path):
+    nothing = pytest.warns(UserWarning, match="nothing to convert in the Late")
+    with nothing, pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Late"):
+        fitted(tmp_path, ChannelsLast(), module=Late("all"))
+
+
+LATE = {
+    "more": (ValueError, "the model differs from the plan: .*more.weight"),
+    "lost": (RuntimeError, r"SingleDeviceStrategy leaves 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"),
+}
+
+
+@exhaustive
+@pytest.mark.parametrize("what", LATE)
+def test_what_is_not_converted_when_training_starts_raises(tmp_path, what):
+    error, text = LATE[what]
+    module, callback = Late(what), ChannelsLast()
+    told = pytest.warns(UserWarning, match="stays in channels-last: the model differs from the plan")
+    with told if what == "more" else nullcontext(), pytest.raises(error, match=text):
+        fitted(tmp_path, callback, module=module)
+    if what == "more":
+        del module.more
+        callback.report.revert()
+    assert_as_before(module)
+
+
+def test_strategies_that_shard_are_refused():
+    runner = SimpleNamespace(strategy=FSDPStrategy())
+    with pytest.raises(RuntimeError, match="FSDPStrategy shards parameters, which have to be contiguous"):
+        ChannelsLast().setup(runner, Module(), "fit")
+    assert not vars(runner.strategy).keys() & {"setup", "teardown"}
+
+
+@exhaustive
+def test_the_other_package(tmp_path):
+    class Other(Steps, pytorch_lightning.LightningModule):
+        pass
+
+    module = Other()
+    trainer(tmp_path, ChannelsLast(), kind=pytorch_lightning.Trainer).fit(module, loader())
+    assert module.seen == [CHANNELS_LAST] * 4
+    assert_same_training(module, fitted(tmp_path))
+    assert_as_before(module)
+
+
+def test_the_callback_goes_to_processes_that_a_strategy_starts():
+    plan = nhwc.plan(Module(), preserve=True)
+    assert pickle.loads(pickle.dumps(ChannelsLast(plan=plan))).options["plan"] == plan
+
+
+def failed(folder, where, **ddp):
+    """The strides that an exception leaves, and those after a revert of one's own."""
+    module, callback = Failing(ValueError("mine"), where), ChannelsLast()
+    with pytest.raises(ValueError, match="mine") as raised:
+        fitted(folder, callback, module=module, **ddp)
+    left = strides(module)
+    del raised, module.error  # it has the frames, and they have DDP
+    callback.report.revert()
+    return left, strides(module)
+
+
+def rank(folder):
+    """What each of two processes does; the first one prints what it has seen."""
+    ddp = {"strategy": "ddp", "devices": 2}
+    plain = fitted(folder, **ddp)
+    runner = trainer(folder, ChannelsLast(), companions := Companions(), **ddp)
+    runner.fit(module := Module(), loader())
+    after_fit = strides(module)
+    runner.validate(module, loader())
+    left, _ = failed(folder, "training", **ddp)
+    # From there, the exception keeps DDP alive.
+    with pytest.warns(UserWarning, match="stays in channels-last: .* has post hooks"):
+        left_inside, reverted = failed(folder, "forward", **ddp)
+    if runner.global_rank == 0:
+        seen = {"plain": plain.losses, "losses": module.losses, "seen": module.seen, "after fit": after_fit}
+        seen |= {"after": strides(module), "companions": [*companions.seen], "left": left}
+        seen |= {"left inside": left_inside, "reverted": reverted}
+        print(json.dumps(seen))
+
+
+@exhaustive
+def test_two_processes_train_as_without_it(tmp_path):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}  # test/support is in it
+    command = [sys.executable, __file__, tmp_path]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+    assert run.returncode == 0, run.stderr
+    seen = json.loads(run.stdout.splitlines()[-1])
+    in_format, before = [[list(each) for each in both] for both in (CHANNELS_LAST, STRIDES)]
+    assert len(seen["plain"]) == 2
+    torch.testing.assert_close(seen["losses"][:2], seen["plain"], rtol=1e-4, atol=1e-5)
+    assert seen["seen"] == [in_format] * 3  # two epochs of half of the batches, and one of validation
+    assert seen["after fit"] == seen["after"] == before
+    assert seen["companions"] == [True]
+    assert seen["left"] == seen["reverted"] == before
+    assert seen["left inside"] == in_format
+
+
+if __name__ == "__main__":
+    rank(sys.argv[1])

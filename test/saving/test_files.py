@@ -1,0 +1,271 @@
+"""Reading and writing files: what they are by their bytes, damaged ones, and outputs that are whole or not there."""
+
+import io
+import os
+import pickle
+import resource
+import struct
+import time
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+from saved_files import STRIDES, kill, run_killed
+from selection import exhaustive
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.saving import files
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+
+
+def state_dict():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2)).state_dict()
+
+
+def in_bytes(write):
+    buffer = io.BytesIO()
+    write(buffer)
+    return buffer.getvalue()
+
+
+SAVED = {
+    "state dict": lambda: in_bytes(lambda file: torch.save(state_dict(), file)),
+    "older format": lambda: in_bytes(lambda file: torch.save(state_dict(), file, _use_new_zipfile_serialization=False)),
+    "archive": lambda: in_bytes(lambda file: torch.jit.save(torch.jit.script(nn.Conv2d(3, 4, 3)), file)),
+}
+
+
+def program():
+    exported = torch.export.export(nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),))
+    return in_bytes(lambda file: torch.export.save(exported, file))
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_file_is_what_its_bytes_are_whatever_its_name(name, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(SAVED[name]())
+    report = nhwc.convert_saved(tmp_path / "model.safetensors", tmp_path / "out.txt")
+    assert [row.target_strides for row in report.rows] == [STRIDES]
+    assert files.kind_of(tmp_path / "out.txt") is files.kind_of(tmp_path / "model.safetensors")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.safetensors", "out.txt"]
+
+
+def test_h03_safetensors_keep_no_strides(tmp_path):
+    safetensors.torch.save_file({"weight": torch.randn(4, 3, 3, 3)}, tmp_path / "model.pt")
+    with pytest.raises(
+        ValueError, match=r"a safetensors file keeps no strides.*convert the model once they are loaded"
+    ):
+        nhwc.convert_saved(tmp_path / "model.pt", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+OTHERS = {
+    "nothing": b"",
+    "text": b"a text that is no model",
+    "json": b'{"weight": 1}',
+    "zip of others": in_bytes(lambda file: zipfile.ZipFile(file, "w").writestr("model/readme.txt", "hello")),
+    "plain pickle": pickle.dumps({"weight": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_no_loader_knows_is_one_error(name, tmp_path):
+    (tmp_path / "in.pt").write_bytes(OTHERS[name])
+    with pytest.raises(ValueError, match=r"in.pt(: expected a TorchScript archive, an ex| cannot be read as an arch)"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    with pytest.raises(FileNotFoundError):
+        nhwc.convert_saved(tmp_path / "missing.pt", tmp_path / "out.pt")
+    with pytest.raises(IsADirectoryError):
+        nhwc.convert_saved(tmp_path, tmp_path / "out.pt")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
+
+
+def assert_one_error_or_right(path, out):
+    """Either it is refused in a line, with nothing written, or what is written loads as what is read does."""
+    before, refused = path.read_bytes(), None
+    try:
+        nhwc.convert_saved(path, out)
+    except ValueError as error:
+        refused = str(error)
+    if refused is None:
+        out.unlink()
+    assert refused is None or (str(path) in refused and len(refused.splitlines()) == 1)
+    assert path.read_bytes() == before
+    assert [each.name for each in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_files_that_were_cut_off_are_refused(name, tmp_path):
+    whole, path = SAVED[name](), tmp_path / "in.pt"
+    for length in range(1, len(whole), len(whole) // 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"in\.pt"):
+            nhwc.convert_saved(path, tmp_path / "out.pt")
+        assert_one_error_or_right(path, tmp_path / "out.pt")
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", SAVED)
+def test_files_whose_bytes_were_changed_are_refused_or_converted(name, tmp_path):
+    whole, path = bytearray(SAVED[name]()), tmp_path / "in.pt"
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        place, value = (int(torch.randint(high, (1,), generator=generator)) for high in (len(whole), 256))
+        path.write_bytes(whole[:place] + bytes([value]) + whole[place + 1 :])
+        assert_one_error_or_right(path, tmp_path / "out.pt")
+
+
+def test_strides_that_reach_beyond_the_memory_are_refused(tmp_path):
+    weight = torch.randn(4, 3, 3, 3)
+    content = in_bytes(lambda file: torch.save({"weight": weight}, file))
+    source, hostile = zipfile.ZipFile(io.BytesIO(content)), io.BytesIO()
+    with zipfile.ZipFile(hostile, "w") as target:
+        for name in source.namelist():
+            record = source.read(name)
+            if name.endswith("data.pkl"):
+                assert pickle.BININT1 + b"\x1b" in record  # the first stride, 27
+                record = record.replace(pickle.BININT1 + b"\x1b", pickle.BININT + struct.pack("<i", 2**30))
+            target.writestr(name, record)
+    (tmp_path / "in.pt").write_bytes(hostile.getvalue())
+    with pytest.raises(ValueError, match=r"in\.pt cannot be read as a file of torch.save"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_a_few_bytes_that_stand_for_many_are_refused(tmp_path):
+    torch.save({"weight": torch.zeros(1).expand(2**20, 2**10, 3, 3)}, tmp_path / "in.pt")
+    with pytest.raises(ValueError, match=r"in\.pt: the elements of 'weight' \(\(1048576, 1024, 3, 3\)\) overlap in"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_what_holds_itself_is_refused(tmp_path):
+    circle = {"weight": torch.randn(4, 3, 3, 3)}
+    circle["self"] = circle
+    torch.save(circle, tmp_path / "in.pt")
+    with pytest.raises(ValueError, match=r"in\.pt cannot be read as a file of torch.save: maximum recursion depth"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_the_input_may_be_replaced_itself_and_keeps_its_mode_and_links(tmp_path):
+    path, link = tmp_path / "model.pt", tmp_path / "link.pt"
+    torch.save(state_dict(), path)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    nhwc.convert_saved(link, link)
+    assert torch.load(path)["0.weight"].stride() == STRIDES
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_an_output_that_is_no_file_is_refused_and_stays(tmp_path):
+    torch.save(state_dict(), tmp_path / "in.pt")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    os.mkfifo(tmp_path / "pipe")
+    for out in ("", "new/", "missing/out.pt", "in.pt/out.pt", "circle", "pipe"):
+        with pytest.raises(ValueError, match="expected a file in a folder that is there"):
+            nhwc.convert_saved(tmp_path / "in.pt", os.path.join(tmp_path, out))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["circle", "in.pt", "pipe"]
+    assert (tmp_path / "circle").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_may_not_be_written_to_is_an_error(tmp_path):
+    torch.save(state_dict(), tmp_path / "in.pt")
+    (tmp_path / "closed").mkdir(mode=0o500)
+    with pytest.raises(PermissionError):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "closed" / "out.pt")
+
+
+def test_a_name_may_be_as_long_as_the_file_system_takes(tmp_path):
+    torch.save(state_dict(), tmp_path / "in.pt")
+    nhwc.convert_saved(tmp_path / "in.pt", tmp_path / ("x" * 255))
+    with pytest.raises(OSError, match="File name too long"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / ("x" * 256))
+    assert len([*tmp_path.iterdir()]) == 2
+
+
+@pytest.mark.parametrize("write", [*SAVED.values(), exhaustive(program)], ids=[*SAVED, "program"])
+@pytest.mark.parametrize("room", [0, 1000])
+def test_a_disk_that_is_full_is_an_error_and_the_old_file_stays(write, room, tmp_path):
+    """As is a limit on the length of files, which needs no disk of its own."""
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    path.write_bytes(write())
+    out.write_bytes(b"old")
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            nhwc.convert_saved(path, out, allow_pickle=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.read_bytes() == b"old"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.pt", "out.pt"]
+
+
+@pytest.mark.parametrize("there", [exhaustive(None), "old"])
+@pytest.mark.parametrize("moment", ["converting", "writing", "flushing", "replacing", "replaced"])
+def test_killed_at_any_step_the_output_is_old_whole_or_absent(moment, there, tmp_path, monkeypatch):
+    source, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save(state_dict(), source)
+    before = source.read_bytes()
+    if there:
+        out.write_bytes(b"old")
+    save, replace = torch.save, os.replace
+
+    def killed_in(function, *, after=False):
+        def run(*arguments, **options):
+            if after:
+                function(*arguments, **options)
+            kill()
+
+        return run
+
+    def save_half(content, file, **options):
+        whole = in_bytes(lambda buffer: save(content, buffer, **options))
+        file.write(whole[: len(whole) // 2])
+        kill()
+
+    changes = {
+        "converting": (torch, "load", killed_in(torch.load)),
+        "writing": (torch, "save", save_half),
+        "flushing": (os, "fsync", killed_in(os.fsync)),
+        "replacing": (os, "replace", killed_in(replace)),
+        "replaced": (os, "replace", killed_in(replace, after=True)),
+    }
+    monkeypatch.setattr(*changes[moment])
+    run_killed(lambda: nhwc.convert_saved(source, out))
+    assert source.read_bytes() == before
+    if moment == "replaced":
+        assert torch.load(out)["0.weight"].stride() == STRIDES
+    else:
+        assert (out.read_bytes() if out.exists() else None) == (b"old" if there else None)
+
+
+@pytest.mark.parametrize("count", [2, exhaustive(40)])
+def test_killed_at_any_moment_the_file_that_is_replaced_loads(count, tmp_path):
+    """Converts one file to and fro until it is killed."""
+    path = tmp_path / "model.pt"
+    torch.save(state_dict(), path)
+
+    def to_and_fro():
+        while True:
+            for memory_format in (None, torch.contiguous_format):
+                nhwc.convert_saved(path, path, memory_format=memory_format)
+
+    seen = set()
+    for index in range(count):
+        child = os.fork()
+        if child == 0:
+            to_and_fro()
+        time.sleep(0.01 + 0.003 * (index % 10))
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        state = torch.load(path)
+        assert all(torch.isfinite(each).all() for each in state.values())
+        seen.add(state["0.weight"].stride())
+    assert seen <= {STRIDES, (27, 9, 3, 1)}

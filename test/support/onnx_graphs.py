@@ -1,0 +1,30 @@
+"""What a model becomes in ONNX."""
+
+import contextlib
+import io
+
+import onnx
+import torch
+
+
+def onnx_model(model, x, dynamo):
+    """What one of PyTorch's two exporters makes of a model."""
+    if dynamo:
+        with contextlib.redirect_stdout(io.StringIO()):
+            return torch.onnx.export(model, (x,), dynamo=True, verbose=False).model_proto
+    file = io.BytesIO()
+    torch.onnx.export(model, (x,), file, dynamo=False)
+    return onnx.load_from_string(file.getvalue())
+
+
+def operators_of(onnx_model):
+    """The operators of its graph, in order."""
+    return [node.op_type for node in onnx_model.graph.node]
+
+
+def onnx_operators(model, x, dynamo):
+    """The operators that a model becomes, or the kind of the exporter's error."""
+    try:
+        return operators_of(onnx_model(model, x, dynamo))
+    except torch.onnx.OnnxExporterError as error:
+        return type(error)

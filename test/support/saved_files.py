@@ -1,0 +1,75 @@
+"""Saved models: what another process makes of them, and what is left of a file when its process is killed."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import torch
+from torch import nn
+
+STRIDES = (27, 1, 9, 3)
+
+# Of those of its weights that are not transposed, by their names.
+SITES = {"first.weight": STRIDES, "grouped.weight": (18, 1, 6, 2), "volume.weight": (54, 1, 18, 6, 2)}
+
+
+class Network(nn.Module):
+    """Convolutions of both ranks, transposed and grouped ones, and a batch norm."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm = nn.Conv2d(3, 4, 3, padding=1), nn.BatchNorm2d(4)
+        self.grouped, self.volume = nn.Conv2d(4, 4, 3, groups=2), nn.Conv3d(2, 2, 3, padding=1)
+        self.last, self.head = nn.ConvTranspose2d(4, 2, 2), nn.Linear(2, 3)
+
+    def forward(self, x):
+        y = self.grouped(torch.relu(self.norm(self.first(x))))
+        y = y + self.volume(y.unflatten(1, (2, 2))).flatten(1, 2)
+        return self.head(self.last(y).mean((2, 3)))
+
+
+_ELSEWHERE = """
+import json, sys, torch
+for path, expected in json.load(open("files.json")).items():
+    x, y, strides = torch.load(expected)
+    load = {"archive": torch.jit.load, "program": lambda path: torch.export.load(path).module()}
+    model = load[expected.split("-")[0]](path)
+    torch.testing.assert_close(model(x), y)
+    own = model.state_dict()
+    assert all(own[name].stride() == wanted for name, wanted in strides.items()), path
+assert not any(name.startswith("torch_nhwc") for name in sys.modules)
+"""
+
+
+def assert_run_elsewhere(folder, expected):
+    """Each file gives the output, and has the strides, in a process that cannot have this package.
+
+    By the name of the file, `expected` has how it is loaded, input, output, and strides by the names of weights.
+    """
+    names = {}
+    for index, (name, (kind, *rest)) in enumerate(expected.items()):
+        torch.save(rest, folder / f"{kind}-{index}.expected")
+        names[name] = f"{kind}-{index}.expected"
+    (folder / "files.json").write_text(json.dumps(names))
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-W", "ignore", "-c", _ELSEWHERE]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def run_killed(function):
+    """Runs a function in a process of its own, which is killed, by the function itself, before it ends."""
+    child = os.fork()
+    if child == 0:
+        try:
+            function()
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "it was not killed"
+
+
+def kill():
+    os.kill(os.getpid(), signal.SIGKILL)

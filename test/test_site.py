@@ -1,0 +1,111 @@
+"""The site that `make site` builds: all pages, names and links are there, and nothing comes from elsewhere."""
+
+import functools
+import os
+import re
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+from browser import opened_in_browser
+from public_names import public_names
+
+ROOT = Path(__file__).parent.parent
+pytestmark = pytest.mark.exhaustive  # to build it takes a quarter of a minute
+
+
+class Page(HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.navigation, self.loaded, self.text = set(), set(), set(), set(), []
+        self.is_in_paragraph = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attributes):
+        attributes = dict(attributes)
+        self.ids.add(attributes.get("id"))
+        if tag == "a" and "href" in attributes:
+            self.links.add(attributes["href"])
+            if "md-nav__link" in attributes.get("class", ""):
+                self.navigation.add(attributes["href"])
+        self.loaded |= {attributes[name] for name in ("src", "srcset", "data") if name in attributes}
+        if tag == "link":
+            self.loaded.add(attributes["href"])
+        self.is_in_paragraph = tag == "p" or (self.is_in_paragraph and tag not in ("ul", "ol", "pre", "table"))
+
+    def handle_endtag(self, tag):
+        self.is_in_paragraph = self.is_in_paragraph and tag != "p"
+
+    def handle_data(self, data):
+        if self.is_in_paragraph:
+            self.text += data.splitlines()
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The site's folder, built without a network."""
+    folder = tmp_path_factory.mktemp("site")
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://localhost:9")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", folder]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=os.environ | nowhere)
+    assert run.returncode == 0, run.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
+
+
+def test_every_page_is_in_the_navigation(site, pages):
+    documents = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
+    shown = pages[site / "index.html"].navigation
+    assert documents <= {path.name for path in pages}
+    for path in pages:
+        name = path.relative_to(site).as_posix()
+        assert name in shown or name.startswith("source/") or name == "index.html", name
+
+
+def test_every_public_name_has_an_entry(site, pages):
+    ids = set().union(*(page.ids for path, page in pages.items() if path.parent == site / "reference"))
+    missing = {f"torch_nhwc.{name}" for name in public_names()} - ids
+    assert not missing
+
+
+def test_links_and_anchors_lead_somewhere(pages):
+    for path, page in pages.items():
+        for link in (link for link in page.links if not urlsplit(link).netloc):
+            target, anchor = urlsplit(link).path, unquote(urlsplit(link).fragment)
+            other = (path.parent / target).resolve() if target else path
+            other = other / "index.html" if other.is_dir() else other
+            assert other.exists(), (path.name, link)
+            assert not anchor or other not in pages or anchor in pages[other].ids, (path.name, link)
+
+
+def test_nothing_is_loaded_from_elsewhere(site, pages):
+    for path, page in pages.items():
+        assert not [each for each in page.loaded if urlsplit(each).netloc], path.name
+    for path in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?http|@import", path.read_text()), path.name
+
+
+def test_no_markdown_is_left(pages):
+    """What GitHub takes for a list or a table, the site may not."""
+    for path, page in pages.items():
+        assert not [line for line in page.text if line.lstrip().startswith(("- ", "| ", "#", "```", ":::"))], path.name
+
+
+def test_a_browser_has_nothing_to_complain_of(site, tmp_path):
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        url = f"http://127.0.0.1:{server.server_port}/reference/models.html"
+        try:
+            assert 'id="torch_nhwc.convert_"' in opened_in_browser(tmp_path / "page", url=url)
+        finally:
+            server.shutdown()

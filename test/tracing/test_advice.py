@@ -1,0 +1,99 @@
+"""Every piece of advice is taken, and keeps the format."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import channels_last
+from losing_layers import LAYERS
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.tracing import advice
+
+IMAGE, VOLUME = (2, 8, 6, 6), (2, 8, 6, 6, 6)
+CALLS = {
+    "avg_pool3d": (VOLUME, lambda of, x: of.avg_pool3d(x, 2)),
+    "adaptive_avg_pool3d": (VOLUME, lambda of, x: of.adaptive_avg_pool3d(x, 3)),
+    "adaptive_max_pool3d": (VOLUME, lambda of, x: of.adaptive_max_pool3d(x, 3)),
+    "lp_pool3d": (VOLUME, lambda of, x: of.lp_pool3d(x, 2, 2)),
+    "interpolate": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2)),
+    "interpolate, exact": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2, mode="nearest-exact")),
+    "softmax": (IMAGE, lambda of, x: of.softmax(x, 1)),
+    "softmax, 3D": (VOLUME, lambda of, x: of.softmax(x, -4)),
+    "log_softmax": (IMAGE, lambda of, x: of.log_softmax(x, -3)),
+    "pad": (IMAGE, lambda of, x: of.pad(x, (1, 1, 1, 1), "circular")),
+    "pad, 3D": (VOLUME, lambda of, x: of.pad(x, (1,) * 6, "circular")),
+    "instance_norm": (IMAGE, lambda of, x: of.instance_norm(x)),
+    "cross_entropy": (IMAGE, lambda of, x: of.cross_entropy(x, x.detach().argmax(1))),
+}
+
+
+# PyTorch's own operator runs in these, and loses; the gradient that leaves them is channels-last again.
+MENDED = ("aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward")
+
+
+def losses(call, shape):
+    x = channels_last(torch.randn(shape)).requires_grad_()
+    with nhwc.trace(nn.Module()) as trace:
+        out = call(x * 1)
+        out.backward(channels_last(torch.rand_like(out)) if out.dim() else None)
+    return trace.losses
+
+
+def assert_kept(losses):
+    assert {loss.operator for loss in losses} <= set(MENDED)
+    assert not any(loss.advice for loss in losses)
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_our_functions_keep_what_those_of_pytorch_lose(case):
+    shape, call = CALLS[case]
+    told = {loss.advice for loss in losses(lambda x: call(F, x), shape)}
+    assert f"torch_nhwc.functional.{case.split(',')[0]}" in told
+    assert_kept(losses(lambda x: call(nhwc.functional, x), shape))
+
+
+def test_each_function_that_is_advised_is_tried():
+    advised = advice._BY_FUNCTION | set(advice._BY_OPERATOR.values())
+    assert advised == {case.split(",")[0] for case in CALLS}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_that_preserving_exchanges_lose_nothing_afterwards(name):
+    make, shape = LAYERS[name]
+    model = nn.Sequential(nn.ReLU(), make()).to(memory_format=torch.channels_last if len(shape) == 4 else None)
+    if len(shape) == 5:
+        model.to(memory_format=torch.channels_last_3d)
+
+    def step(x):
+        with nhwc.trace(model) as trace:
+            out = model(x)
+            out.backward(channels_last(torch.rand_like(out)))
+        return trace.losses
+
+    x = channels_last(torch.randn(shape)).requires_grad_()
+    before = [loss for loss in step(x) if loss.path == "1"]
+    assert {loss.advice for loss in before} <= {advice.PRESERVE}
+    nhwc.convert_(model, preserve=True)
+    assert_kept(step(x))
+    assert x.grad[:, :1].stride() == x[:, :1].stride()
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: F.softmax(x, 2),
+        lambda x: F.interpolate(x, scale_factor=2, mode="bicubic"),
+        lambda x: x.contiguous(),
+        lambda x: x[:, torch.arange(3)],
+    ],
+)
+def test_there_is_no_advice_where_nothing_is_known_to_help(call):
+    assert {loss.advice for loss in losses(call, IMAGE)} == {None}
+
+
+def test_a_reshape_that_copies_is_told_and_cannot_be_a_view():
+    (loss,) = losses(lambda x: x.flatten(1).relu()[..., None, None], IMAGE)[:1]
+    assert loss.advice == advice.RESHAPE
+    with pytest.raises(RuntimeError, match="view size is not compatible"):
+        channels_last(torch.randn(IMAGE)).view(2, -1)

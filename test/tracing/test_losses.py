@@ -1,0 +1,439 @@
+"""Losses, mixed convolutions and gains that a trace has to find, and models in which there is none."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import FORMATS, channels_last
+from selection import some_of
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from user_code import Function
+
+import torch_nhwc as nhwc
+
+
+def converted(*layers):
+    """Layers between two convolutions, in channels-last."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 8, 3, padding=1))
+    return model.to(memory_format=torch.channels_last)
+
+
+def image(*shape):
+    return channels_last(torch.randn(shape or (2, 3, 8, 8)))
+
+
+def found(rows):
+    return [(row.path, row.operator.removeprefix("aten::"), row.phase) for row in rows]
+
+
+def step(model, x):
+    out = model(x)
+    out.backward(channels_last(torch.ones_like(out)))
+
+
+class Bicubic(nn.Module):
+    def forward(self, x):
+        return F.interpolate(x, scale_factor=2, mode="bicubic")
+
+
+def test_a_loss_in_the_forward_is_told_with_all_there_is_to_know():
+    model, x = converted(nn.Softmax2d()), image()
+    with nhwc.trace(model) as trace, torch.no_grad():
+        for _ in range(3):
+            model(x)
+    (loss,) = trace.losses
+    assert found([loss]) == [("1", "_softmax", "forward")]
+    assert loss.inputs == (("channels_last", (2, 8, 8, 8)),)
+    assert loss.outputs == (("contiguous", (2, 8, 8, 8)),)
+    assert (loss.bytes, loss.count) == (3 * 2 * 8 * 8 * 8 * 4, 3)
+    assert loss.source.startswith(__file__)
+    assert loss.advice == "exchanged by preserve=True"
+    assert trace.operators == {"forward": 3 * 3, "backward": 0}
+
+
+def test_a_loss_in_backward_alone_has_the_path_and_the_line_of_the_forward():
+    model = converted(Bicubic())
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    (loss,) = trace.losses
+    assert found([loss]) == [("1", "upsample_bicubic2d_backward", "backward")]
+    line = Bicubic.forward.__code__.co_firstlineno + 1
+    assert loss.source == f"{__file__}:{line}"
+
+
+def test_what_the_layers_behind_a_loss_do_is_no_other_loss():
+    model = converted(nn.Softmax2d(), nn.ReLU(), nn.BatchNorm2d(8))
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    assert [path for path, _, phase in found(trace.losses) if phase == "forward"] == ["1"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.contiguous(),
+        lambda x: x[:, torch.arange(8)],
+        lambda x: x.flatten(1).view(x.shape),
+        lambda x: torch.empty(x.shape).copy_(x),
+    ],
+)
+def test_a_loss_in_the_users_code_has_its_line(function):
+    model = converted(nn.Sequential(Function(function)))
+    with nhwc.trace(model) as trace:
+        model(image())
+    (loss,) = trace.losses
+    assert (loss.path, loss.phase) == ("1.0", "forward")
+    assert loss.source == f"{__file__}:{function.__code__.co_firstlineno}"
+
+
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda x: torch.mul(x, 2, out=torch.empty(x.shape)), "mul"),
+        (lambda x: torch.zeros(x.shape).add_(x), "add_"),
+        (lambda x: torch.stack([each for each in x]), "stack"),
+        (lambda x: assigned(torch.empty(x.shape), x), "copy_"),
+    ],
+)
+def test_what_is_written_in_place_or_image_by_image_is_a_loss_as_well(function, operator):
+    model = converted(Function(function))
+    with nhwc.trace(model) as trace, torch.no_grad():
+        model(image())
+    assert found(trace.losses) == [("1", operator, "forward")]
+    assert trace.losses[0].bytes == 2 * 8 * 8 * 8 * 4
+
+
+def assigned(out, x):
+    for index, each in enumerate(x):
+        out[index] = each
+    return out
+
+
+def test_volumes_of_a_batch_keep_its_format():
+    x = image(2, 4, 4, 5, 6)
+    with nhwc.trace(nn.Module()) as trace:
+        assert (x[0] * 2).stride() == x[0].stride()
+    assert not trace.losses
+    with nhwc.trace(nn.Module()) as trace:
+        assigned(torch.empty(x.shape), x)
+    assert found(trace.losses) == [("", "copy_", "forward")]
+
+
+def test_volumes_that_are_views_of_six_dimensions_are_no_images_of_a_batch():
+    """As patches are, in transformers of video."""
+    patches = torch.randn(2, 3, 4, 5, 6, 7)[..., 0].permute(0, 2, 1, 3, 4)
+    with nhwc.trace(nn.Module()) as trace:
+        patches.reshape(-1)
+    assert not trace.losses
+
+
+@pytest.mark.parametrize("kind", [nn.Parameter, lambda x: x.requires_grad_(), nn.Buffer])
+def test_a_parameter_or_a_buffer_that_the_model_is_given_is_an_activation(kind):
+    model = converted(Function(lambda x: x.contiguous()))
+    model.constant = kind(image())
+    for x in (kind(image()), model.constant):
+        with nhwc.trace(model) as trace:
+            step(model, x)
+        assert found(row for row in trace.losses if row.phase == "forward") == [("1", "clone", "forward")]
+
+
+def test_a_constant_of_the_model_is_an_activation_from_its_first_convolution_on():
+    class Generator(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.constant = nn.Parameter(image(1, 3, 8, 8))
+            self.body = converted(nn.Softmax2d())
+
+        def forward(self):
+            return self.body(self.constant.expand(2, -1, -1, -1) + 0)
+
+    model = Generator()
+    with nhwc.trace(model) as trace, torch.no_grad():
+        model()
+    assert found(trace.losses) == [("body.1", "_softmax", "forward")]
+
+
+def test_a_loss_outside_of_the_model_counts_too():
+    model = converted()
+    with nhwc.trace(model) as trace:
+        torch.log_softmax(model(image()), 1)
+    (loss,) = trace.losses
+    assert (loss.path, loss.advice) == ("", "torch_nhwc.functional.log_softmax")
+    assert loss.source.startswith(__file__)
+
+
+def test_arguments_may_nest_and_volumes_have_five_dimensions():
+    class Inner(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv3d(2, 4, 3)
+            self.pool = nn.AvgPool3d(2)
+
+        def forward(self, batch, *, options):
+            return {"out": [self.pool(self.conv(batch["images"][0]) + options[0])]}
+
+    class Outer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList([Inner()])
+
+        def forward(self, batch):
+            return self.blocks[0](batch, options=(1.0,))
+
+    model = Outer().to(memory_format=torch.channels_last_3d)
+    with nhwc.trace(model) as trace:
+        model({"images": (image(2, 2, 6, 6, 6),)})["out"][0].sum().backward()
+    assert found(trace.losses) == [("blocks.0.pool", "avg_pool3d", "forward")]
+    assert trace.losses[0].outputs[0] == ("contiguous", (2, 4, 2, 2, 2))
+    modules = {module.path: module for module in trace.modules}
+    assert list(modules) == ["", "blocks.0", "blocks.0.conv", "blocks.0.pool"]
+    assert modules["blocks.0"].inputs[0].format == "channels_last_3d"
+    assert modules["blocks.0"].outputs[0].format == "contiguous"
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+def test_inference_shows_the_same_operators_as_training(mode):
+    model = converted(nn.Upsample(scale_factor=2, mode="bilinear"), nn.InstanceNorm2d(8))
+    with nhwc.trace(model) as trace, mode():
+        model(image()).flatten(1)
+    assert found(trace.losses) == [("2", "clone", "forward"), ("", "clone", "forward")]
+    advice = ["exchanged by preserve=True", "a reshape that is unavoidable"]
+    assert [row.advice for row in trace.losses] == advice
+
+
+def test_autocast_casts_weights_without_a_loss():
+    model = converted(nn.Softmax2d())
+    with nhwc.trace(model) as trace, torch.autocast("cpu", torch.bfloat16):
+        step(model, image())
+    assert found(trace.losses) == [("1", "_softmax", "forward")] + found(trace.losses)[1:]
+    assert {path for path, _, _ in found(trace.losses)} == {"1"}
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_what_a_checkpoint_computes_again_is_forward(is_reentrant):
+    model = converted(nn.Softmax2d(), Bicubic())
+
+    def checkpointed(x):
+        return checkpoint(model, x.requires_grad_(), use_reentrant=is_reentrant)
+
+    with nhwc.trace(model) as trace:
+        step(checkpointed, image())
+    forward = [row for row in trace.losses if row.phase == "forward"]
+    assert set(found(forward)) == {("1", "_softmax", "forward")}
+    assert sum(row.count for row in forward) == 2
+    assert [row.source is None for row in forward] == [False, True]  # PyTorch calls it the second time
+    backward = found(row for row in trace.losses if row.phase == "backward")
+    assert backward == [("2", "upsample_bicubic2d_backward", "backward")]
+
+
+@pytest.mark.parametrize("is_reentrant", [True, False])
+def test_functions_that_a_checkpoint_computes_again_are_forward(is_reentrant):
+    class Checkpointing(nn.Module):
+        def forward(self, x):
+            return checkpoint(lambda x: x.contiguous().sin(), x, use_reentrant=is_reentrant)
+
+    model = converted(Checkpointing(), nn.ReLU())
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    (loss,) = [row for row in trace.losses if row.operator == "aten::clone"]
+    assert (loss.path, loss.phase, loss.count) == ("1", "forward", 2)
+
+
+def test_a_backward_of_a_backward_keeps_the_paths():
+    model, x = converted(nn.Softmax2d(), nn.Tanh()), image().requires_grad_()
+    with nhwc.trace(model) as trace:
+        (gradient,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        gradient.square().sum().backward()
+    paths = {path for path, operator, phase in found(trace.losses) if operator == "_softmax_backward_data"}
+    assert paths == {"1"}
+    assert {row.path for row in (*trace.losses, *trace.mixed)} <= {"1", "2", "3"}
+
+
+@pytest.mark.parametrize("start", ["thread", "pool", "pool of before"])
+def test_what_a_module_gives_other_threads_is_seen(start):
+    pool = ThreadPoolExecutor(1)
+    pool.submit(int).result()
+
+    def threaded(x):
+        if start == "thread":
+            outs = []
+            thread = threading.Thread(target=lambda: outs.append(bicubic(x.contiguous())))
+            thread.start()
+            thread.join()
+            assert "run" not in vars(thread)
+            return outs[0]
+        with ThreadPoolExecutor(1) if start == "pool" else nullcontext(pool) as threads:
+            return threads.submit(lambda: bicubic(x.contiguous())).result()
+
+    bicubic = Bicubic()
+    model = converted(Function(threaded), nn.ReLU())
+    with nhwc.trace(model) as trace:
+        step(model, image())
+        pool.submit(torch.softmax, image(), 1).result()  # not a part of the model
+    pool.shutdown()
+    assert found(trace.losses)[0] == ("1", "clone", "forward")
+    assert "" not in {row.path for row in trace.losses}
+
+
+def test_threads_of_the_users_are_seen_in_the_model_and_in_its_backward():
+    model = converted(Bicubic())
+    ready = threading.Barrier(3)
+
+    def work():
+        ready.wait()
+        for _ in range(2):
+            step(model, image())
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    with nhwc.trace(model) as trace:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert found(trace.losses) == [("1", "upsample_bicubic2d_backward", "backward")]
+    assert trace.losses[0].count == 6
+    assert trace.operators == {"forward": 6 * 3, "backward": 6 * 3}
+
+
+def test_a_forward_in_a_thread_and_its_backward_here_find_each_other():
+    model = converted(Bicubic())
+    outputs = []
+    with nhwc.trace(model) as trace:
+        model[0](image())  # the same numbers of autograd's nodes as in the other thread
+        thread = threading.Thread(target=lambda: outputs.append(model(image())))
+        thread.start()
+        thread.join()
+        step(lambda _: outputs[0], None)
+    assert found(trace.losses) == [("1", "upsample_bicubic2d_backward", "backward")]
+
+
+def test_two_forwards_before_a_backward_keep_their_paths():
+    model = converted(nn.Sequential(Bicubic()))
+    with nhwc.trace(model) as trace:
+        outs = [model(image()) for _ in range(5)]
+        step(lambda _: sum(outs), None)
+    assert found(trace.losses) == [("1.0", "upsample_bicubic2d_backward", "backward")]
+    assert trace.losses[0].count == 5
+
+
+def test_functions_of_autograd_keep_the_path():
+    class Losing(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient.contiguous() * 2
+
+    model = converted(Function(Losing.apply), nn.ReLU())
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    assert found(trace.losses) == [("1", "clone", "backward")]
+
+
+def test_a_weight_is_no_activation():
+    class Standardised(nn.Conv2d):
+        def forward(self, x):
+            weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+            return F.conv2d(x, weight.contiguous(), self.bias)
+
+    model = converted(Standardised(8, 8, 3))
+    with nhwc.trace(model) as trace:
+        model(image())
+    assert not trace.losses
+    assert [row.path for row in trace.mixed] == ["1"]
+
+
+def test_mixed_convolutions_are_told_forward_and_backward():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 1))  # of one tap: both formats fit the weight
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    assert found(trace.mixed) == [("0", "convolution", "forward"), ("0", "convolution_backward", "backward")]
+    forward, backward = trace.mixed
+    assert [layout.format for layout in forward.inputs] == ["channels_last", "contiguous"]
+    assert [layout.format for layout in backward.inputs] == ["channels_last", "channels_last", "contiguous"]
+    assert forward.bytes == backward.bytes == 8 * 3 * 3 * 3 * 4
+    with nhwc.channels_last(model), nhwc.trace(model) as trace:
+        step(model, image())
+    assert not trace.mixed
+
+
+def test_a_format_that_is_gained_is_told_where_it_begins():
+    class LayerNorm(nn.Module):
+        def forward(self, x):
+            return F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]).permute(0, 3, 1, 2)
+
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), LayerNorm(), nn.Conv2d(8, 8, 3), LayerNorm())
+    with nhwc.trace(model) as trace:
+        model(torch.randn(2, 3, 8, 8))
+    assert found(trace.gained) == [("1", "permute", "forward")]
+    x = image()
+    with nhwc.channels_last(model), nhwc.trace(model) as trace:
+        model(x)
+    assert not trace.gained
+
+
+def test_views_ambiguous_tensors_and_slices_are_no_losses():
+    model = converted(
+        Function(lambda x: x.permute(0, 2, 3, 1).permute(0, 3, 1, 2)),
+        Function(lambda x: torch.cat(x.chunk(2, 1)[::-1], 1)),
+        Function(lambda x: x * x.mean((2, 3), keepdim=True) * x.sum(1, keepdim=True)),
+    )
+    with nhwc.trace(model) as trace:
+        step(model, image())
+    assert not trace.losses
+    assert not trace.mixed
+
+
+def clean(name):
+    """Models that, converted whole, have nothing to lose."""
+    if name == "plain":
+        layers = [
+            nn.Conv2d(3, 8, 3),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.MaxPool2d(2),
+            nn.GroupNorm(2, 8),
+            nn.Conv2d(8, 4, 1),
+        ]
+        return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 2)), (2, 3, 64, 64)
+    if name == "unet3d":
+        from monai.networks.nets.unet import UNet
+
+        return UNet(3, 2, 2, (8, 16, 32), (2, 2), num_res_units=2, norm="instance"), (2, 2, 16, 16, 16)
+    import transformers as hf
+
+    small = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64]}
+    models = {
+        "convnext": lambda: hf.ConvNextForImageClassification(hf.ConvNextConfig(**small)),
+        "resnet50": lambda: hf.ResNetForImageClassification(hf.ResNetConfig()),
+        "resnet": lambda: hf.ResNetForImageClassification(hf.ResNetConfig(embedding_size=16, **small)),
+        "mobilenet_v2": lambda: hf.MobileNetV2ForImageClassification(hf.MobileNetV2Config(depth_multiplier=0.35)),
+    }
+    return models[name](), (2, 3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    "name", some_of(["plain", "convnext", "resnet", "resnet50", "mobilenet_v2", "unet3d"], "plain")
+)
+def test_clean_models_have_no_loss(name):
+    model, shape = clean(name)
+    nhwc.convert_(model, preserve=True, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        out = model(torch.randn(shape))
+        getattr(out, "logits", out).square().mean().backward()
+    nhwc.assert_layout(trace)
+    with nhwc.trace(model.eval()) as trace, torch.inference_mode():
+        model(torch.randn(shape))
+    assert not trace.losses
+    assert not trace.mixed
+    assert all(row.outputs[0].format in (f"{FORMATS[len(shape)]}"[6:], "ambiguous") for row in convolved(trace))
+
+
+def convolved(trace):
+    return [row for row in trace.modules if row.layer.endswith(("Conv2d", "Conv3d"))]
