@@ -17,9 +17,16 @@ const Formula keep_format = {
       return {to_channels_last(gradients[0])};
     }};
 
-}  // namespace
+const Formula be_contiguous = {
+    "ContiguousBackward",
+    [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
+      if (!gradients[0].defined() || !context.needed[0]) return {at::Tensor()};
+      const at::Tensor dense = gradients[0].contiguous();  // with any strides where a size is 1
+      return {dense.flatten().view_symint(dense.sym_sizes())};
+    }};
 
-at::Tensor enter(const at::Tensor& input) {
+/// The same memory, and the gradient that it hands on passes through the formula.
+at::Tensor alias_of(const at::Tensor& input, const Formula& formula) {
   const bool is_below_autograd =
       c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
   // A tangent would be lost below autograd; views carry it.
@@ -31,8 +38,17 @@ at::Tensor enter(const at::Tensor& input) {
   }
   // What a composition saves is the input's memory: a change of it in place must be seen by the backward.
   torch::autograd::impl::set_version_counter(alias, torch::autograd::impl::version_counter(input));
-  record(keep_format, alias, {input}, {}, {});
+  record(formula, alias, {input}, {}, {});
   return alias;
+}
+
+}  // namespace
+
+at::Tensor enter(const at::Tensor& input) { return alias_of(input, keep_format); }
+
+at::Tensor enter_weight(const at::Tensor& weight) {
+  if (is_channels_last(weight)) return enter(weight);
+  return weight.is_contiguous() ? alias_of(weight, be_contiguous) : weight;
 }
 
 at::Tensor leave(const at::Tensor& output) { return enter(to_channels_last(output)); }

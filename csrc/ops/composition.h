@@ -8,6 +8,10 @@ namespace nhwc {
 /// An input of a composition: the same memory, and the gradient that it hands on lies channels-last.
 at::Tensor enter(const at::Tensor& input);
 
+/// A weight of a composition: the same memory, and the gradient that it hands on has its strides, where it is
+/// channels-last or contiguous.
+at::Tensor enter_weight(const at::Tensor& weight);
+
 /// The output of a composition, in canonical strides. It is no view for autograd, since changing a view in place costs
 /// copies in the backward; and the composition is given its gradient in channels-last.
 at::Tensor leave(const at::Tensor& output);

@@ -60,8 +60,7 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
     }
     return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
   }
-  // Views of a channels-last weight have gradients in other strides.
-  const at::Tensor kernel = is_channels_last(weight) ? enter(weight) : weight;
+  const at::Tensor kernel = enter_weight(weight);  // whose views may have gradients in other strides
   if (is_linear(input, weight, stride[0], padding[0], groups)) {
     return leave(channels_from_end(at::linear(channels_to_end(enter(input)), kernel.flatten(1), bias)));
   }

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import time
 
 import pytest
 import torch
@@ -259,6 +260,36 @@ def test_a_wrapper_whose_inner_memory_something_else_holds_is_refused_and_nothin
     assert [(each.stride(), each.data_ptr()) for each in held] == before
     assert model[0].weight.stride() == model[1].weight.stride() == (27, 9, 3, 1)
     nhwc.convert_conv2d_weight_memory_format(model, torch.contiguous_format)  # there is nothing to do
+
+
+def test_what_a_thread_lets_go_of_in_a_moment_is_waited_for(monkeypatch):
+    """As those of torch.distributed do with the tensors of a collective that has ended."""
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight, view = held_by_a_view((4, 3, 3, 3))
+    holders, waits = [view], []
+    del view
+
+    def wait(seconds):
+        waits.append(seconds)
+        if len(waits) == 3:
+            holders.clear()
+
+    monkeypatch.setattr(time, "sleep", wait)
+    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
+    assert layer.weight.stride() == (27, 1, 9, 3)
+    assert len(waits) == 3
+
+
+def test_all_waits_for_what_is_held_last_a_fifth_of_a_second(monkeypatch):
+    made = [held_by_a_view((4, 3, 3, 3)) for _ in range(2)]
+    model = nn.Sequential(*(nn.Conv2d(3, 4, 3) for _ in made))
+    for layer, (weight, _) in zip(model, made):
+        layer.weight = weight
+    waits = []
+    monkeypatch.setattr(time, "sleep", waits.append)
+    with pytest.raises(RuntimeError, match="something else holds the memory"):
+        nhwc.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    assert sum(waits) == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize("make", OWNED, ids=lambda make: make.__name__)

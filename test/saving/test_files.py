@@ -5,6 +5,7 @@ import os
 import pickle
 import resource
 import struct
+import sys
 import time
 import zipfile
 
@@ -120,20 +121,65 @@ def test_files_whose_bytes_were_changed_are_refused_or_converted(name, tmp_path)
         assert_one_error_or_right(path, tmp_path / "out.pt")
 
 
-def test_strides_that_reach_beyond_the_memory_are_refused(tmp_path):
-    weight = torch.randn(4, 3, 3, 3)
-    content = in_bytes(lambda file: torch.save({"weight": weight}, file))
-    source, hostile = zipfile.ZipFile(io.BytesIO(content)), io.BytesIO()
-    with zipfile.ZipFile(hostile, "w") as target:
+def hostile(content, ending, there, instead):
+    """An archive in which some bytes are others, in the records of such names, and the checksums are right."""
+    source, changed = zipfile.ZipFile(io.BytesIO(content)), io.BytesIO()
+    with zipfile.ZipFile(changed, "w") as target:
         for name in source.namelist():
             record = source.read(name)
-            if name.endswith("data.pkl"):
-                assert pickle.BININT1 + b"\x1b" in record  # the first stride, 27
-                record = record.replace(pickle.BININT1 + b"\x1b", pickle.BININT + struct.pack("<i", 2**30))
-            target.writestr(name, record)
-    (tmp_path / "in.pt").write_bytes(hostile.getvalue())
+            assert there in record or not name.endswith(ending)
+            target.writestr(name, record.replace(there, instead) if name.endswith(ending) else record)
+    return changed.getvalue()
+
+
+FAR = pickle.BININT + struct.pack("<i", 2**30)
+
+
+def test_strides_that_reach_beyond_the_memory_are_refused(tmp_path):
+    first_stride = pickle.BININT1 + b"\x1b"
+    (tmp_path / "in.pt").write_bytes(hostile(SAVED["state dict"](), "data.pkl", first_stride, FAR))
     with pytest.raises(ValueError, match=r"in\.pt cannot be read as a file of torch.save"):
         nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_an_archive_that_ends_whoever_loads_it_is_one_error(rehearsed_for_real, tmp_path):
+    """Where a line of a source lies among the texts of an archive is a number that PyTorch does not check."""
+    line, next_line = pickle.BININT1 + b"\5", pickle.BININT1 + b"\6"
+    (tmp_path / "in.pt").write_bytes(hostile(SAVED["archive"](), ".debug_pkl", line + next_line, FAR + next_line))
+    with pytest.raises(
+        ValueError, match=r"in\.pt cannot be read as a TorchScript archive: it ends the process.*SIGSEGV"
+    ):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert_one_error_or_right(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_an_archive_that_cannot_be_rehearsed_asks_for_the_flag(tmp_path, monkeypatch):
+    (tmp_path / "in.pt").write_bytes(SAVED["archive"]())
+    monkeypatch.setattr(sys, "executable", "")
+    with pytest.raises(ValueError, match=r"no Python is known to try it in.*allow_pickle=True"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", allow_pickle=True)
+
+
+@pytest.mark.parametrize("name", ["state dict", "archive"])
+def test_a_changed_number_in_a_weight_is_refused(name, tmp_path):
+    whole = SAVED[name]()
+    with zipfile.ZipFile(io.BytesIO(whole)) as records:
+        weight = next(records.read(each) for each in records.namelist() if each.endswith("data/0"))
+    (tmp_path / "in.pt").write_bytes(whole.replace(weight, weight[:-1] + bytes([weight[-1] ^ 1])))
+    with pytest.raises(ValueError, match=r"in\.pt cannot be read as an archive of torch: Bad CRC-32"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_a_file_without_checksums_converts(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state_dict(), tmp_path / "in.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["0.weight"].stride() == STRIDES
 
 
 def test_a_few_bytes_that_stand_for_many_are_refused(tmp_path):

@@ -1,6 +1,7 @@
 """Weights that the operators do not take and clones convert, as PyTorch does it: fake tensors, wrapper subclasses."""
 
 import copyreg
+import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -24,10 +25,12 @@ _OWNED_ELSEWHERE = (Outcome.FRESH_HELD, Outcome.FRESH_SHARED, Outcome.PART_OF_LA
 
 @torch.inference_mode(False)  # what is made in inference mode can never train
 @torch.no_grad()
-def clones_of(decision: Decision, request: Request) -> list[Edit] | Reason | None:
+def clones_of(decision: Decision, request: Request, patience: Iterator[Any]) -> list[Edit] | Reason | None:
     """The edits by which a site's weight and its gradient take over what their clones in the format are.
 
     The tensor's class makes the clone. What is inside and need not move stays where it is, and only its strides change.
+    For what is held, there may be a wait of some hundredths of a second, as many as `patience` has items: the threads
+    of torch.distributed let go of a tensor a moment after its collective has ended.
 
     Returns:
         The edits; the reason where something else owns what would change; or `None` where the clone is not right:
@@ -47,7 +50,7 @@ def clones_of(decision: Decision, request: Request) -> list[Edit] | Reason | Non
                 return None
             pairs = list(zip(_memory_of(tensor), _memory_of(clone)))
             moving = [part for part, copy in pairs if not lies_as(part, copy.stride())]
-            outcomes = outcomes_of(moving, request._replace(storage="auto"))  # before there is a detached copy
+            outcomes = _patient_outcomes(moving, request, patience)  # before there is a detached copy
             if tensor is decision.tensor and not set(_OWNED_ELSEWHERE).isdisjoint(outcomes):
                 return Reason.INNER_HELD
             if Outcome.PART_OF_LARGER_STORAGE in outcomes:
@@ -65,6 +68,14 @@ def clones_of(decision: Decision, request: Request) -> list[Edit] | Reason | Non
         )
         edits.append(Edit(weakref.ref(site.module), forth, back))
     return edits
+
+
+def _patient_outcomes(tensors: list[Tensor], request: Request, patience: Iterator[Any]) -> list[Outcome | None]:
+    outcomes = outcomes_of(tensors, request._replace(storage="auto"))
+    while Outcome.FRESH_HELD in outcomes and next(patience, None) is not None:
+        time.sleep(0.01)
+        outcomes = outcomes_of(tensors, request._replace(storage="auto"))
+    return outcomes
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:

@@ -108,7 +108,8 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     decisions = decide(found._replace(sites=sites), request)
     following = follow(found, decisions, [], Sources(), request)
     to_clone = {id(each.tensor): each for each in decisions if each.reason in _CLONED}  # a tied weight once
-    clones = {key: clones_of(each, request) for key, each in to_clone.items()}
+    patience = iter(range(20))  # for all of them
+    clones = {key: clones_of(each, request, patience) for key, each in to_clone.items()}
     edits = {key: each for key, each in clones.items() if isinstance(each, list)}
     owned = {key: each for key, each in clones.items() if isinstance(each, Reason)}
     left = [

@@ -1,5 +1,8 @@
 """TorchScript archives: scripted, traced or frozen modules."""
 
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -43,8 +46,9 @@ def convert_archive(
         expect_trusted(path, allow_pickle, "classes in it have a __setstate__, which runs as they are loaded")
     extra = {name.removeprefix(_EXTRA): "" for name in names if name.startswith(_EXTRA)}
     with reading(path, Kind.TORCHSCRIPT.value):
-        model = torch.jit.load(path, _extra_files=extra)  # type: ignore[no-untyped-call, unused-ignore]
-        _read_code(model)
+        if not allow_pickle:
+            _rehearse(path)
+        model = load_archive(path, extra)
     report = convert(model)
     if request.input_format:
         remark = bring_inputs(model, report.rows, request)
@@ -53,9 +57,39 @@ def convert_archive(
     return report
 
 
-def _read_code(model: torch.jit.ScriptModule) -> None:
-    """Has torch read what it puts off until it is asked for it: code, constants, and where code came from."""
-    modules: list[Any] = [module._c for module in model.modules()]
+def load_archive(path: Path, extra: dict[str, str] | None = None, map_location: str | None = None) -> Any:
+    """A model, all of it: torch puts off code, constants, and where code came from, until it is asked for them."""
+    model: Any = torch.jit.load(path, map_location, extra)  # type: ignore[no-untyped-call, unused-ignore]
+    modules = [module._c for module in model.modules()]
     for graph in (each._get_method(name).graph.copy() for each in modules for name in each._method_names()):
         torch._C._jit_pass_inline(graph)
         str(graph)
+    return model
+
+
+# With the path that modules are imported from, and that of an archive.
+_LOAD = """
+import sys
+sys.path[:] = {!r}
+from torch_nhwc.saving.archives import load_archive
+load_archive({!r}, map_location="cpu")
+"""
+
+
+def _rehearse(path: Path) -> None:
+    """Has an archive loaded elsewhere first: torch goes by numbers in it unchecked, and reads beyond its memory.
+
+    Raises:
+        RuntimeError: that ends a process. Any other error comes again as the archive is loaded here.
+    """
+    if not sys.executable:
+        raise RuntimeError("no Python is known to try it in: if you trust the file, allow_pickle=True loads it")
+    code = _load_elsewhere(path)
+    if code < 0:
+        raise RuntimeError(f"it ends the process that loads it, by {signal.Signals(-code).name}")
+
+
+def _load_elsewhere(path: Path) -> int:
+    """The return code of a process that loads an archive; of a signal, the negative."""
+    command = [sys.executable, "-c", _LOAD.format(sys.path, str(path))]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode

@@ -15,7 +15,7 @@ from torch_nhwc.planning.planner import plan
 from torch_nhwc.planning.request import Request
 from torch_nhwc.saving.archives import convert_archive
 from torch_nhwc.saving.exported import convert_programs
-from torch_nhwc.saving.files import Kind, kind_of, replacing
+from torch_nhwc.saving.files import Kind, expect_checksums, kind_of, replacing
 from torch_nhwc.saving.pickles import convert_pickle
 from torch_nhwc.stepping.guard import release
 
@@ -47,6 +47,9 @@ def convert_saved(
 
     The output is written beside its place, and takes it whole: killed at any moment, the file that is there is the old
     one or the new one. The input is not changed, unless it is to be replaced itself.
+
+    Without `allow_pickle`, a TorchScript archive is first loaded in a process of its own, for two seconds or three: one
+    that was made for it ends the process that loads it.
 
     Args:
         path_in: the file to read.
@@ -80,6 +83,8 @@ def convert_saved(
     if input_format is not None and kind is not Kind.TORCHSCRIPT:
         raise ValueError(f"input_format: {path_in} is {kind.value}, and {_NO_INPUTS}")
     convert = partial(_convert, source, memory_format=memory_format, strict=strict)
+    if kind is not Kind.LEGACY_TORCH_SAVE:
+        expect_checksums(source)
     with replacing(path_out) as output:
         if kind is Kind.TORCHSCRIPT:
             return convert_archive(source, output, request, allow_pickle, convert)
