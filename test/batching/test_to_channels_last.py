@@ -112,3 +112,14 @@ def test_a_function_that_collates_gives_channels_last(in_worker):
     assert batch["labels"] == ["a", "b"]
     volumes_alone = nhwc.collating(stacked, memory_format=torch.channels_last_3d)
     assert volumes_alone(samples)["images"].is_contiguous()
+
+
+@pytest.mark.parametrize("make", [lambda data: data, torch.utils.data.DataLoader], ids=["data set", "loader"])
+def test_what_has_ways_of_its_own_is_refused(make):
+    data = make(torch.utils.data.TensorDataset(torch.zeros(4, 3, 2, 2)))
+    with pytest.raises(TypeError, match=r"to_channels_last: .* give the loader collate_fn=nhwc\.collate"):
+        nhwc.to_channels_last(data)
+    with pytest.raises(TypeError, match=r"to_channels_last: .* got Conv2d: convert_ takes models"):
+        nhwc.to_channels_last(torch.nn.Conv2d(3, 4, 3))
+    with pytest.raises(TypeError, match="collating: expected a function that makes a batch of samples, got "):
+        nhwc.collating(data)

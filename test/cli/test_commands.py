@@ -386,6 +386,12 @@ class TestConvert:
         _, out, _ = here(command, *of_mine("flat"), "--input-shape", "2,3")
         assert out.splitlines()[0] == "No 2D or 3D convolution was found."
 
+    def test_finds_the_classes_of_a_file_that_is_trusted_here(self, here, tmp_path):
+        (tmp_path / "of_here.py").write_text("import torch\nclass Net(torch.nn.Conv2d):\n    pass\n")
+        save = "import torch, of_here; torch.save(of_here.Net(3, 4, 3), 'net.pt')"
+        subprocess.run([sys.executable, "-c", save], check=True, cwd=tmp_path)
+        assert here("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
+
     def test_writes_an_archive_of_a_torchscript_model(self, here):
         assert here("convert", *of_mine("scripted"), "--out", "converted.pt")[0] == 0
         assert torch.jit.load("converted.pt").state_dict()["0.weight"].stride() == (27, 1, 9, 3)

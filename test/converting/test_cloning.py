@@ -267,16 +267,18 @@ def test_what_a_thread_lets_go_of_in_a_moment_is_waited_for(monkeypatch):
     layer = nn.Conv2d(3, 4, 3)
     layer.weight, view = held_by_a_view((4, 3, 3, 3))
     holders, waits = [view], []
+    values = torch.arange(108.0).view(4, 3, 3, 3)
     del view
 
     def wait(seconds):
         waits.append(seconds)
         if len(waits) == 3:
-            holders.clear()
+            holders.pop().copy_(values.view(-1))  # its last write
 
     monkeypatch.setattr(time, "sleep", wait)
     nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
     assert layer.weight.stride() == (27, 1, 9, 3)
+    assert torch.equal(layer.weight.inner, values)
     assert len(waits) == 3
 
 

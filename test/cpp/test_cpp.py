@@ -39,11 +39,8 @@ def test_torch_free_headers_compile_alone_as_cpp17_without_torch(header, tmp_pat
     compile_alone(header, "c++17", tmp_path)
 
 
-# module.h takes half a minute; test_module.py compiles it as well. Of what lies in module/, the documents name two.
-ALONE = [header for header in HEADERS if not header.endswith(("graph_walk.h", "tied_by_view.h"))]
-
-
-@pytest.mark.parametrize("header", some_of(ALONE, *TORCH_FREE, "torch_nhwc/ops.h"))
+# module.h takes half a minute; test_module.py compiles it as well.
+@pytest.mark.parametrize("header", some_of(HEADERS, *TORCH_FREE, "torch_nhwc/ops.h"))
 def test_every_public_header_compiles_alone(header, tmp_path):
     # torch's own headers want C++20 from 2.12 on; ours are clean under C++17 wherever torch's are.
     standard = "c++17" if torch.__version__ < "2.12" else "c++20"

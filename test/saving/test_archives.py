@@ -76,6 +76,33 @@ class Attribute(nn.Module):
         return nn.functional.conv2d(x, self.kernel)
 
 
+class Held(nn.Module):
+    """Holds a tensor of any type beside its convolution."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.register_buffer("held", torch.zeros(8, dtype=torch.uint8).view(dtype))
+
+    def forward(self, x):
+        return self.conv(x)
+
+
+TYPES = [
+    *(torch.bool, torch.int8, torch.int16, torch.int32, torch.int64, torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float16, torch.bfloat16, torch.float64, torch.complex32, torch.complex64, torch.float8_e4m3fn),
+]
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_tensors_of_every_type_come_along(dtype, tmp_path):
+    torch.jit.script(Held(dtype)).save(tmp_path / "in.pt")
+    nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    after = torch.jit.load(tmp_path / "out.pt")
+    assert after.conv.weight.stride() == STRIDES
+    assert after.held.dtype == dtype
+
+
 def test_attributes_convert(tmp_path):
     model = torch.jit.script(Attribute())
     model.save(tmp_path / "in.pt")

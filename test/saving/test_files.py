@@ -135,6 +135,24 @@ def hostile(content, ending, there, instead):
 FAR = pickle.BININT + struct.pack("<i", 2**30)
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["state dict", "archive"])
+def test_records_whose_bytes_were_changed_under_right_checksums_are_refused_or_converted(name, tmp_path):
+    whole, path = SAVED[name](), tmp_path / "in.pt"
+    with zipfile.ZipFile(io.BytesIO(whole)) as records:
+        contents = {each: records.read(each) for each in records.namelist()}
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda high: int(torch.randint(high, (1,), generator=generator))  # noqa: E731
+    for _ in range(200):
+        changed = [*contents][draw(len(contents))]
+        content = bytearray(contents[changed])
+        content[draw(len(content))] = draw(256)
+        with zipfile.ZipFile(path, "w") as target:
+            for each, record in (contents | {changed: content}).items():
+                target.writestr(each, bytes(record))
+        assert_one_error_or_right(path, tmp_path / "out.pt")
+
+
 def test_strides_that_reach_beyond_the_memory_are_refused(tmp_path):
     first_stride = pickle.BININT1 + b"\x1b"
     (tmp_path / "in.pt").write_bytes(hostile(SAVED["state dict"](), "data.pkl", first_stride, FAR))
@@ -153,12 +171,43 @@ def test_an_archive_that_ends_whoever_loads_it_is_one_error(rehearsed_for_real, 
     assert_one_error_or_right(tmp_path / "in.pt", tmp_path / "out.pt")
 
 
-def test_an_archive_that_cannot_be_rehearsed_asks_for_the_flag(tmp_path, monkeypatch):
+def test_archives_are_rehearsed_whatever_modules_are_imported_from(rehearsed_for_real, tmp_path, monkeypatch):
+    (tmp_path / "a {name}, 'é'\n.pt").write_bytes(SAVED["archive"]())
+    monkeypatch.setattr(sys, "path", [*sys.path, tmp_path, b"bytes", None, "", "x" * 200_000])
+    nhwc.convert_saved(tmp_path / "a {name}, 'é'\n.pt", tmp_path / "out.pt")
+    assert torch.jit.load(tmp_path / "out.pt").weight.stride() == STRIDES
+
+
+@pytest.mark.parametrize(
+    ("executable", "is_frozen", "why"),
+    [
+        ("", False, "no Python is known to try it in"),
+        (sys.executable, True, "no Python is known to try it in"),
+        ("/bin/false", False, r"could not be tried in a process of its own \(exit status 1\)"),
+        ("/bin/cat", False, "could not be tried in a process of its own"),
+        ("/is/missing", False, "could not be tried in a process of its own .*No such file"),
+    ],
+)
+def test_an_archive_that_cannot_be_rehearsed_asks_for_the_flag(
+    executable, is_frozen, why, rehearsed_for_real, tmp_path, monkeypatch
+):
     (tmp_path / "in.pt").write_bytes(SAVED["archive"]())
-    monkeypatch.setattr(sys, "executable", "")
-    with pytest.raises(ValueError, match=r"no Python is known to try it in.*allow_pickle=True"):
+    monkeypatch.setattr(sys, "executable", executable)
+    monkeypatch.setattr(sys, "frozen", is_frozen, raising=False)
+    with pytest.raises(ValueError, match=rf"in\.pt cannot be read as a Torch.*{why}.*allow_pickle=True"):
         nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
     nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", allow_pickle=True)
+
+
+@pytest.mark.parametrize("is_trusted", [False, True])
+def test_a_storage_that_reaches_beyond_its_record_is_refused(is_trusted, tmp_path):
+    """PyTorch's loader of archives does not compare them; that of state dicts does."""
+    count, more = (pickle.BININT1 + bytes([108]), pickle.BININT1 + bytes([135]))
+    (tmp_path / "in.pt").write_bytes(hostile(SAVED["archive"](), "data.pkl", count, more))
+    with pytest.raises(
+        ValueError, match=r"in\.pt .*record 'data/0' has 432 bytes, and is taken for 135 of torch.float32"
+    ):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", allow_pickle=is_trusted)
 
 
 @pytest.mark.parametrize("name", ["state dict", "archive"])

@@ -218,3 +218,17 @@ def test_the_way_back_is_the_same_call(tmp_path):
     assert all(each.is_contiguous() for each in torch.load(tmp_path / "out.pt").values())
     nhwc.convert_saved(tmp_path / "out.pt", tmp_path / "out.pt", memory_format=torch.channels_last_3d)
     assert all(each.is_contiguous() for each in torch.load(tmp_path / "out.pt").values())
+
+
+@pytest.mark.parametrize(
+    "content", [{"kernel": torch.randn(4, 3, 3, 3)}, [1, 2], torch.ones(2)], ids=["other", "list", "one"]
+)
+def test_where_nothing_converts_it_is_said_what_would(content, tmp_path):
+    torch.save(content, tmp_path / "in.pt")
+    nothing = "there is no convolution, and in a state dict no floating tensor with four or five dimensions"
+    with pytest.warns(UserWarning, match=f"nothing to convert: {nothing}"):
+        report = nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert nothing in " ".join(str(report).split())
+    assert "example_inputs" not in str(report)
+    with pytest.raises(RuntimeError, match=f"nothing to convert: {nothing}"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", strict=True)

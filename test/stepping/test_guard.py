@@ -664,3 +664,10 @@ def test_steps_of_many_optimizers_cost_a_little_each():
     finally:
         guard.differing_layouts = original
     assert looked_at == [1] * 300
+
+
+@pytest.mark.parametrize("enabled", ["off", 0, None])
+def test_only_true_and_false_are_taken(enabled):
+    with pytest.raises(TypeError, match=r"set_step_guard: expected True or False, got"):
+        nhwc.set_step_guard(enabled)
+    assert guard.is_guarded()

@@ -112,3 +112,10 @@ def test_names_cannot_steer_the_terminal_and_need_no_encoding(tmp_path):
     assert nhwc.Trace.from_json(trace.to_json()) == trace
     trace.html(tmp_path / "page.html")
     assert r"\ud800" in (tmp_path / "page.html").read_text()
+
+
+def test_what_is_no_module_or_no_trace_is_refused():
+    with pytest.raises(TypeError, match=r"trace: expected a torch\.nn\.Module, got function"), nhwc.trace(lambda x: x):
+        pass
+    with pytest.raises(TypeError, match=r"assert_layout: expected a Trace, got Conv2d: run it under `with trace"):
+        nhwc.assert_layout(nn.Conv2d(3, 4, 3))

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import get_worker_info
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from torch_nhwc.entries import can_be_laid_out, in_format
 from torch_nhwc.formats import CHANNELS_LAST, Format
@@ -30,6 +30,7 @@ def to_channels_last(obj: Any, *, memory_format: torch.memory_format | str | Non
 
     Raises:
         ValueError: the format is not a channels-last one.
+        TypeError: it is a model or a loader, which have ways of their own.
 
     Example:
         >>> batch = torch_nhwc.to_channels_last({"image": torch.zeros(2, 3, 4, 4), "label": torch.zeros(2)})
@@ -37,6 +38,9 @@ def to_channels_last(obj: Any, *, memory_format: torch.memory_format | str | Non
         (48, 1, 12, 3)
     """
     wanted = channels_last_format(memory_format)
+    if isinstance(obj, (nn.Module, DataLoader, Dataset)):
+        instead = "convert_ takes models" if isinstance(obj, nn.Module) else "give the loader collate_fn=nhwc.collate"
+        raise TypeError(f"to_channels_last: expected tensors in containers, got {type(obj).__name__}: {instead}")
     return mapped(obj, "", lambda _, tensor: brought(tensor, wanted))
 
 

@@ -80,6 +80,7 @@ def collating(fn: _CollateFn, *, memory_format: torch.memory_format | str | None
 
     Raises:
         ValueError: the format is not a channels-last one.
+        TypeError: `fn` cannot be called.
 
     Example:
         >>> collated = torch_nhwc.collating(lambda samples: {"x": torch.stack(samples)})
@@ -87,6 +88,8 @@ def collating(fn: _CollateFn, *, memory_format: torch.memory_format | str | None
         (48, 1, 12, 3)
     """
     name = channels_last_format(memory_format).name  # a name can be deep-copied, unlike a torch.memory_format
+    if not callable(fn):
+        raise TypeError(f"collating: expected a function that makes a batch of samples, got {type(fn).__name__}")
     return partial(_to_channels_last_of, fn, name)
 
 

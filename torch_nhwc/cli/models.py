@@ -133,7 +133,7 @@ def load_pickle(path: str, is_allowed: bool) -> Example:
     """
     if not is_allowed:
         raise ValueError(f"--pickle: loading {path} runs whatever code is in it: trust it by --allow-pickle")
-    _look_here_for_modules()
+    look_here_for_modules()
     try:
         model = torch.load(path, map_location="cpu", weights_only=False)
     except (AttributeError, EOFError, ImportError, OSError, RuntimeError, pickle.UnpicklingError) as error:
@@ -152,7 +152,7 @@ def load_factory(factory: str) -> Example:
     module_name, _, function_name = factory.partition(":")
     if not all(part.isidentifier() for part in module_name.split(".")):
         raise ValueError(f"--factory: expected module:callable, with a module as import names it, got {factory!r}")
-    _look_here_for_modules()
+    look_here_for_modules()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, ValueError) as error:
@@ -182,6 +182,6 @@ def load_factory(factory: str) -> Example:
     return Example(factory, model, inputs)
 
 
-def _look_here_for_modules() -> None:
+def look_here_for_modules() -> None:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

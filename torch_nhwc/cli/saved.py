@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from torch_nhwc.cli.command import Command, answer, taking
+from torch_nhwc.cli.models import look_here_for_modules
 from torch_nhwc.cli.outputs import check_page, showing, text_of
 from torch_nhwc.saving.saved import convert_saved
 from torch_nhwc.text import paragraphs
@@ -54,6 +55,8 @@ def or_files(command: Command) -> Command:
 
 def _convert(path_in: Path, path_out: Path, table: bool, json_output: bool, html: Path | None, **options: Any) -> None:
     check_page(html)
+    if options["allow_pickle"]:
+        look_here_for_modules()  # whose classes the file may name
     with showing(f"Converting {path_in}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the report says as much
         report = convert_saved(path_in, path_out, **options)

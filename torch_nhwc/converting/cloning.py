@@ -37,22 +37,33 @@ def clones_of(decision: Decision, request: Request, patience: Iterator[Any]) -> 
         strides, values, inner tensors and their strides are all looked at, so that nothing is taken over which only
         says that it is in the format.
     """
-    site, wanted = decision.site, decision.site.format(request.format)
+    wanted = decision.site.format(request.format)
     if decision.reason is Reason.WRAPPED:
         return [] if _is_laid_out(decision.tensor, wanted) else Reason.WRAPPED
+    edits = _cloned(decision, request, wanted)
+    while edits is Reason.INNER_HELD and next(patience, None) is not None:
+        time.sleep(0.01)
+        edits = _cloned(decision, request, wanted)  # of what was perhaps written meanwhile
+    return edits
+
+
+def _cloned(decision: Decision, request: Request, wanted: Format) -> list[Edit] | Reason | None:
+    site = decision.site
     edits: list[Edit] = []
     for tensor in (decision.tensor, decision.tensor.grad):
         try:
             if tensor is None or _is_laid_out(tensor, wanted):
                 continue
             clone = tensor.detach().clone(memory_format=getattr(torch, wanted.name_at(site.rank)))
-            if not (tensor.is_leaf and _is_laid_out(clone, wanted) and _is_equal(tensor, clone)):
+            if not (tensor.is_leaf and _is_laid_out(clone, wanted)):
                 return None
             pairs = list(zip(_memory_of(tensor), _memory_of(clone)))
             moving = [part for part, copy in pairs if not lies_as(part, copy.stride())]
-            outcomes = _patient_outcomes(moving, request, patience)  # before there is a detached copy
+            outcomes = outcomes_of(moving, request._replace(storage="auto"))  # before there is a detached copy
             if tensor is decision.tensor and not set(_OWNED_ELSEWHERE).isdisjoint(outcomes):
                 return Reason.INNER_HELD
+            if not _is_equal(tensor, clone):  # whoever held it has let go of it, and writes no more
+                return None
             if Outcome.PART_OF_LARGER_STORAGE in outcomes:
                 return Reason.GRADIENT_IN_THE_WAY if edits else []
             for part, copy in pairs:
@@ -68,14 +79,6 @@ def clones_of(decision: Decision, request: Request, patience: Iterator[Any]) -> 
         )
         edits.append(Edit(weakref.ref(site.module), forth, back))
     return edits
-
-
-def _patient_outcomes(tensors: list[Tensor], request: Request, patience: Iterator[Any]) -> list[Outcome | None]:
-    outcomes = outcomes_of(tensors, request._replace(storage="auto"))
-    while Outcome.FRESH_HELD in outcomes and next(patience, None) is not None:
-        time.sleep(0.01)
-        outcomes = outcomes_of(tensors, request._replace(storage="auto"))
-    return outcomes
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:

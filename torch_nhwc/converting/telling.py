@@ -3,13 +3,14 @@
 from collections.abc import Sequence
 
 from torch_nhwc.converting.preparing import Changes
+from torch_nhwc.finding.held import Contents, StateDict
 from torch_nhwc.finding.site import Found
 from torch_nhwc.formats import Format
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.companions import Weight
 from torch_nhwc.planning.deciding import Decision, outcomes_of
 from torch_nhwc.planning.following import Following
-from torch_nhwc.planning.rendering import SEEN_BY_EXAMPLE
+from torch_nhwc.planning.rendering import NOTHING_IN_A_FILE, SEEN_BY_EXAMPLE
 from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
@@ -36,6 +37,9 @@ def tell_nothing_found(found: Found, following: Following, request: Request, cha
     ranks = {decision.site.rank for decision in following.decisions}
     is_back = bool(changes.edits) and not request.format.is_channels_last
     if any(map(request.format.serves, ranks)) or any(layer.row.is_wanted for layer in following.layers) or is_back:
+        return
+    if isinstance(found.model, (Contents, StateDict)):
+        _tell(f"nothing to convert: {NOTHING_IN_A_FILE}", strict)
         return
     why = f"no 2D or 3D convolution was found{'' if found.observed else f'. {SEEN_BY_EXAMPLE}'}"
     if ranks:

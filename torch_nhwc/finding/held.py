@@ -39,3 +39,11 @@ class StateDict(Held):
             for path, _, last in [".".join(filter(None, (prefix, name))).rpartition(".")]
             if last == "weight"
         ]
+
+
+class Contents(nn.Module):
+    """The models and the state dicts of a file, under their paths in it."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(parts)

@@ -164,6 +164,7 @@ def expect_plan(plan: object) -> Plan:
         TypeError: it is anything else, such as a report.
     """
     if not isinstance(plan, Plan):
-        hint = ": pass report.plan" if isinstance(getattr(plan, "plan", None), Plan) else ""
+        holder = type(plan).__name__.lower() if isinstance(getattr(plan, "plan", None), Plan) else ""
+        hint = f": pass {holder}.plan" if holder else ""
         raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
     return plan

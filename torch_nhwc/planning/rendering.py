@@ -12,6 +12,9 @@ SEEN_BY_EXAMPLE = (
     "Layers that call torch.nn.functional.conv2d and its kin themselves, as those from torch.export do, show "
     "only where the model runs: give example_inputs"
 )
+NOTHING_IN_A_FILE = (
+    "there is no convolution, and in a state dict no floating tensor with four or five dimensions that is called weight"
+)
 # What the summary has words for. Any other reason needs a look: its sites are named, below its sentence.
 _IN_WORDS: dict[Reason | None, str] = {
     Reason.IN_FORMAT: "in format",

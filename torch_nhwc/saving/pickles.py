@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.converting.report import Report
-from torch_nhwc.finding.held import StateDict
+from torch_nhwc.finding.held import Contents, StateDict
 from torch_nhwc.memory import place_of
 from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.planning.planner import plan
@@ -78,9 +78,7 @@ def _root_of(content: Any) -> nn.Module:
     parts = dict(_parts(content))
     if [*parts] == [""]:
         return parts[""]
-    root = nn.Module()
-    root._modules.update(parts)
-    return root
+    return Contents(parts)
 
 
 def _parts(content: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:

@@ -2,6 +2,7 @@
 
 import math
 import os
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +13,7 @@ from torch import nn
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.planning.planner import plan
+from torch_nhwc.planning.rendering import NOTHING_IN_A_FILE
 from torch_nhwc.planning.request import Request
 from torch_nhwc.saving.archives import convert_archive
 from torch_nhwc.saving.exported import convert_programs
@@ -48,8 +50,8 @@ def convert_saved(
     The output is written beside its place, and takes it whole: killed at any moment, the file that is there is the old
     one or the new one. The input is not changed, unless it is to be replaced itself.
 
-    Without `allow_pickle`, a TorchScript archive is first loaded in a process of its own, for two seconds or three: one
-    that was made for it ends the process that loads it.
+    Without `allow_pickle`, a TorchScript archive is first loaded in a process of its own, for two seconds or three, since
+    one that was made for it can end the process that loads it. There, only PyTorch's operators and ours are known.
 
     Args:
         path_in: the file to read.
@@ -94,14 +96,17 @@ def convert_saved(
 
 
 def _convert(path: Path, model: nn.Module, **options: Any) -> Report:
-    for row in plan(model, options["memory_format"]).rows:  # a few bytes may stand for any number of them
-        reach = 1 + sum((size - 1) * stride for size, stride in zip(row.shape or (), row.strides or ()))
-        if row.bytes_to_move and math.prod(row.shape or ()) > reach:
-            raise ValueError(f"{path}: the elements of {row.full_name!r} ({row.shape}) overlap in memory")
     try:
+        for row in plan(model, options["memory_format"]).rows:  # a few bytes may stand for any number of them
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(row.shape or (), row.strides or ()))
+            if row.bytes_to_move and math.prod(row.shape or ()) > reach:
+                raise ValueError(f"the elements of {row.full_name!r} ({row.shape}) overlap in memory")
         report = convert_(model, storage="detach", **options)  # nothing else holds what was loaded
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for module in model.modules():
         release(module)  # which is not trained here
+    if not report.rows:  # nor can it be run on example inputs
+        sentence = f"Nothing converts: {NOTHING_IN_A_FILE}"
+        report = replace(report, plan=replace(report.plan, observed=True), remarks=(*report.remarks, sentence))
     return report

@@ -48,12 +48,17 @@ def set_step_guard(enabled: bool) -> None:
     Args:
         enabled: whether it is to look.
 
+    Raises:
+        TypeError: it is neither True nor False.
+
     Example:
         >>> torch_nhwc.set_step_guard(False)
         >>> torch_nhwc.set_step_guard(True)
     """
     global _is_enabled
-    _is_enabled = bool(enabled)
+    if not isinstance(enabled, bool):
+        raise TypeError(f"set_step_guard: expected True or False, got {enabled!r}")
+    _is_enabled = enabled
     _install_or_remove()
 
 

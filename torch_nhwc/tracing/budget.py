@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+from torch import nn
+
 from torch_nhwc.text import amount, printable
 from torch_nhwc.tracing.record import Trace
 from torch_nhwc.tracing.rows import Loss, MixedConvolution, described
@@ -20,6 +22,7 @@ def assert_layout(trace: Trace, max_losses: int = 0, max_mixed: int = 0, max_byt
 
     Raises:
         AssertionError: there are more; it names them, at most ten of each, the largest first.
+        TypeError: it is no trace.
 
     Example:
         >>> model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
@@ -27,6 +30,9 @@ def assert_layout(trace: Trace, max_losses: int = 0, max_mixed: int = 0, max_byt
         ...     _ = model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
         >>> torch_nhwc.assert_layout(trace)
     """
+    if not isinstance(trace, Trace):
+        hint = ": run it under `with trace(model) as ...`" if isinstance(trace, nn.Module) else ""
+        raise TypeError(f"assert_layout: expected a Trace, got {type(trace).__name__}{hint}")
     losses, mixed = trace.losses, trace.mixed
     total = sum(row.bytes for rows in (losses, mixed) for row in rows)
     is_too_much = max_bytes is not None and total > max_bytes

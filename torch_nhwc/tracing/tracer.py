@@ -7,6 +7,7 @@ from itertools import chain
 import torch
 from torch import nn
 
+from torch_nhwc.finding.find import instead_of
 from torch_nhwc.modules.walk import walk
 from torch_nhwc.tracing.advice import Adviser
 from torch_nhwc.tracing.record import Trace
@@ -30,6 +31,9 @@ def trace(model: nn.Module, *, reorders: bool = False) -> Iterator[Trace]:
         model: a module; its inner modules are told by their paths in it.
         reorders: also ask oneDNN, or the profiler of a GPU, what is reordered inside of operators.
 
+    Raises:
+        TypeError: it is no module.
+
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv3d(3, 8, 3), torch.nn.AvgPool3d(2))
         >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
@@ -37,6 +41,8 @@ def trace(model: nn.Module, *, reorders: bool = False) -> Iterator[Trace]:
         >>> [(loss.path, loss.operator, loss.phase) for loss in trace.losses]
         [('1', 'aten::avg_pool3d', 'forward')]
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace: expected a torch.nn.Module, got {type(model).__name__}{instead_of(model)}")
     tallies = Tallies()
     recorder = Recorder(model, _paths(model, tallies), tallies, Adviser(model))
     is_on_gpu = any(tensor.is_cuda for tensor in chain(model.parameters(), model.buffers()))
