@@ -50,8 +50,8 @@ def convert_saved(
     The output is written beside its place, and takes it whole: killed at any moment, the file that is there is the old
     one or the new one. The input is not changed, unless it is to be replaced itself.
 
-    Without `allow_pickle`, a TorchScript archive is first loaded in a process of its own, for two seconds or three, since
-    one that was made for it can end the process that loads it. There, only PyTorch's operators and ours are known.
+    Without `allow_pickle`, a TorchScript archive is first loaded in a process of its own, for two seconds or three: one
+    that was made for it can end the process that loads it. There, only PyTorch's operators and ours are known.
 
     Args:
         path_in: the file to read.
