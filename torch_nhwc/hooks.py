@@ -16,7 +16,7 @@ from torch_nhwc.entries import InputFormat, expect_hookable
 from torch_nhwc.formats import Format
 from torch_nhwc.memory import contiguous_copies
 from torch_nhwc.ops import convert_weight, convert_weight_
-from torch_nhwc.warning import warn
+from torch_nhwc.rendering import warn
 
 ChannelsLastInput = InputFormat  # its name in models that were saved whole when it was here
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations
 
 import torch_nhwc as nhwc
 from torch_nhwc import Action, Outcome, Reason
-from torch_nhwc.text import table
+from torch_nhwc.rendering import table
 
 
 class TestReport:

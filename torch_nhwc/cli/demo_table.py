@@ -3,7 +3,7 @@
 from rich.table import Table
 
 from torch_nhwc.cli.demo import Result
-from torch_nhwc.text import amount, several
+from torch_nhwc.rendering import amount, several
 
 _NO_DIFFERENCE = "no measurable difference"
 

@@ -15,7 +15,7 @@ from torch_nhwc.cli.options import EachForward, Html, Json, MemoryFormat, Preser
 from torch_nhwc.cli.outputs import check_file, check_page, showing, text_of
 from torch_nhwc.cli.saved import or_files
 from torch_nhwc.converting.conversion import convert_
-from torch_nhwc.text import paragraphs
+from torch_nhwc.rendering import paragraphs
 
 
 @errors_in_a_line

@@ -11,8 +11,8 @@ import typer
 from torch_nhwc.cli.command import Command, answer, taking
 from torch_nhwc.cli.models import look_here_for_modules
 from torch_nhwc.cli.outputs import check_page, showing, text_of
+from torch_nhwc.rendering import paragraphs
 from torch_nhwc.saving.saved import convert_saved
-from torch_nhwc.text import paragraphs
 
 _FILES = {
     "path_in": (Annotated[Path | None, typer.Argument(help="The file of a saved model.", metavar="IN")], None),

@@ -11,7 +11,7 @@ from torch_nhwc.cli.inputs import parse_dtype
 from torch_nhwc.cli.models import Example
 from torch_nhwc.cli.options import Autocast, Html, InMode, Json, Mode
 from torch_nhwc.cli.outputs import check_file, check_page
-from torch_nhwc.text import paragraphs
+from torch_nhwc.rendering import paragraphs
 from torch_nhwc.tuning import tuner
 from torch_nhwc.tuning.policies import CONTIGUOUS
 from torch_nhwc.tuning.tunings import Tuning

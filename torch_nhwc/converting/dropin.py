@@ -20,7 +20,7 @@ from torch_nhwc.planning.following import follow
 from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
-from torch_nhwc.warning import warn
+from torch_nhwc.rendering import warn
 
 _M = TypeVar("_M", bound=nn.Module)
 

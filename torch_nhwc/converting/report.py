@@ -22,7 +22,7 @@ from torch_nhwc.planning.plans import Plan, row_as_data
 from torch_nhwc.planning.rendering import full_table, render, summary
 from torch_nhwc.planning.rows import PlanRow
 from torch_nhwc.reasons import Reason
-from torch_nhwc.text import amount
+from torch_nhwc.rendering import amount
 from torch_nhwc.verifying.verification import Verification
 
 

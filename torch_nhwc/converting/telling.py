@@ -14,9 +14,8 @@ from torch_nhwc.planning.rendering import NOTHING_IN_A_FILE, SEEN_BY_EXAMPLE
 from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.reasons import Reason
+from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.stepping.guard import is_guarded
-from torch_nhwc.text import first_of
-from torch_nhwc.warning import warn
 
 
 def tell_refused(decisions: Sequence[Decision], strict: bool) -> None:

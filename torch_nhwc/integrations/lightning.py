@@ -19,10 +19,10 @@ from torch_nhwc.planning.companions import held_by
 from torch_nhwc.planning.plans import Plan
 from torch_nhwc.planning.request import FilterFunction
 from torch_nhwc.planning.rows import Action
+from torch_nhwc.rendering import warn
 from torch_nhwc.saving.state_dicts import contiguous_checkpoints_
 from torch_nhwc.upkeep.checking import check
 from torch_nhwc.upkeep.restoring import align_
-from torch_nhwc.warning import warn
 
 
 class ChannelsLast(Callback):  # type: ignore[misc]

@@ -19,8 +19,8 @@ from torch_nhwc.planning.request import Request
 from torch_nhwc.planning.rows import Action
 from torch_nhwc.preserving.exchange import is_exchanged
 from torch_nhwc.reasons import Reason
+from torch_nhwc.rendering import amount
 from torch_nhwc.running.trial import raises_on_channels_last
-from torch_nhwc.text import amount
 
 _NORMS: dict[Reason, tuple[type, ...]] = {
     Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from torch_nhwc.outcomes import Outcome
 from torch_nhwc.planning.rows import Action, LayerRow, PlanRow
 from torch_nhwc.reasons import Kind, Reason
-from torch_nhwc.text import amount, first_of, paragraphs, table
+from torch_nhwc.rendering import amount, first_of, paragraphs, table
 
 SEEN_BY_EXAMPLE = (
     "Layers that call torch.nn.functional.conv2d and its kin themselves, as those from torch.export do, show "

@@ -16,8 +16,8 @@ from torch_nhwc.memory import place_of
 from torch_nhwc.ops import lay_out_weights_
 from torch_nhwc.planning.planner import plan
 from torch_nhwc.reasons import Reason
+from torch_nhwc.rendering import first_of
 from torch_nhwc.saving.files import Kind, expect_trusted, reading
-from torch_nhwc.text import first_of
 
 Convert = Callable[..., Report]
 

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from torch_nhwc.formats import Strides
 from torch_nhwc.ops import lay_out_weights_
-from torch_nhwc.warning import warn
+from torch_nhwc.rendering import warn
 
 _logger = logging.getLogger("torch_nhwc")
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from torch_nhwc.text import amount, printable
+from torch_nhwc.rendering import amount, printable
 from torch_nhwc.tracing.record import Trace
 from torch_nhwc.tracing.rows import Loss, MixedConvolution, described
 

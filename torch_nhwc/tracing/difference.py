@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from torch_nhwc.text import paragraphs
+from torch_nhwc.rendering import paragraphs
 from torch_nhwc.tracing.rows import Loss, MixedConvolution, described
 
 _Row = Loss | MixedConvolution

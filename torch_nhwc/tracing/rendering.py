@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from torch_nhwc.text import amount, paragraphs, table
+from torch_nhwc.rendering import amount, paragraphs, table
 from torch_nhwc.tracing.rows import Gain, Loss, MixedConvolution, Reorder, Seen
 
 _MOST = 20  # rows of each table

@@ -2,7 +2,7 @@
 
 from typing import Literal, NamedTuple
 
-from torch_nhwc.text import amount
+from torch_nhwc.rendering import amount
 from torch_nhwc.tracing.layouts import Layout
 
 Phase = Literal["forward", "backward"]

@@ -4,7 +4,7 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
-from torch_nhwc.text import first_line
+from torch_nhwc.rendering import first_line
 from torch_nhwc.tuning.intervals import EVEN, Interval, interval
 
 # How many stay in the race beside the baseline, and those that are never dropped.

@@ -8,11 +8,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor, nn
 
+from torch_nhwc.rendering import first_line
 from torch_nhwc.running.copying import copy_of_inputs
 from torch_nhwc.running.inputs import arguments_of
 from torch_nhwc.running.modes import modes_of
 from torch_nhwc.running.outputs import tensors_of
-from torch_nhwc.text import first_line
 from torch_nhwc.tuning.conditions import machine
 from torch_nhwc.tuning.policies import fixed_policies
 from torch_nhwc.tuning.progress import Progress

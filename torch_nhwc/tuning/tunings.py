@@ -11,7 +11,7 @@ import torch
 
 from torch_nhwc.page.rendering import write
 from torch_nhwc.planning.plans import Plan
-from torch_nhwc.text import paragraphs, table
+from torch_nhwc.rendering import paragraphs, table
 from torch_nhwc.tuning.conditions import differences, machine
 from torch_nhwc.tuning.page import page_of
 from torch_nhwc.tuning.rows import TuningRow

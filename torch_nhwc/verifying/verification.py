@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from torch_nhwc.page.content import Page, Table
 from torch_nhwc.page.rendering import write
-from torch_nhwc.text import first_of, paragraphs, table
+from torch_nhwc.rendering import first_of, paragraphs, table
 
 
 class Verdict(str, enum.Enum):

@@ -1,7 +1,9 @@
-"""Text that fits the terminal: numbers of bytes, paragraphs and tables."""
+"""Plain text for people: numbers of bytes, paragraphs and tables that fit the terminal, and warnings."""
 
+import inspect
 import shutil
 import textwrap
+import warnings
 from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
@@ -133,3 +135,15 @@ def _without_middle(text: str, width: int) -> str:
         return text
     end = (width - 3) * 2 // 3
     return f"{text[: width - 3 - end]}...{text[len(text) - end :]}"
+
+
+# Frames of these packages are skipped to find the line that called this package.
+_PASSED_OVER = ("torch_nhwc", "torch", "contextlib")
+
+
+def warn(message: str) -> None:
+    """Warn the code that called this package, possibly through PyTorch's."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, UserWarning, stacklevel=level)
