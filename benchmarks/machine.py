@@ -120,7 +120,28 @@ def earlier_results(out: Path) -> list[dict]:
 
 
 def write(out: Path, script: str, results: list, **how: object) -> None:
-    """Writes the results of a script of this folder as JSON, with how they were taken and where."""
+    """Write the results of a script of this folder as JSON, with how they were taken and where."""
     measured = {"command": f"python benchmarks/{script}", **how, "machine": describe(), "results": results}
-    out.write_text(json.dumps(measured, indent=1) + "\n")
+    out.write_text(compact(measured))
     print(f"{len(results)} results: {out}")
+
+
+def compact(measured: dict[str, object]) -> str:
+    """Return results as JSON text with one case on a line, and numbers of five digits."""
+    parts = []
+    for name, value in measured.items():
+        text = json.dumps(rounded(value))
+        if isinstance(value, list) and value:
+            lines = ",\n".join(f"  {json.dumps(rounded(case))}" for case in value)
+            text = f"[\n{lines}\n ]"
+        parts.append(f" {json.dumps(name)}: {text}")
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def rounded(value: object) -> object:
+    """Return a value as JSON has it, with five significant digits in each number that is not whole."""
+    if isinstance(value, float):
+        return float(f"{value:.5g}")
+    if isinstance(value, dict):
+        return {name: rounded(each) for name, each in value.items()}
+    return [rounded(each) for each in value] if isinstance(value, (list, tuple)) else value
