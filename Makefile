@@ -20,7 +20,7 @@ sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*
 .PHONY: demo test test-all test-exhaustive lint docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
-	$(bin)/python -m torch_nhwc demo
+	$(bin)/python examples/demo.py
 
 # Every behaviour, in 8 minutes on two cores. Two at a time: most tests keep one core busy, and many compile.
 test: $(VENV)/has-test $(VENV)/built
@@ -33,11 +33,14 @@ test-all: test test-exhaustive
 test-exhaustive: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m exhaustive
 
+# The library is built here with warnings as errors.
+lint: export TORCH_NHWC_WERROR := 1
 lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
+	$(bin)/python setup.py --quiet build_ext --build-lib build/lint
 
 # What the documents take from the code and from the benchmarks' results.
 docs: $(VENV)/has-test $(VENV)/built

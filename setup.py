@@ -1,12 +1,14 @@
-"""Builds the operator library against the torch of the running interpreter. pyproject.toml has the metadata.
+"""Build the operator library against the torch of the running interpreter. pyproject.toml has the metadata.
 
 Environment:
-    TORCH_NHWC_CUDA: 1 builds the CUDA sources and fails where that cannot be done, 0 leaves them out. Unset, they are
+    TORCH_NHWC_CUDA: 1 builds the CUDA sources and fails where that is impossible, 0 leaves them out. Unset, they are
         built when torch was built for CUDA and a toolkit is found.
-    CUDA_HOME: the CUDA toolkit, where it is not found by itself.
-    TORCH_CUDA_ARCH_LIST: as everywhere with torch. Unset and without a visible GPU, what the toolkit has of
-        tools/cuda_toolkit.py's ARCHITECTURES.
-    MAX_JOBS: compilers at a time.
+    TORCH_NHWC_WERROR: 1 makes a compiler's warnings errors, as `make lint` and CI do. Unset or 0, an installation does
+        not fail because a newer compiler has a new warning.
+    CUDA_HOME: The CUDA toolkit, if it is not found automatically.
+    TORCH_CUDA_ARCH_LIST: As everywhere with torch. Unset and without a visible GPU, the architectures of
+        tools/cuda_toolkit.py that the toolkit supports.
+    MAX_JOBS: The number of compilers that run at a time.
 """
 
 import json
@@ -36,10 +38,16 @@ sys.path.insert(0, str(ROOT / "tools"))
 from cuda_toolkit import find_cuda_toolkit, known_architectures  # noqa: E402
 
 
-def wants_cuda(home: Path | None) -> bool:
-    choice = os.environ.get("TORCH_NHWC_CUDA", "").strip()
+def switch(name: str, on: str, off: str) -> str:
+    """Return the value of an environment variable that is "1", "0" or unset (empty)."""
+    choice = os.environ.get(name, "").strip()
     if choice not in ("", "0", "1"):
-        sys.exit(f"TORCH_NHWC_CUDA is 1 (with CUDA) or 0 (without), got {choice!r}")
+        sys.exit(f"{name} is 1 ({on}) or 0 ({off}), got {choice!r}")
+    return choice
+
+
+def wants_cuda(home: Path | None) -> bool:
+    choice = switch("TORCH_NHWC_CUDA", "with CUDA", "without")
     possible = torch.version.cuda is not None and home is not None
     if choice == "1" and not possible:
         missing = "this torch was built without CUDA" if torch.version.cuda is None else "no CUDA toolkit was found"
@@ -48,7 +56,7 @@ def wants_cuda(home: Path | None) -> bool:
 
 
 def cuda_architectures(toolkit: Path) -> str:
-    """The value for TORCH_CUDA_ARCH_LIST. torch fails without one where no GPU is visible."""
+    """Return the value for TORCH_CUDA_ARCH_LIST, without which torch fails where no GPU is visible."""
     chosen = os.environ.get("TORCH_CUDA_ARCH_LIST")
     if not chosen and torch.cuda.is_available():
         chosen = ";".join(
@@ -58,7 +66,7 @@ def cuda_architectures(toolkit: Path) -> str:
 
 
 def first_line(*command: str) -> str:
-    """What a tool calls itself, or why it cannot be asked."""
+    """Return a tool's own description of its version, or why it cannot be run."""
     try:
         lines = subprocess.run(command, capture_output=True, text=True).stdout.strip().splitlines()
     except OSError as error:
@@ -68,18 +76,19 @@ def first_line(*command: str) -> str:
 
 HOME = find_cuda_toolkit()
 WITH_CUDA = wants_cuda(HOME)
+WARNINGS_ARE_ERRORS = switch("TORCH_NHWC_WERROR", "warnings are errors", "they are not") == "1"
 if WITH_CUDA:
     os.environ["CUDA_HOME"] = cpp_extension.CUDA_HOME = str(HOME)
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures(HOME)
 
 
 class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
-    """torch's, with objects kept apart by torch version, and a record of the build beside the library."""
+    """torch's, with a folder of objects for each kind of build, and a record of the build next to the library."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
-        # One folder for wheels, editable and in-place builds: each finds the others' objects.
-        flavour = "cuda" if WITH_CUDA else "cpu"
+        # Wheels, editable and in-place builds share objects. Builds with other flags do not: each would undo the other.
+        flavour = ("cuda" if WITH_CUDA else "cpu") + ("-werror" if WARNINGS_ARE_ERRORS else "")
         self.build_temp = str(ROOT / "build" / f"objects-torch-{torch.__version__}-{flavour}")
 
     def run(self) -> None:
@@ -100,10 +109,10 @@ class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
 
 
 def extension():
-    # As system directories, so that warnings are errors in our sources alone.
+    # As system directories, so that the compiler warns of our sources alone.
     headers = cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")
     system = [flag for folder in headers for flag in ("-isystem", folder)]
-    warnings = ["-Wall", "-Wextra", "-Werror"]
+    warnings = ["-Wall", "-Wextra", *(["-Werror"] if WARNINGS_ARE_ERRORS else [])]
     other = ROOT / "csrc" / ("no_cuda" if WITH_CUDA else "cuda")
     sources = [
         str(path.relative_to(ROOT))
@@ -114,8 +123,9 @@ def extension():
     kind = cpp_extension.CppExtension
     if WITH_CUDA:
         kind = cpp_extension.CUDAExtension
-        host = ",".join(["-Wall", "-Wextra", "-Werror", "-fvisibility=hidden"])
-        flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", host, "--Werror", "all-warnings", *system]
+        flags["nvcc"] = ["-std=c++20", "-O3", "-Xcompiler", ",".join([*warnings, "-fvisibility=hidden"]), *system]
+        if WARNINGS_ARE_ERRORS:
+            flags["nvcc"] += ["--Werror", "all-warnings"]
     return kind(
         "torch_nhwc.libtorch_nhwc",
         sources,

@@ -1,4 +1,4 @@
-"""Batches per second of `nhwc.collate`, beside `default_collate` followed by `.to(memory_format=...)`.
+"""Batches per second of `nhwc.data.collate`, beside `default_collate` followed by `.to(memory_format=...)`.
 
     python benchmarks/bench_collate.py [--case NAME ...] [--samples N] [--workers N] [--out FILE]
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 import torch_nhwc as nhwc
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.running.timing import seconds_in_turns
 
 BATCHES = 32
@@ -71,7 +71,7 @@ def stock(samples: Samples) -> Any:
     return {**batch, "image": brought} if isinstance(batch, dict) else brought
 
 
-COLLATE = {"ours": nhwc.collate, "stock": stock}
+COLLATE = {"ours": nhwc.data.collate, "stock": stock}
 
 
 def a_pass(loader: DataLoader) -> None:

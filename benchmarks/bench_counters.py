@@ -18,7 +18,7 @@ import torch
 from count_accesses import count, gpu_model
 
 import torch_nhwc as nhwc
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
 
 CASES = [
     ((256, 128, 3, 3), torch.float32),
@@ -40,7 +40,7 @@ def convert_all() -> None:
     for shape, dtype in CASES:
         weight = torch.zeros(shape, dtype=dtype, device="cuda")
         out = torch.empty_like(weight, memory_format=CHANNELS_LAST[len(shape)])
-        nhwc.copy_weight_(out, weight)
+        nhwc.ops.copy_weight_(out, weight)
     torch.cuda.synchronize()
 
 

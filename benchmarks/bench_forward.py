@@ -2,13 +2,39 @@
 
     python benchmarks/bench_forward.py [--repeats N] [--threads N] [--out FILE]
 
-Every time is a median of interleaved runs in one process (torch_nhwc/cli/demo.py has the method).
+Every time is a median of runs that take turns in one process.
 """
+
+import statistics
+import warnings
+from functools import partial
 
 import machine
 import torch
 
-from torch_nhwc.cli import demo, models
+import torch_nhwc as nhwc
+from torch_nhwc.cli.models import MODELS, Example
+from torch_nhwc.running import call, compare, copy_model, in_turns, seconds
+
+
+@torch.no_grad()
+def run(example: Example, repeats: int) -> dict[str, object]:
+    """The times of one model: contiguous, with converted weights, and with channels-last inputs as well."""
+    models = {"contiguous": example.model.eval()}
+    models |= {way: copy_model(example.model) for way in ("converted", "channels_last_input")}
+    nhwc.convert_(models["converted"])
+    nhwc.convert_(models["channels_last_input"], input_format="channels_last")
+    jobs = {way: partial(seconds, partial(call, model, example.inputs)) for way, model in models.items()}
+    taken = in_turns(jobs, repeats)
+    difference = compare(call(models["converted"], example.inputs), call(example.model, example.inputs), torch.float32)
+    return {
+        "model": example.name,
+        "threads": torch.get_num_threads(),
+        **{f"forward_{way}_ms": statistics.median(times) * 1e3 for way, times in taken.items()},
+        "largest_output": difference.of,
+        "largest_difference": difference.largest,
+        "tolerance": difference.tolerance,
+    }
 
 
 def main() -> None:
@@ -18,7 +44,8 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    results = [demo.run(make(), repeats=arguments.repeats).as_dict() for make in models.MODELS.values()]
+    warnings.simplefilter("ignore")
+    results = [run(make(), arguments.repeats) for make in MODELS.values()]
     machine.write(arguments.out, "bench_forward.py", results, repeats=arguments.repeats)
 
 

@@ -16,9 +16,9 @@ from models import MODELS
 from tables import table
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.outputs import first_tensor
 from torch_nhwc.running.timing import seconds_in_turns
 
 

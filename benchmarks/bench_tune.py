@@ -3,10 +3,10 @@
     python benchmarks/bench_tune.py [--model NAME ...] [--dtype NAME ...] [--mode NAME ...] [--missing]
                                     [--budget S] [--seconds S] [--quick] [--out FILE]
 
-Each model is tuned in a process of its own, on one thread; what is decided, and every fixed policy, is then timed in
-another fresh process, in turns: a call in inference, and in training a step with SGD. Ratios are a policy's time over
-that of the decision, of pairs in one round, with their 95 % intervals: more than 1 is faster than the policy. Where the
-decision is one of the policies, the two are one, and their ratio is 1. `--quick` is for a look at what comes out.
+Each model is tuned in a process of its own, on one thread; every candidate is then timed in another fresh process, in
+turns: a call in inference, and in training a step with SGD. Ratios are a candidate's time over that of the decision, of
+pairs in one round, with their 99 % intervals: more than 1 is faster than the candidate. `--quick` is for a look at what
+comes out.
 
 The file is written after each case, a model in one dtype and mode. What is not measured again stays in it, if it was
 taken on such a machine with such a torch; `--missing` measures only what is not there. All 18 cases in float32 take
@@ -27,13 +27,12 @@ from stopwatch import summary
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.outputs import first_tensor
-from torch_nhwc.tuning.intervals import interval
-from torch_nhwc.tuning.policies import fixed_policies
-from torch_nhwc.tuning.standing_in import StandIn, optimizer_for
-from torch_nhwc.tuning.workload import Workload
+from torch_nhwc.running import tensors_in
+from torch_nhwc.tuning import Tuning
+from torch_nhwc.tuning.race import interval
+from torch_nhwc.tuning.tuner import policies
+from torch_nhwc.tuning.workload import Workload, optimizer_for
 
-TUNED = "tuned"
 CHOSEN = (
     *("resnet50", "convnext_t", "mobilenet_v2", "efficientnet_b0", "unet2d", "vae_kl"),
     *("segresnet3d", "dynunet3d", "basic_unet3d"),
@@ -42,13 +41,12 @@ CHOSEN = (
 IN_BFLOAT16 = ("mobilenet_v2", "efficientnet_b0", "unet2d")
 OPTIMIZER = torch.optim.SGD
 ROUNDS = range(2, 21)
-# Of Student's distribution: 95 % lie within, by degrees of freedom.
-QUANTILES = (
-    *(12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131),
-    *(2.120, 2.110, 2.101, 2.093, 2.086, 2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042),
-)
 Apart = Callable[..., Any]
 Case = tuple[str, str, str]
+
+
+def first_tensor(output: Any) -> torch.Tensor:
+    return next(tensor for _, tensor in tensors_in(output))
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -95,13 +93,10 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
     """The decision beside each fixed policy, in as many rounds as the seconds allow, within limits."""
     model, inputs = made(name, dtype, mode)
     model = Called(model)
-    tuning = nhwc.Tuning.from_json(decided)
-    plans = fixed_policies(model, inputs)
-    same = next((policy for policy, plan in plans.items() if policy == tuning.choice), None)
-    if same is None:
-        plans[TUNED] = tuning.plan
-    steps = optimizer_for(StandIn(model, None), model, OPTIMIZER) if mode == "training" else None
-    workload = Workload(model, inputs, [], mode, torch.device("cpu"), None, loss_of, steps)
+    tuning = Tuning.from_json(decided)
+    plans = policies(model, inputs)
+    steps = optimizer_for(model, model, OPTIMIZER) if mode == "training" else None
+    workload = Workload(model, inputs, mode, torch.device("cpu"), None, loss_of, steps)
     for plan in plans.values():
         workload.sample(plan)
     taken: dict[str, list[float]] = {policy: [] for policy in plans}
@@ -110,13 +105,12 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
         rounds += 1
         for policy in list(plans)[:: -1 if rounds % 2 else 1]:
             taken[policy].append(workload.sample(plans[policy]))
-    ours = taken[same or TUNED]
+    ours = taken[tuning.choice]
     over = {
-        policy: interval([theirs / own for theirs, own in zip(times, ours)], QUANTILES)._asdict()
-        if policy != same
+        policy: interval([theirs / own for theirs, own in zip(times, ours)])._asdict()
+        if policy != tuning.choice
         else {"ratio": 1.0, "low": 1.0, "high": 1.0}
         for policy, times in taken.items()
-        if policy != TUNED
     }
     return {
         "model": name,

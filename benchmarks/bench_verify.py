@@ -162,7 +162,11 @@ def measure(name: str, dtype: str, mode: str) -> dict[str, object]:
         "mode": mode,
         "shape": list(inputs[0].shape),
         "comparisons": len(clean.rows),
-        "uncompared": [row.path for row in clean.rows if row.verdict not in (nhwc.Verdict.EQUAL, nhwc.Verdict.DIFFERS)],
+        "uncompared": [
+            row.path
+            for row in clean.rows
+            if row.verdict not in (nhwc.verifying.Verdict.EQUAL, nhwc.verifying.Verdict.DIFFERS)
+        ],
         "false_alarms": [f"{row.path}: {row.what} ({row.inputs})" for row in alarms],
         "planted": planted,
         "found": {fault: {"error": row.error, "allowed": row.tolerance} for fault, row in found.items() if row},

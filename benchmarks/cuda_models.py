@@ -26,7 +26,7 @@ from stopwatch import STOPWATCHES, Call, Stopwatch, interleaved, sets_beyond_cac
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.running.timing import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16]

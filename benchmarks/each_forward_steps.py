@@ -15,9 +15,9 @@ import torch
 from models import MODELS, weights_of
 from tables import table
 from torch import nn
+from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.outputs import first_tensor
 from torch_nhwc.running.timing import seconds_in_turns
 
 BATCHES = (1, 8, 32)

@@ -7,8 +7,13 @@ from models import weights_of
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.cli.demo import stock_convert
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
+
+
+def stock_convert(model: nn.Module) -> None:
+    """What PyTorch itself has."""
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
 
 
 def ours(model: nn.Module) -> None:

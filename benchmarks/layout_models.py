@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-
 from torch_nhwc.running.outputs import first_tensor
 
 

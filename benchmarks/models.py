@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.cli import models as built_in
-from torch_nhwc.finding.find import find
+from torch_nhwc.sites.finding import find
 
 
 def mobilenet_v2() -> nn.Module:

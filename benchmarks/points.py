@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
 
 
 class Point(NamedTuple):

@@ -1,4 +1,4 @@
-// Every schema of the library, with its tags. The kernels are registered beside their code.
+// Every schema of the library, with its tags. Kernels are registered next to their code.
 #include <torch/library.h>
 
 TORCH_LIBRARY(nhwc, m) {
@@ -9,24 +9,18 @@ TORCH_LIBRARY(nhwc, m) {
         compliant);
   m.def("convert_weight_(Tensor(a!) weight, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int");
   m.def("convert_weights_(Tensor(a!)[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
-  m.def("lay_out_weights_(Tensor(a!)[] weights, int[] strides, *, str storage=\"auto\") -> int[]");
+  m.def("set_strides_(Tensor(a!)[] weights, int[] strides, *, str storage=\"auto\") -> int[]");
   m.def("copy_weight_(Tensor(a!) self, Tensor weight) -> ()", compliant);
   m.def("plan_weights(Tensor[] weights, MemoryFormat? memory_format=None, *, str storage=\"auto\") -> int[]");
-  m.def("differing_layouts(Tensor[] weights, Tensor[] companions) -> int[]");
+  m.def("mismatched_layouts(Tensor[] weights, Tensor[] companions) -> int[]");
 
-  // Layers on channels-last activations, each as PyTorch's operator of the same name; one that is not channels-last
-  // goes to that operator.
+  // Layers on channels-last activations. Each computes what PyTorch's operator of the same name does, and calls it for
+  // an activation that is not channels-last.
   m.def("group_norm(Tensor input, int num_groups, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
         compliant);
   m.def(
       "instance_norm(Tensor input, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, Tensor? weight=None, "
       "Tensor? bias=None, bool use_input_stats=True, float momentum=0.1, float eps=1e-05) -> Tensor");
-  m.def("softmax(Tensor input, int dim, *, ScalarType? dtype=None) -> Tensor", compliant);
-  m.def("log_softmax(Tensor input, int dim, *, ScalarType? dtype=None) -> Tensor", compliant);
-  m.def(
-      "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, int reduction=1, SymInt ignore_index=-100, "
-      "float label_smoothing=0.0) -> Tensor",
-      compliant);
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
   m.def(
       "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, "
@@ -34,9 +28,6 @@ TORCH_LIBRARY(nhwc, m) {
       compliant);
   m.def("adaptive_avg_pool3d(Tensor input, SymInt[3] output_size) -> Tensor", compliant);
   m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> (Tensor, Tensor)", compliant);
-  m.def(
-      "lp_pool3d(Tensor input, float norm_type, int[3] kernel_size, int[3] stride=[], bool ceil_mode=False) -> Tensor",
-      compliant);
   m.def("pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
   m.def(
       "conv3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
@@ -47,7 +38,7 @@ TORCH_LIBRARY(nhwc, m) {
       "bool exact=False) -> Tensor",
       compliant);
 
-  // What the layers above are made of where PyTorch has nothing for it.
+  // Kernels of the layers above that PyTorch does not have.
   m.def(
       "native_group_norm(Tensor input, int num_groups, Tensor? weight, Tensor? bias, float eps) "
       "-> (Tensor, Tensor, Tensor)",
@@ -56,8 +47,6 @@ TORCH_LIBRARY(nhwc, m) {
       "native_group_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, "
       "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
-  m.def("native_softmax(Tensor input, bool log) -> Tensor", compliant);
-  m.def("native_softmax_backward(Tensor grad, Tensor output, bool log) -> Tensor", compliant);
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
 

@@ -228,10 +228,25 @@ def test_the_reference_has_every_signature(room):
 
 def test_the_reference_names_what_plans_reports_and_their_rows_have():
     text = (ROOT / "docs/api.md").read_text()
-    rows = nhwc.PlanRow, nhwc.LayerRow, nhwc.EntryRow, nhwc.CompanionRow, nhwc.Deviation, nhwc.TuningRow
-    traced = nhwc.Loss, nhwc.MixedConvolution, nhwc.Gain, nhwc.Reorder, nhwc.TracedModule, nhwc.Unseen, nhwc.TraceDiff
-    verified = nhwc.Verification, nhwc.VerificationRow
-    for each in (nhwc.Plan, nhwc.Report, nhwc.Trace, nhwc.Tuning, *rows, *traced, *verified):
+    rows = (
+        nhwc.planning.PlanRow,
+        nhwc.planning.LayerRow,
+        nhwc.EntryRow,
+        nhwc.planning.CompanionRow,
+        nhwc.training.Deviation,
+        nhwc.tuning.TuningRow,
+    )
+    traced = (
+        nhwc.tracing.FormatLoss,
+        nhwc.tracing.MixedConvolution,
+        nhwc.tracing.FormatGain,
+        nhwc.Reorder,
+        nhwc.tracing.TracedModule,
+        nhwc.tracing.Unseen,
+        nhwc.TraceDiff,
+    )
+    verified = nhwc.verifying.Verification, nhwc.verifying.VerificationRow
+    for each in (nhwc.Plan, nhwc.Report, nhwc.tracing.Trace, nhwc.tuning.Tuning, *rows, *traced, *verified):
         (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
         fields = getattr(each, "_fields", ()) or tuple(getattr(each, "__dataclass_fields__", ()))
         inherited = {"count", "index"} - set(fields)
@@ -239,10 +254,10 @@ def test_the_reference_names_what_plans_reports_and_their_rows_have():
         if hasattr(each, "_replace"):
             public -= {"refused"}  # for the planner
         others = {each.__name__, "CompanionRow", "Outcome", "None", "verify", "tune"}
-        others |= {"TuningRow"} if each is nhwc.Tuning else set()
+        others |= {"TuningRow"} if each is nhwc.tuning.Tuning else set()
         words = set(re.findall(r"`(?:Plan\.|Trace\.|Tuning\.|Verification\.)?(\w+)", row)) - others
         assert words == public, each
-    for each in (nhwc.Action, nhwc.Outcome, nhwc.Verdict):
+    for each in (nhwc.planning.Action, nhwc.Outcome, nhwc.verifying.Verdict):
         (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
         listed = set(re.findall(r"`([A-Z_]+)`", row))
         assert listed == {member.name for member in each if not getattr(member, "is_refusal", False)}

@@ -28,7 +28,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
-from torch_nhwc import Action, Outcome, Reason
+from torch_nhwc import Outcome, Reason
+from torch_nhwc.planning import Action
 
 CL, CL3D = torch.channels_last, torch.channels_last_3d
 STOCK = nn.utils.convert_conv2d_weight_memory_format
@@ -78,7 +79,7 @@ def test_h02_optimizer_state_saved_in_storage_order_is_scrambled_when_read_in_lo
     optimizer = torch.optim.Adam(model.parameters())
     step(model, optimizer, 0)
     nhwc.convert_(model, optimizer=optimizer)
-    for tensor in nhwc.contiguous_state_dict(optimizer.state_dict())["state"][0].values():
+    for tensor in nhwc.checkpoint.contiguous_state_dict(optimizer.state_dict())["state"][0].values():
         stored = torch.empty(tensor.numel(), dtype=tensor.dtype).set_(tensor.untyped_storage())
         assert torch.equal(stored.view(tensor.shape), tensor)
 
@@ -90,10 +91,10 @@ def test_h03_safetensors_refuses_channels_last_tensors(tmp_path):
     plan = nhwc.convert_(model).plan
     with pytest.raises(ValueError, match="contiguous"):
         save_file(model.state_dict(), tmp_path / "model.safetensors")
-    save_file(nhwc.contiguous_state_dict(model), tmp_path / "model.safetensors")
+    save_file(nhwc.checkpoint.contiguous_state_dict(model), tmp_path / "model.safetensors")
     model.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
     assert nhwc.check(model, plan)
-    nhwc.restore_(model, plan)
+    nhwc.training.restore_(model, plan)
     assert not nhwc.check(model, plan)
 
 
@@ -119,7 +120,7 @@ def test_h06_a_checkpoint_in_the_other_layout_is_aligned(repairs):
         nhwc.convert_(model, optimizer=optimizer if repairs == "load_state_dict of a named one" else ())
         optimizer.load_state_dict(checkpoint)
         if repairs == "align_":
-            assert nhwc.align_(model, optimizer)
+            assert nhwc.training.align_optimizer_(model, optimizer)
 
     expected = trained(FUSED["AdamW"], lambda model, optimizer: None)
     with unguarded():
@@ -280,7 +281,7 @@ def test_h15_converting_again_copies_everything_again():
     before = layout(model)
     report = nhwc.convert_(model)
     assert layout(model) == before
-    assert set(report.outcomes) == {Outcome.KEPT}
+    assert set(report.outcomes) == {Outcome.UNCHANGED}
 
 
 class Gone(nn.Conv2d):
@@ -376,7 +377,7 @@ def test_h25_loading_by_assignment_and_from_a_vector_take_the_format_away():
     ):
         lose()
         assert nhwc.check(model, plan)
-        nhwc.restore_(model, plan)
+        nhwc.training.restore_(model, plan)
         assert not nhwc.check(model, plan)
 
 
@@ -390,7 +391,7 @@ def test_h26_shared_memory_is_left_without_a_word():
     values = other.clone()
     with pytest.warns(UserWarning, match=r"'0\.weight' will no longer be in shared memory"):
         report = nhwc.convert_(model)
-    assert report.outcomes[0] == Outcome.FRESH_SHARED
+    assert report.outcomes[0] == Outcome.COPIED_SHARED
     assert "no longer shared" in str(report)
     assert other.stride() == (27, 9, 3, 1)
     assert torch.equal(other, values)  # what another process sees
@@ -428,7 +429,7 @@ def test_h26_a_forked_child_trains_what_the_model_no_longer_has():
         with pytest.warns(UserWarning, match=r"^torch_nhwc: '0\.weight' will no longer be in shared memory"):
             report = nhwc.convert_(model)
         # The strides of the others are each process' own.
-        assert report.outcomes == (Outcome.FRESH_SHARED, Outcome.RESTRIDED, Outcome.RESTRIDED)
+        assert report.outcomes == (Outcome.COPIED_SHARED, Outcome.RESTRIDED, Outcome.RESTRIDED)
 
     assert trained_by_a_child(convert) == 5
 
@@ -645,7 +646,7 @@ def test_h40_an_input_of_one_channel_stays_in_its_old_strides(layer, memory_form
     model[0].register_forward_hook(lambda _, __, output: seen.append(output))
     model(x)
     assert seen[1] is x
-    model(nhwc.to_channels_last(x))
+    model(nhwc.data.to_channels_last(x))
     assert seen[2].stride() == x.stride()
     assert torch.equal(seen[2], x)
 
@@ -969,9 +970,9 @@ def test_h42_filters_of_one_channel_have_contiguous_strides(make):
     assert (report.plan.rows[0].action, report.plan.rows[0].reason) == (Action.KEEP, Reason.ONE_CHANNEL)
     changed.weight.data = nhwc.convert_weight(changed.weight.data)
     assert len(nhwc.check(changed, report.plan)) == 1
-    nhwc.restore_(changed, report.plan)
+    nhwc.training.restore_(changed, report.plan)
     assert changed.weight.stride() == contiguous
-    state = nhwc.convert_state_dict(nn.Module.state_dict(changed), report.plan)
+    state = nhwc.checkpoint.convert_state_dict(nn.Module.state_dict(changed), report.plan)
     assert state["weight"].stride() == contiguous
     depthwise = nn.Conv2d(4, 4, 3, groups=4)
     nhwc.convert_(depthwise)
@@ -1053,7 +1054,7 @@ def lazy_state():
 def test_h47_lazy_layers_convert_when_they_are_loaded(assign, tmp_path):
     model = lazy_network()
     before = [(type(each), id(each.weight)) for each in model]
-    model.load_state_dict(nhwc.contiguous_state_dict(lazy_state()), assign=assign)
+    model.load_state_dict(nhwc.checkpoint.contiguous_state_dict(lazy_state()), assign=assign)
     assert [each.weight.stride() for each in model][assign:] == LAZY_STRIDES[assign:]
     assert assign or [(type(each), id(each.weight)) for each in model] == before
     for layer in model:

@@ -1,4 +1,4 @@
-"""Wheels, installs, and the sentences that builds and imports end in when they cannot work."""
+"""Wheels, installations, and the errors of builds and imports."""
 
 import json
 import os
@@ -21,7 +21,7 @@ PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from a copy of the sources, with the objects of the last build."""
+    """Build a wheel from a copy of the sources, with the objects of the last build."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
     subprocess.run(command, check=True)
@@ -48,7 +48,7 @@ def test_an_installed_wheel_works_outside_of_the_sources(wheel, tmp_path):
 import pathlib, torch, torch_nhwc
 assert pathlib.Path(torch_nhwc.__file__).is_relative_to({str(tmp_path)!r})
 assert torch_nhwc.convert_weight(torch.randn(4, 3, 3, 3)).stride() == (27, 1, 9, 3)
-(folder,) = torch_nhwc.include_paths()
+(folder,) = torch_nhwc.cpp_extension.include_paths()
 assert pathlib.Path(folder, "torch_nhwc", "filter_transpose.h").exists()
 """
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
@@ -69,7 +69,7 @@ assert "torch._dynamo" not in sys.modules and "torch.distributed.tensor" not in 
 
 @pytest.fixture
 def package_copy(tmp_path):
-    """The installed package under another roof, to be broken."""
+    """Copy the installed package, to break it."""
     package = tmp_path / "torch_nhwc"
     shutil.copytree(Path(nhwc.__file__).parent, package)
     return package
@@ -86,7 +86,7 @@ def test_a_library_for_another_torch_ends_in_one_sentence_naming_both(package_co
     record = package_copy / "build_info.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {key: other}))
     run = import_copy(package_copy)
-    built = other if key == "torch" else f"{nhwc.build_info()['torch']} with CUDA {other}"
+    built = other if key == "torch" else f"{nhwc.cpp_extension.build_info()['torch']} with CUDA {other}"
     assert (
         run.stderr.strip()
         .splitlines()[-1]
@@ -119,6 +119,29 @@ def test_a_build_that_sees_no_torch_says_what_to_type(tmp_path):
     )
 
 
+PRINT_FLAGS = """
+import runpy, setuptools
+setuptools.setup = lambda **options: print(options["ext_modules"][0].extra_compile_args)
+runpy.run_path("setup.py")
+"""
+
+
+@pytest.mark.parametrize(("choice", "are_errors"), [("", False), ("0", False), ("1", True)])
+def test_a_warning_ends_a_build_only_where_that_is_requested(choice, are_errors):
+    environment = os.environ | {"TORCH_NHWC_WERROR": choice}
+    command = [sys.executable, "-c", PRINT_FLAGS]
+    flags = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT, env=environment).stdout
+    assert "-Wall" in flags
+    assert ("error" in flags.lower()) == are_errors
+
+
+def test_lint_and_ci_build_with_warnings_as_errors():
+    command = ["make", "--dry-run", "--always-make", "lint"]
+    assert "setup.py --quiet build_ext" in subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "lint: export TORCH_NHWC_WERROR := 1" in (ROOT / "Makefile").read_text()
+    assert "TORCH_NHWC_WERROR=1" in (ROOT / ".ci/run").read_text()
+
+
 @pytest.mark.exhaustive
 def test_the_cuda_switch_is_checked():
     run = run_setup(ROOT, TORCH_NHWC_CUDA="yes")
@@ -146,10 +169,10 @@ def test_without_a_gpu_the_toolkit_says_what_to_compile_for(listed, architecture
 
 def test_a_cpu_torch_beside_a_toolkit_builds_for_the_cpu():
     if torch.version.cuda is None:
-        assert nhwc.build_info()["cuda"] is None
-        assert nhwc.build_info()["cuda_architectures"] is None
-    elif nhwc.build_info()["cuda"]:
-        assert nhwc.build_info()["cuda_architectures"]
+        assert nhwc.cpp_extension.build_info()["cuda"] is None
+        assert nhwc.cpp_extension.build_info()["cuda_architectures"] is None
+    elif nhwc.cpp_extension.build_info()["cuda"]:
+        assert nhwc.cpp_extension.build_info()["cuda_architectures"]
 
 
 WITHOUT_ENSUREPIP = """

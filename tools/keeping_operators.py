@@ -1,8 +1,8 @@
-"""Which operators keep channels-last, forward and backward: tried by `trace` on this torch and a device.
+"""Find which operators keep channels-last, forward and backward, with this torch and on a device.
 
     python tools/keeping_operators.py [--device cuda] [--write]
 
-With `--write`, the table of docs/seeing.md becomes what is printed.
+`--write` also writes the table into docs/seeing.md.
 """
 
 import argparse
@@ -22,7 +22,7 @@ Call = Callable[[Tensor], Tensor]
 
 
 def per(make: Callable[[int], Call]) -> dict[int, Call]:
-    """The same for images and for volumes, made from their number of dimensions in space."""
+    """Return a call for images and one for volumes, made from the number of spatial dimensions."""
     return {2: make(2), 3: make(3)}
 
 
@@ -86,7 +86,7 @@ CALLS: dict[str, dict[int, Call]] = {
 
 
 def tried(call: Call, space: int, device: str) -> str:
-    """What a trace says of one call."""
+    """Return what a trace finds in one call."""
     if isinstance(call, nn.Module):
         call = call.to(device).to(memory_format=torch.channels_last if space == 2 else torch.channels_last_3d)
     x = torch.randn(2, *[12] * space, CHANNELS, device=device).movedim(-1, 1).requires_grad_()
@@ -94,8 +94,8 @@ def tried(call: Call, space: int, device: str) -> str:
         try:
             out = call(x)
         except NotImplementedError:
-            return "not there"
-    # The gradient as it comes from a layer that keeps the format.
+            return "not implemented"
+    # A layer that keeps the format returns such a gradient.
     dense = torch.rand(out.movedim(1, -1).shape, device=device).movedim(-1, 1)
     with nhwc.trace(nn.Module()) as backward:
         out.backward(dense)

@@ -1,4 +1,4 @@
-"""What `python -m torch_nhwc` and the console script `torch-nhwc` run."""
+"""The entry of `python -m torch_nhwc` and of the console script `torch-nhwc`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from torch_nhwc.cli import environment
 
 
 def main() -> None:
-    """Runs the command line; `env` works without any extra."""
+    """Run the command line; `env` works without any extra."""
     try:
         from torch_nhwc.cli.commands import app
     except ModuleNotFoundError as error:

@@ -3,6 +3,7 @@
 import dataclasses
 import enum
 import json
+import math
 import os
 import tempfile
 import types
@@ -31,6 +32,8 @@ def to_data(value: Any) -> Any:
         return {key: to_data(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_data(each) for each in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)  # JSON has no infinity
     return value
 
 
@@ -59,6 +62,8 @@ def from_data(kind: Any, data: Any) -> Any:
     if origin is dict:
         _expect(data, dict)
         return {from_data(arguments[0], key): from_data(arguments[1], value) for key, value in data.items()}
+    if kind is float and data in ("inf", "-inf", "nan"):
+        return float(data)
     if isinstance(kind, type) and issubclass(kind, enum.Enum):
         return kind[data]
     if dataclasses.is_dataclass(kind) or hasattr(kind, "_fields"):

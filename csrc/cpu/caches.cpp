@@ -7,7 +7,7 @@
 namespace nhwc::cpu {
 namespace {
 
-// sysconf is not asked: on some machines it adds up the caches of CPUs that this one does not share.
+// Not by sysconf: on some machines it adds up the caches of CPUs that this one does not share.
 int64_t largest_cache_bytes() {
   int64_t bytes = 0;
   for (int index = 0; index < 5; ++index) {

@@ -16,16 +16,15 @@ namespace {
 
 struct Level {
   std::string_view name;
-  std::string_view aten_name;  // the ATEN_CPU_CAPABILITY that it belongs to
+  std::string_view aten_name;  // the corresponding ATEN_CPU_CAPABILITY
   bool is_supported;
   FilterKernels kernels;
   NormKernelsByType norm;
-  SoftmaxKernels softmax;
 };
 
 #if defined(__x86_64__)
 
-// AMD's Zen 4 carries out 64-byte shuffles in two halves: registers of 32 bytes are faster there.
+// AMD's Zen 4 executes 64-byte shuffles in two halves: registers of 32 bytes are faster there.
 bool splits_registers_of_64_bytes() {
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
   if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx != signature_AMD_ebx) return false;
@@ -35,9 +34,9 @@ bool splits_registers_of_64_bytes() {
 
 FilterKernels best_avx512_vbmi() {
   const bool half_width = splits_registers_of_64_bytes();
-  FilterKernels kernels = half_width ? levels::avx512_vbmi_half_width : levels::avx512_vbmi;
+  FilterKernels kernels = half_width ? isa::avx512_vbmi_half_width : isa::avx512_vbmi;
   if (__builtin_cpu_supports("avx512bf16")) {
-    kernels.float_to_bfloat16 = half_width ? levels::float_to_bfloat16_half_width : levels::float_to_bfloat16;
+    kernels.float_to_bfloat16 = half_width ? isa::float_to_bfloat16_half_width : isa::float_to_bfloat16;
   }
   return kernels;
 }
@@ -49,23 +48,19 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline},
-          {"avx2", "avx2", avx2, levels::avx2, levels::norm_avx2, levels::softmax_avx2},
-          {"avx512", "avx512", avx512, levels::avx512, levels::norm_avx512, levels::softmax_avx512},
-          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), levels::norm_avx512, levels::softmax_avx512}};
+  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline},
+          {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2},
+          {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512}};
 }
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() {
-  return {{"neon", "default", true, levels::neon, levels::norm_neon, levels::softmax_neon}};
-}
+std::vector<Level> all_levels() { return {{"neon", "default", true, isa::neon, isa::norm_neon}}; }
 
 #else
 
-std::vector<Level> all_levels() {
-  return {{"baseline", "default", true, levels::baseline, levels::norm_baseline, levels::softmax_baseline}};
-}
+std::vector<Level> all_levels() { return {{"baseline", "default", true, isa::baseline, isa::norm_baseline}}; }
 
 #endif
 
@@ -77,15 +72,15 @@ std::string_view environment(const char* name) {
 Level choose_level() {
   std::vector<Level> levels = all_levels();
   std::erase_if(levels, [](const Level& level) { return !level.is_supported; });
-  const std::string_view asked = environment("TORCH_NHWC_CPU_CAPABILITY");
+  const std::string_view requested = environment("TORCH_NHWC_CPU_CAPABILITY");
   const std::string_view bound = environment("ATEN_CPU_CAPABILITY");
   std::string supported;
   for (const Level& level : levels) {
-    if (level.name == asked) return level;
+    if (level.name == requested) return level;
     supported += (supported.empty() ? "" : ", ") + std::string(level.name);
   }
-  TORCH_CHECK_VALUE(asked.empty(), "TORCH_NHWC_CPU_CAPABILITY: expected one of those that this CPU has (", supported,
-                    "), got '", asked, "'");
+  TORCH_CHECK_VALUE(requested.empty(), "TORCH_NHWC_CPU_CAPABILITY: expected one of those that this CPU has (",
+                    supported, "), got '", requested, "'");
   const auto best =
       std::find_if(levels.rbegin(), levels.rend(), [&](const Level& level) { return level.aten_name == bound; });
   return best != levels.rend() ? *best : levels.back();
@@ -101,8 +96,6 @@ const Level& chosen_level() {
 const FilterKernels& filter_kernels() { return chosen_level().kernels; }
 
 const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
-
-const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

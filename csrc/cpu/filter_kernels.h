@@ -1,5 +1,5 @@
-// The filter transpose, compiled for one instruction set. Free of torch and of the standard library's code, since files
-// that are compiled for a newer instruction set than the rest must not define functions that others would share.
+// The filter transpose, compiled for one instruction set. Uses neither torch nor code of the standard library: a file
+// that is compiled for a newer instruction set than the rest must not define functions that other files share.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ struct FilterKernels {
   Transpose float_to_bfloat16, float_to_half, bfloat16_to_float, half_to_float;
 };
 
-namespace levels {
+namespace isa {
 
 extern const FilterKernels baseline;
 extern const FilterKernels avx2;
@@ -28,9 +28,9 @@ extern const FilterKernels avx512_vbmi;
 extern const FilterKernels avx512_vbmi_half_width;  ///< registers of 32 bytes, for CPUs that split those of 64
 extern const FilterKernels neon;
 
-/// By the instruction that AVX512_BF16 has for it, with registers of 64 and of 32 bytes.
+/// The cast by the instruction of AVX512_BF16, with registers of 64 and of 32 bytes.
 extern const FilterKernels::Transpose float_to_bfloat16;
 extern const FilterKernels::Transpose float_to_bfloat16_half_width;
 
-}  // namespace levels
+}  // namespace isa
 }  // namespace nhwc::cpu

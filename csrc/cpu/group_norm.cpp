@@ -23,7 +23,7 @@ const NormKernels& kernels_of(at::ScalarType type) {
   }
 }
 
-/// A parameter as doubles, the same for all channels where there is none.
+/// Returns a parameter as doubles, or a default for all channels.
 std::vector<double> doubles_of(const at::Tensor& parameter, int64_t channels, double otherwise) {
   std::vector<double> values(channels, otherwise);
   if (parameter.defined()) {
@@ -33,18 +33,18 @@ std::vector<double> doubles_of(const at::Tensor& parameter, int64_t channels, do
   return values;
 }
 
-/// Some rows of a sample, or all.
+/// Some or all rows of a sample.
 struct Piece {
   int64_t sample, part, first_row, rows;
 };
 
-/// How samples are taken apart, so that all threads have some rows; the same for the same number of threads.
+/// Splits samples so that all threads have some rows. It depends on the number of threads alone.
 class Pieces {
  public:
   explicit Pieces(const GroupNormShape& shape) : shape_(shape) {
     const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    const int64_t wanted = (threads + shape.samples - 1) / shape.samples;
-    parts_ = std::max<int64_t>(1, std::min(wanted, shape.rows * shape.channels / elements_worth_a_thread));
+    const int64_t per_sample = (threads + shape.samples - 1) / shape.samples;
+    parts_ = std::max<int64_t>(1, std::min(per_sample, shape.rows * shape.channels / elements_worth_a_thread));
     part_rows_ = (shape.rows + parts_ - 1) / parts_;
     parts_ = (shape.rows + part_rows_ - 1) / part_rows_;
   }
@@ -52,7 +52,7 @@ class Pieces {
   int64_t parts() const { return parts_; }
   int64_t rows_of(int64_t part) const { return std::min(part_rows_, shape_.rows - part * part_rows_); }
 
-  /// Calls `work(piece)` for all of them, in parallel where that is worth it.
+  /// Calls `work(piece)` for all pieces, in parallel where that is faster.
   template <typename Work>
   void for_each(const Work& work) const {
     const int64_t grain = std::max<int64_t>(1, elements_worth_a_thread / (part_rows_ * shape_.channels));
@@ -141,7 +141,7 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
       for (int64_t c = first; c < first + of_group; ++c) {
         squares += deviations[c] + shape.rows * (means[c] - average) * (means[c] - average);
       }
-      // Below zero by rounding only; what is not a number stays so.
+      // Rounding may make it negative; not-a-number stays.
       const double variance = (squares < 0 ? 0 : squares) / (of_group * shape.rows), r = 1 / std::sqrt(variance + eps);
       const double rounded = input.scalar_type() == at::kDouble ? average : static_cast<float>(average);
       for (int64_t c = first; c < first + of_group; ++c) {
@@ -167,7 +167,7 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
     return;
   }
   pieces.for_each(sum);
-  // Merged as blocks are, see moments.
+  // Parts are merged like blocks, see `moments`.
   for (int64_t sample = 0; sample < shape.samples; ++sample) {
     double *means = moments.first(sample), *deviations = moments.second(sample);
     int64_t seen = pieces.rows_of(0);
@@ -247,7 +247,7 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
     }
     if (to) pieces.for_each(write);
   }
-  // Of the parameters: the sums over the samples.
+  // The gradients of the parameters are sums over the samples.
   double* of_weight = grad_weight.defined() ? grad_weight.mutable_data_ptr<double>() : nullptr;
   double* of_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr<double>() : nullptr;
   if (of_weight) std::fill_n(of_weight, channels, 0.0);

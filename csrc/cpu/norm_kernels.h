@@ -1,24 +1,25 @@
-// The passes of group norm over channels-last rows, compiled for one instruction set. Free of torch and of the standard
-// library's code, as filter_kernels.h is.
+// The passes of group norm over channels-last rows, compiled for one instruction set. Uses neither torch nor code of
+// the standard library, like filter_kernels.h.
 #pragma once
 
 #include <cstdint>
 
 namespace nhwc::cpu {
 
-/// A row is the channels of one voxel, and rows are dense. Sums are in float, in double for doubles, within a block of
-/// rows, and in double across blocks. `Real*` is `const float*` or, for doubles, `const double*`.
+/// A row is the channels of one voxel, and rows are dense. Within a block of rows, sums are floats (doubles for
+/// doubles); across blocks they are doubles. `Real*` is `const float*` or, for doubles, `const double*`.
 struct NormKernels {
   using Real = const void;
 
-  /// How many parameters the passes below want, each channel's again and again: a multiple of the channels that fills
-  /// whole registers.
+  /// Returns how many parameters the passes need, with those of the channels repeated: a multiple of the channels that
+  /// fills whole registers.
   std::int64_t (*period)(std::int64_t channels);
 
-  /// Writes such copies, in the order that the passes want, to `out`, which has room for a period of them.
+  /// Writes these repetitions, in the order that the passes need, to `out`, which has room for a period.
   void (*spread)(const double* values, std::int64_t channels, std::int64_t period, void* out);
 
-  /// Each channel's mean, and sum of squared deviations from it. `scratch` has room for seven periods of doubles.
+  /// Computes each channel's mean and the sum of squared deviations from it. `scratch` has room for seven periods of
+  /// doubles.
   void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
                   void* scratch);
 
@@ -40,12 +41,12 @@ struct NormKernelsByType {
   NormKernels of_double, of_float, of_half, of_bfloat16;
 };
 
-namespace levels {
+namespace isa {
 
 extern const NormKernelsByType norm_baseline;
 extern const NormKernelsByType norm_avx2;
 extern const NormKernelsByType norm_avx512;
 extern const NormKernelsByType norm_neon;
 
-}  // namespace levels
+}  // namespace isa
 }  // namespace nhwc::cpu

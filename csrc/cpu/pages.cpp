@@ -25,7 +25,7 @@ uintptr_t page_of(uintptr_t address) {
   return round_down(address, page);
 }
 
-// Looks at three pages; asking for all of them would take as long as touching them.
+// Checks three pages: a check of all would take as long as touching them.
 bool are_resident(const char* bytes, int64_t size) {
   const auto begin = reinterpret_cast<uintptr_t>(bytes);
   for (const uintptr_t address : {begin, begin + size / 2, begin + size - 1}) {
@@ -37,15 +37,15 @@ bool are_resident(const char* bytes, int64_t size) {
 
 }  // namespace
 
-void take_huge_pages(char* bytes, int64_t size) {
+void prefault_huge_pages(char* bytes, int64_t size) {
   constexpr int64_t worthwhile = 4 * huge_page;
   constexpr std::chrono::microseconds patience(1000);
-  constexpr int most_passed_over = 15;
-  // After each failure in a row about twice as many tensors are passed over.
-  static std::atomic<int> failures = 0, left_to_pass_over = 0;
+  constexpr int most_skipped = 15;
+  // Each consecutive failure doubles the number of tensors that are skipped.
+  static std::atomic<int> failures = 0, left_to_skip = 0;
   if (size < worthwhile || are_resident(bytes, size)) return;
-  if (left_to_pass_over > 0) {
-    --left_to_pass_over;
+  if (left_to_skip > 0) {
+    --left_to_skip;
     return;
   }
   const auto begin = reinterpret_cast<uintptr_t>(bytes);
@@ -55,15 +55,15 @@ void take_huge_pages(char* bytes, int64_t size) {
     const auto start = std::chrono::steady_clock::now();
     *reinterpret_cast<volatile char*>(page) = 0;
     if (std::chrono::steady_clock::now() - start > patience) {
-      failures = std::min(2 * failures + 1, most_passed_over);
-      left_to_pass_over = failures.load();
+      failures = std::min(2 * failures + 1, most_skipped);
+      left_to_skip = failures.load();
       return;
     }
   }
   failures = 0;
 }
 
-bool take_pages(char* bytes, int64_t size) {
+bool prefault_pages(char* bytes, int64_t size) {
   constexpr int64_t worthwhile = 128 << 10;
   constexpr int populate_write = 23;  // MADV_POPULATE_WRITE, since Linux 5.14; older headers do not have it
   if (size < worthwhile) return true;
@@ -76,9 +76,9 @@ bool take_pages(char* bytes, int64_t size) {
 
 #else
 
-void take_huge_pages(char*, int64_t) {}
+void prefault_huge_pages(char*, int64_t) {}
 
-bool take_pages(char*, int64_t) { return false; }
+bool prefault_pages(char*, int64_t) { return false; }
 
 #endif
 

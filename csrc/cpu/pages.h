@@ -1,22 +1,22 @@
-// What the system's pages have to do with speed: the decisions about them, each at one place.
+// Decisions about the pages of memory, each in one place.
 #pragma once
 
 #include <cstdint>
 
 namespace nhwc::cpu {
 
-/// Takes huge pages for bytes that are all about to be written, at least 8 MB that no page is there for yet: the system
-/// hands a page out at its first use, which takes longer than writing it, and for a huge page less so. Only whole huge
-/// pages inside of these bytes are asked for, so that the advice does not reach beyond them. They are touched one by
-/// one, for as long as that is quick: where the system must move memory about for one, or a hypervisor has to find it,
-/// the rest stay small, and so do the next ones asked for. Does nothing where the system has none.
-void take_huge_pages(char* bytes, int64_t size);
+/// Requests huge pages for at least 8 MB that are about to be written and have no pages yet: the system provides a page
+/// at its first use, which takes longer than writing it, and huge pages take less. Only whole huge pages within these
+/// bytes are requested, so that the advice does not affect other memory. They are touched one by one while that is
+/// quick. If it is slow, because the system moves memory or a hypervisor has to find some, the rest stay small, and so
+/// do the next requests. Does nothing if the system has no huge pages.
+void prefault_huge_pages(char* bytes, int64_t size);
 
-/// Has the system hand out the pages of bytes that are about to be written, all at once: that takes about two thirds of
-/// the time that it takes one by one, at their first use. It does nothing for less than 128 KB, nor where the system
-/// has no such call, and it fails in silence, since the pages then come one by one.
+/// Requests all pages of bytes that are about to be written at once, which takes about two thirds of the time that
+/// first uses take one by one. Does nothing for less than 128 KB, or if the system has no such call. A failure is
+/// ignored: the pages then come one by one.
 ///
-/// @returns whether they were there already.
-bool take_pages(char* bytes, int64_t size);
+/// @returns whether the pages existed already.
+bool prefault_pages(char* bytes, int64_t size);
 
 }  // namespace nhwc::cpu

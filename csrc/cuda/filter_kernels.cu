@@ -1,4 +1,4 @@
-// All kernels, and nothing of torch: its headers would take nvcc a minute.
+// All kernels, without torch, whose headers would take nvcc a minute.
 #include "filter_kernels.h"
 #include "torch_nhwc/launch_kernel.cuh"
 

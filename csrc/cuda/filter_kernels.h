@@ -1,4 +1,4 @@
-// What launch_kernel.cuh does, for C++ that nvcc does not compile; see there.
+// The functions of launch_kernel.cuh, for C++ that nvcc does not compile.
 #pragma once
 
 #include <cuda_runtime_api.h>

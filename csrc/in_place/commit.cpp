@@ -11,10 +11,10 @@
 #include <unordered_map>
 #include <unordered_set>
 
-#include "cuda/filter_queue.h"
-#include "weights/arguments.h"
-#include "weights/sentences.h"
-#include "writing/weight_queue.h"
+#include "batch/weight_batch.h"
+#include "cuda/filter_batch.h"
+#include "in_place/sentences.h"
+#include "layout/arguments.h"
 
 namespace nhwc {
 namespace {
@@ -24,21 +24,21 @@ struct Change {
   at::Tensor tensor;
   Strides strides;
   Outcome outcome;
-  at::Tensor replacement = {};   // what the tensor becomes by set_data
-  at::Tensor staged = {};        // values on their way back into a reused storage
-  const Change* twin = nullptr;  // an earlier change of an exact alias, whose new storage this one shares
+  at::Tensor replacement = {};   // what set_data makes of the tensor
+  at::Tensor staged = {};        // values that will be copied back into the same storage
+  const Change* twin = nullptr;  // an earlier change of an exact alias, with which this one shares new storage
 
-  // New memory of the CPU is made in stages.
-  bool is_of_a_stage() const { return tensor.is_cpu() && is_fresh(outcome); }
+  // New memory on the CPU is allocated in stages.
+  bool is_of_a_stage() const { return tensor.is_cpu() && is_copied(outcome); }
 
-  // Dense strides of neither order cannot be permuted filter by filter: their values go through a whole copy.
+  // Dense strides of neither order cannot be permuted filter by filter: the values are copied out and back.
   bool is_staged() const {
-    return outcome == Outcome::reused &&
+    return outcome == Outcome::in_place &&
            (filter_order(tensor) == FilterOrder::neither || filter_order(replacement) == FilterOrder::neither);
   }
 };
 
-// Replays of a graph would permute the bytes again.
+// A replay of a graph would permute the bytes again.
 void check_no_capture(const char* op, const std::vector<Change>& changes) {
   std::optional<at::Device> asked;
   for (const Change& change : changes) {
@@ -50,12 +50,12 @@ void check_no_capture(const char* op, const std::vector<Change>& changes) {
   }
 }
 
-// The changes that the plans amount to, each tensor once. Raises for the first refusal.
+// Lists the changes of all plans, each tensor once. Raises for the first refusal.
 std::vector<Change> changes_of(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans) {
   std::vector<Change> changes;
   std::unordered_set<const at::TensorImpl*> seen;
   const auto add = [&](const at::Tensor& tensor, const Strides& strides, Outcome outcome) {
-    if (!seen.insert(tensor.unsafeGetTensorImpl()).second || outcome == Outcome::kept) return;
+    if (!seen.insert(tensor.unsafeGetTensorImpl()).second || outcome == Outcome::unchanged) return;
     changes.push_back({tensor, strides, outcome});
   };
   for (size_t index = 0; index < weights.size(); ++index) {
@@ -64,10 +64,10 @@ std::vector<Change> changes_of(const char* op, at::TensorList weights, const std
                 refusal_of(plan.outcome), " (", describe(weights[index]), ")");
     add(weights[index], plan.strides, plan.outcome);
   }
-  // A gradient that is in the list itself has strides of its own.
+  // A gradient that is itself in the list gets the strides of its own plan.
   for (size_t index = 0; index < weights.size(); ++index) {
     const WeightPlan& plan = plans[index];
-    if (plan.gradient_outcome != Outcome::kept) add(weights[index].grad(), plan.strides, plan.gradient_outcome);
+    if (plan.gradient_outcome != Outcome::unchanged) add(weights[index].grad(), plan.strides, plan.gradient_outcome);
   }
   return changes;
 }
@@ -84,7 +84,7 @@ bool are_aliases(const at::Tensor& a, const at::Tensor& b) {
          a.strides() == b.strides() && a.scalar_type() == b.scalar_type();
 }
 
-// What detach().as_strided(...) gives, without two ways through the dispatcher: models have thousands of tensors.
+// The same as detach().as_strided(...) without two dispatches: models have thousands of tensors.
 at::Tensor restrided(const at::Tensor& tensor, at::IntArrayRef strides) {
   auto copy = tensor.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0),
                                                                     /*allow_tensor_metadata_change=*/true);
@@ -92,13 +92,13 @@ at::Tensor restrided(const at::Tensor& tensor, at::IntArrayRef strides) {
   return at::Tensor(std::move(copy));
 }
 
-// Tensors that are exact aliases of each other stay so: they share one new storage.
+// Exact aliases stay exact aliases: they share one new storage.
 void find_twins(std::vector<Change>& changes) {
   std::unordered_map<const c10::StorageImpl*, std::vector<const Change*>> by_storage;
   for (Change& change : changes) {
     const at::Tensor& tensor = change.tensor;
-    // Aliases hold their storage together.
-    if (!is_fresh(change.outcome) || tensor.storage().use_count() == 1) continue;
+    // A storage with one holder has no alias.
+    if (!is_copied(change.outcome) || tensor.storage().use_count() == 1) continue;
     auto& neighbours = by_storage[tensor.storage().unsafeGetStorageImpl()];
     const auto twin = std::find_if(neighbours.begin(), neighbours.end(),
                                    [&](const Change* other) { return are_aliases(tensor, other->tensor); });
@@ -106,29 +106,29 @@ void find_twins(std::vector<Change>& changes) {
   }
 }
 
-// Makes the new storage of a change; its values are to be written, at once or by the queue.
-void replace(Change& change, WeightQueue& queue) {
+// Allocates the new storage of a change. The values are written at once, or by the batch.
+void replace(Change& change, WeightBatch& batch) {
   const at::Tensor& tensor = change.tensor;
   if (change.twin) {
     change.replacement = change.twin->replacement.detach();
     return;
   }
-  // To ask takes as long as the rest: what is merely held is in the allocator's own memory, which is not pinned.
-  const bool may_be_pinned = tensor.is_cpu() && change.outcome != Outcome::fresh_held;
+  // is_pinned() takes as long as everything else. A storage that is merely held is the allocator's, and not pinned.
+  const bool may_be_pinned = tensor.is_cpu() && change.outcome != Outcome::copied_held;
   const auto options = tensor.options().pinned_memory(may_be_pinned && tensor.is_pinned());
   change.replacement = at::empty_strided(tensor.sizes(), change.strides, options);
-  queue.write_or_queue(tensor, change.replacement);
+  batch.write_or_add(tensor, change.replacement);
 }
 
-// New memory on the CPU is made, written and swapped in by stages of so many bytes, or of one weight. Each gives the
-// old memory of its weights back before the next one asks for its own, and so memory in use is at its highest a stage
-// above what it is before or after, whichever is more.
+// New memory on the CPU is allocated, written and swapped in by stages of this size, or of one weight. A stage releases
+// the old memory of its weights before the next one allocates: peak memory is one stage above the memory before or
+// after the call, whichever is more.
 constexpr int64_t bytes_of_a_stage = 8 << 20;
 
 struct Stage {
   std::vector<Change*> changes = {};
-  std::vector<at::Tensor> originals = {};  // what the tensors become again if a later stage fails
-  WeightQueue undo = {};                   // what then brings the values of new storage into the old order
+  std::vector<at::Tensor> originals = {};  // what the tensors become if a later stage fails
+  WeightBatch undo = {};                   // then permutes the values of new storage to the old order
 };
 
 std::vector<Stage> stages_of(std::vector<Change>& changes) {
@@ -147,29 +147,29 @@ std::vector<Stage> stages_of(std::vector<Change>& changes) {
   return stages;
 }
 
-// What a tensor becomes again if a later stage fails. Memory that others hold or share, or whose strides the new one
-// cannot take, is kept for that. What would go with the tensor goes: its values return into the old order by a
-// permutation within their new storage.
-at::Tensor original_of(const Change& change, WeightQueue& undo) {
+// Returns what a tensor becomes if a later stage fails. Old memory is kept for that where others hold or share it, or
+// where new memory cannot take its strides. Otherwise it is released, and a permutation within the new storage will
+// restore the old order of the values.
+at::Tensor original_of(const Change& change, WeightBatch& undo) {
   const FilterOrder from = filter_order(change.tensor), to = filter_order(change.replacement);
-  const bool is_kept = change.outcome == Outcome::fresh_shared || is_held(change.tensor) ||
+  const bool is_kept = change.outcome == Outcome::copied_shared || is_held(change.tensor) ||
                        from == FilterOrder::neither || to == FilterOrder::neither;
   if (is_kept) return restrided(change.tensor, change.tensor.strides());
   if (from != to && from != FilterOrder::either && to != FilterOrder::either) undo.add_permutation(change.replacement);
   return restrided(change.replacement, change.tensor.strides());
 }
 
-// Whatever fails does so before the first tensor of the stage is swapped.
+// If anything fails, it fails before the first tensor of the stage is swapped.
 void run(Stage& stage) {
-  WeightQueue queue;
+  WeightBatch batch;
   for (Change* change : stage.changes) {
     const ReplacementGuard guard(change->tensor);
-    replace(*change, queue);
+    replace(*change, batch);
     stage.originals.push_back(original_of(*change, stage.undo));
   }
-  queue.allocate();
+  batch.allocate();
   stage.undo.allocate();
-  queue.run();
+  batch.run();
   for (Change* change : stage.changes) change->tensor.set_data(change->replacement);
 }
 
@@ -180,53 +180,54 @@ void undo(const Stage& stage) {
   }
 }
 
-// The changes of one device that are of no stage: their bytes, on the CPU in one parallel region, then their metadata.
-struct Batch {
+// The changes of one device that belong to no stage: first their bytes, on the CPU in one parallel region, then their
+// metadata.
+struct DeviceChanges {
   at::Device device;
   std::vector<const Change*> changes = {};
-  WeightQueue queue = {};
+  WeightBatch batch = {};
 };
 
-// All that is of no stage, in this order: what is written to new memory of devices, then their batches, one for each
-// device, then that of the CPU. Devices may fail. While new memory is written nothing is seen of that; later a device
-// that fails takes its own weights with it, and every other weight is converted or as it was.
+// Everything that belongs to no stage, in this order: writes to new memory of devices, then the changes of each device,
+// then those of the CPU. A device may fail. While new memory is written, no weight has changed. Later, a failing device
+// loses its own weights, and every other weight is either converted or unchanged.
 struct Commit {
-  WeightQueue device_writes = {};
-  std::vector<Batch> batches = {};
+  WeightBatch device_writes = {};
+  std::vector<DeviceChanges> devices = {};
 };
 
-// Makes everything that the commit needs.
+// Allocates everything that the commit needs.
 Commit prepare(std::vector<Change>& changes) {
   Commit commit;
-  const auto batch_of = [&](at::Device device) -> Batch& {
-    const auto found = std::find_if(commit.batches.begin(), commit.batches.end(),
-                                    [&](const Batch& batch) { return batch.device == device; });
-    return found == commit.batches.end() ? commit.batches.emplace_back(Batch{device}) : *found;
+  const auto changes_on = [&](at::Device device) -> DeviceChanges& {
+    const auto found = std::find_if(commit.devices.begin(), commit.devices.end(),
+                                    [&](const DeviceChanges& on) { return on.device == device; });
+    return found == commit.devices.end() ? commit.devices.emplace_back(DeviceChanges{device}) : *found;
   };
   for (Change& change : changes) {
     if (change.is_of_a_stage()) continue;
     const at::Tensor& tensor = change.tensor;
-    Batch& batch = batch_of(tensor.device());
-    batch.changes.push_back(&change);
+    DeviceChanges& on_device = changes_on(tensor.device());
+    on_device.changes.push_back(&change);
     const ReplacementGuard guard(tensor);
-    if (is_fresh(change.outcome)) {
+    if (is_copied(change.outcome)) {
       replace(change, commit.device_writes);
     } else {
       change.replacement = restrided(tensor, change.strides);
     }
     if (change.is_staged()) {
       change.staged = at::empty_strided(tensor.sizes(), change.strides, tensor.options());
-      (tensor.is_cpu() ? batch.queue : commit.device_writes).write_or_queue(tensor, change.staged);
-    } else if (change.outcome == Outcome::reused) {
-      batch.queue.add_permutation(tensor);
+      (tensor.is_cpu() ? on_device.batch : commit.device_writes).write_or_add(tensor, change.staged);
+    } else if (change.outcome == Outcome::in_place) {
+      on_device.batch.add_permutation(tensor);
     }
   }
   commit.device_writes.allocate();
-  for (Batch& batch : commit.batches) batch.queue.allocate();
+  for (DeviceChanges& on_device : commit.devices) on_device.batch.allocate();
   return commit;
 }
 
-// The staged values into the storage that they came from.
+// Copies the staged values into the storage that they came from.
 void write_back(const Change& change) {
   if (change.tensor.is_cpu()) {
     std::memcpy(change.tensor.mutable_data_ptr(), change.staged.const_data_ptr(), change.tensor.nbytes());
@@ -236,42 +237,42 @@ void write_back(const Change& change) {
   }
 }
 
-// The old memory of a weight may still be read, on a stream that is not the one that it was allocated on: it is given
-// back, but not handed out again before that is done.
+// Another stream than the allocation's may still read the old memory of a weight: it must not be reused before that
+// stream has finished.
 void outlive_reads(const at::Tensor& tensor) {
   if (!tensor.is_cuda()) return;
   const c10::impl::VirtualGuardImpl guard(tensor.device().type());
   guard.recordDataPtrOnStream(tensor.storage().data_ptr(), guard.getStream(tensor.device()));
 }
 
-// Writes and permutes the bytes, and swaps the replacements in.
-void run(const Batch& batch) {
-  batch.queue.run();
-  for (const Change* change : batch.changes) {
+// Writes and permutes the bytes, then swaps the replacements in.
+void run(const DeviceChanges& on_device) {
+  on_device.batch.run();
+  for (const Change* change : on_device.changes) {
     if (change->staged.defined()) write_back(*change);
-    if (is_fresh(change->outcome)) outlive_reads(change->tensor);
+    if (is_copied(change->outcome)) outlive_reads(change->tensor);
     at::Tensor(change->tensor).set_data(change->replacement);
   }
 }
 
-void run(const std::vector<Batch>& batches, bool is_cpu) {
-  for (const Batch& batch : batches) {
-    if (batch.device.is_cpu() == is_cpu) run(batch);
+void run(const std::vector<DeviceChanges>& devices, bool is_cpu) {
+  for (const DeviceChanges& on_device : devices) {
+    if (on_device.device.is_cpu() == is_cpu) run(on_device);
   }
 }
 
-// The stages and what may fail on devices, then what cannot fail.
+// Runs the stages and the devices, which may fail, then what cannot fail.
 void run(std::vector<Stage>& stages, const Commit& rest) {
   size_t done = 0;
   try {
     rest.device_writes.run();
     for (; done < stages.size(); ++done) run(stages[done]);
-    run(rest.batches, /*is_cpu=*/false);
+    run(rest.devices, /*is_cpu=*/false);
   } catch (...) {
     while (done > 0) undo(stages[--done]);
     throw;
   }
-  run(rest.batches, /*is_cpu=*/true);
+  run(rest.devices, /*is_cpu=*/true);
 }
 
 }  // namespace
@@ -283,7 +284,7 @@ void commit(const char* op, at::TensorList weights, const std::vector<WeightPlan
   find_twins(changes);
   std::vector<Stage> stages = stages_of(changes);
   run(stages, prepare(changes));
-  // Autocast keeps low-precision copies of weights; those of the old layout would serve until its region ends.
+  // Autocast caches low-precision copies of weights. Those in the old layout would be used until its region ends.
   at::autocast::clear_cache();
 }
 

@@ -1,4 +1,4 @@
-// Carries out the plans of an in-place operator, so that all of it happens or nothing.
+// Carries out the plans of an in-place operator, all or nothing.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -9,10 +9,10 @@
 
 namespace nhwc {
 
-/// All or nothing: raises for the first refusal before anything changes. What is permuted in place has everything that
-/// it needs before anything changes. New memory of the CPU is made in stages, and if there is none left for one, the
-/// weights of those before have their values, strides and format back: in their old memory where something else holds
-/// it, else in new memory. Then only a device that fails can stop it.
+/// All or nothing. Raises for the first refusal before anything changes. Permutations in place have all the memory that
+/// they need before anything changes. New memory on the CPU is allocated in stages. If a stage gets none, the weights
+/// of the stages before it get their values, strides and format back: in their old memory if something else holds it,
+/// otherwise in new memory. After that, only a failing device can raise.
 void commit(const char* op, at::TensorList weights, const std::vector<WeightPlan>& plans);
 
 }  // namespace nhwc

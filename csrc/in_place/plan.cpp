@@ -1,11 +1,11 @@
 #include "in_place/plan.h"
 
-#include "weights/arguments.h"
+#include "layout/arguments.h"
 
 namespace nhwc {
 namespace {
 
-// `strides_of` takes a weight and what an error about it begins with.
+// `strides_of` takes a weight, and the argument that an error about it names.
 template <typename StridesOf>
 std::vector<WeightPlan> plan(const char* op, at::TensorList weights, StoragePolicy policy,
                              const StridesOf& strides_of) {
@@ -17,7 +17,7 @@ std::vector<WeightPlan> plan(const char* op, at::TensorList weights, StoragePoli
     const Argument argument{op, index, weights.size()};
     const Strides strides = strides_of(weight, argument);
     const Outcome outcome = is_traced ? Outcome::traced : decide_outcome(weight, strides, policy);
-    if (outcome > Outcome::kept) check_storage(argument, weight);
+    if (outcome > Outcome::unchanged) check_storage(argument, weight);
     const Outcome of_gradient = decide_gradient_outcome(weight, strides, outcome);
     plans.push_back({strides, is_refusal(of_gradient) ? of_gradient : outcome, of_gradient});
   }
@@ -30,7 +30,7 @@ std::vector<WeightPlan> plan_format(const char* op, at::TensorList weights,
                                     std::optional<at::MemoryFormat> memory_format, StoragePolicy policy) {
   return plan(op, weights, policy, [&](const at::Tensor& weight, const Argument& argument) {
     const auto format = resolve_memory_format(argument, weight, memory_format);
-    // Symbolic sizes belong to tensors that are refused.
+    // A tensor with symbolic sizes is refused later.
     const bool has_sizes = !weight.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
     return has_sizes ? canonical_strides(weight.sizes(), format) : Strides{};
   });
@@ -42,11 +42,11 @@ std::vector<WeightPlan> plan_strides(const char* op, at::TensorList weights, at:
     check_strided(argument, weight);
     const size_t dim = weight.dim();
     TORCH_CHECK(strides.size() >= dim, argument, ": there are fewer strides than dimensions");
-    const at::IntArrayRef wanted = strides.slice(0, dim);
+    const at::IntArrayRef requested = strides.slice(0, dim);
     strides = strides.slice(dim);
-    TORCH_CHECK(is_non_overlapping(weight.sizes(), wanted), argument,
-                ": expected strides by which no elements overlap, got ", wanted, " for ", describe(weight));
-    return Strides(wanted);
+    TORCH_CHECK(is_non_overlapping(weight.sizes(), requested), argument,
+                ": expected strides by which no elements overlap, got ", requested, " for ", describe(weight));
+    return Strides(requested);
   });
   TORCH_CHECK(strides.empty(), op, ": there are ", strides.size(), " strides more than dimensions");
   return plans;

@@ -8,13 +8,13 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/jit/frontend/tracer.h>
 
-#include "weights/memory_format.h"
-#include "writing/weight_queue.h"
+#include "batch/weight_batch.h"
+#include "layout/memory_format.h"
 
 namespace nhwc {
 namespace {
 
-// Tensors that stand for something else than their own bytes.
+// Tensors that represent something else than their own bytes.
 constexpr c10::DispatchKeySet traced_keys({
     c10::DispatchKey::Python,
     c10::DispatchKey::Functionalize,
@@ -29,9 +29,9 @@ constexpr c10::DispatchKeySet lazy_view_keys({
     c10::DispatchKey::ZeroTensor,
 });
 
-// DDP and FSDP1 hang their reducers there, and keep views of the gradient in the strides of the moment of wrapping:
-// gradients would be permuted silently from then on. Hooks made by register_post_accumulate_grad_hook do not count, and
-// a hook of the user's own in this place cannot be told from a reducer.
+// DDP and FSDP1 register their reducers there, and keep views of the gradient in the strides that it had when they
+// wrapped the model: a conversion would silently permute all later gradients. Hooks of
+// register_post_accumulate_grad_hook do not count. A user's own hook in this place cannot be distinguished.
 bool has_accumulator_post_hooks(const at::Tensor& weight) {
   const auto accumulator = torch::autograd::impl::try_get_grad_accumulator(weight);
   return accumulator && !accumulator->post_hooks().empty();
@@ -51,30 +51,19 @@ bool is_foreign(const c10::DataPtr& memory) {
   return !allocator || !allocator->raw_deleter() || memory.get_deleter() != allocator->raw_deleter();
 }
 
-// Whether the one other holder of a storage is its own Python wrapper, and no Python has that. `torch.save`,
-// `torch.load` and `untyped_storage()` make a wrapper, and it stays: it counts as a holder of the storage, which holds
-// the wrapper in turn for as long as something else holds the storage, here the weight. With two holders and one
-// reference to the wrapper these are each other's, and nobody else sees the bytes. In detail:
-// - Where somebody may see them, one of the two counts is higher: that of the storage with every tensor over it, and
-//   that of the wrapper with every variable, container, frame or other wrapper (`TypedStorage`), of whatever thread.
-// - Reading the wrapper's count takes no GIL, which this thread may or may not have. The storage keeps the wrapper
-//   alive meanwhile, and a new reference to either could only be made by way of the weight, which no other thread may
-//   use; a reference that is just dropped is seen or not, and if it is, the bytes are left alone.
-// - Weak references hold nothing, here as in every count: who has one must bear that the storage is gone.
-// - Without Python there are no wrappers; after it has ended, no count of one is 1.
-//
-// A torch that lacks the question, or whose wrappers do not count as holders, is told apart when this is compiled:
-// every wrapper holds there.
-template <typename Storage>
-bool is_held_by_its_wrapper_alone(const Storage& storage) {
-  if constexpr (requires {
-                  storage.pyobj_slot()->has_unique_reference();
-                  storage.incref_pyobject();
-                }) {
-    return storage.pyobj_slot()->has_unique_reference();
-  } else {
-    return false;
-  }
+// Returns whether the only other holder of a storage is its own Python wrapper, to which Python has no reference.
+// `torch.save`, `torch.load` and `untyped_storage()` make a wrapper that stays: it holds the storage, and the storage
+// holds the wrapper while something else, here the weight, holds the storage. If the storage has two holders and the
+// wrapper one reference, nothing else sees the bytes. In detail:
+// - Anything that can see the bytes raises one of the two counts: tensors that of the storage; variables, containers,
+//   frames and other wrappers (`TypedStorage`) of any thread that of the wrapper.
+// - The count of the wrapper is read without the GIL, which this thread may or may not hold. The storage keeps the
+//   wrapper alive, and new references could only be made through the weight, which no other thread may use. If a
+//   reference that is being dropped is still counted, the bytes are left alone.
+// - Weak references hold nothing, as everywhere: their owners must expect that the storage is gone.
+// - Without Python there are no wrappers; after Python has ended, no wrapper's count is 1.
+bool is_held_by_its_wrapper_alone(const c10::StorageImpl& storage) {
+  return storage.pyobj_slot()->has_unique_reference();
 }
 
 bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
@@ -82,23 +71,23 @@ bool is_dense(at::IntArrayRef size, at::IntArrayRef strides) {
          is_non_overlapping(size, strides);
 }
 
-// Reuse where nothing else can see the bytes, else the reason for fresh memory, or for a refusal. The order matters:
-// what is shared is foreign too, and what is foreign is often held as well.
+// Returns in_place where nothing else can see the bytes, otherwise the reason for new memory or for a refusal. The
+// order matters: shared memory is also foreign, and foreign memory is often held as well.
 Outcome reuse_or_reason(const at::Tensor& weight, at::IntArrayRef strides, bool is_refused) {
   const c10::DataPtr& memory = weight.storage().data_ptr();
-  if (is_shared(memory)) return is_refused ? Outcome::shared : Outcome::fresh_shared;
-  if (is_foreign(memory)) return is_refused ? Outcome::foreign : Outcome::fresh_foreign;
-  if (is_held(weight)) return is_refused ? Outcome::held : Outcome::fresh_held;
+  if (is_shared(memory)) return is_refused ? Outcome::shared : Outcome::copied_shared;
+  if (is_foreign(memory)) return is_refused ? Outcome::foreign : Outcome::copied_foreign;
+  if (is_held(weight)) return is_refused ? Outcome::held : Outcome::copied_held;
   if (weight.is_non_overlapping_and_dense() && is_dense(weight.sizes(), strides) && can_permute(weight)) {
-    return Outcome::reused;
+    return Outcome::in_place;
   }
-  return is_refused ? Outcome::not_permutable : Outcome::fresh;
+  return is_refused ? Outcome::not_permutable : Outcome::copied;
 }
 
 Outcome decide_storage(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
-  if (policy == StoragePolicy::fresh) return Outcome::fresh;
+  if (policy == StoragePolicy::fresh) return Outcome::copied;
   if (is_part_of_larger_storage(weight)) {
-    return policy == StoragePolicy::detach ? Outcome::fresh : Outcome::part_of_larger_storage;
+    return policy == StoragePolicy::detach ? Outcome::copied : Outcome::part_of_larger_storage;
   }
   const bool moves_nothing =
       weight.numel() == 0 || are_same_places(weight, strides) ||
@@ -130,27 +119,27 @@ bool is_tracing() {
 }
 
 Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy) {
-  // A wrapper can be converted by other means, and its hooks stand against that too.
+  // A wrapper subclass can be converted in other ways, which its hooks rule out too.
   if (weight.key_set().has_any(traced_keys)) {
     return has_accumulator_post_hooks(weight) ? Outcome::wrapped : Outcome::traced;
   }
   if (weight.key_set().has_any(lazy_view_keys)) return Outcome::lazy_view;
   if (!weight.is_leaf()) return Outcome::not_a_leaf;
-  if (weight.strides() == strides) return Outcome::kept;
+  if (weight.strides() == strides) return Outcome::unchanged;
   if (has_accumulator_post_hooks(weight)) return Outcome::wrapped;
   return decide_storage(weight, strides, policy);
 }
 
 Outcome decide_gradient_outcome(const at::Tensor& weight, at::IntArrayRef strides, Outcome outcome_of_weight) {
-  if (is_refusal(outcome_of_weight) || !weight.grad().defined()) return Outcome::kept;
+  if (is_refusal(outcome_of_weight) || !weight.grad().defined()) return Outcome::unchanged;
   const at::Tensor& gradient = weight.grad();
   const bool is_plain = gradient.layout() == at::kStrided && !gradient.grad_fn() &&
                         !gradient.key_set().has_any(traced_keys | lazy_view_keys) && gradient.sizes() == weight.sizes();
-  if (is_plain && gradient.strides() == strides) return Outcome::kept;
+  if (is_plain && gradient.strides() == strides) return Outcome::unchanged;
   const Outcome outcome =
       is_plain ? decide_storage(gradient, strides, StoragePolicy::automatic) : Outcome::gradient_in_the_way;
   if (!is_refusal(outcome)) return outcome;
-  return outcome_of_weight == Outcome::kept ? Outcome::kept : Outcome::gradient_in_the_way;
+  return outcome_of_weight == Outcome::unchanged ? Outcome::unchanged : Outcome::gradient_in_the_way;
 }
 
 }  // namespace nhwc

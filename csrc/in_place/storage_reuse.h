@@ -1,4 +1,4 @@
-// Who owns the bytes of a weight: the one place that decides between keep, restride, reuse, fresh and refuse.
+// Who owns the bytes of a weight: the only place that decides between the outcomes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,31 +15,31 @@ enum class StoragePolicy { automatic, fresh, reuse, detach };
 /// Raises, in the name of `op`, for anything but "auto", "fresh", "reuse" and "detach".
 StoragePolicy parse_storage_policy(const char* op, std::string_view storage);
 
-/// Whether a tracer is active. It would run a conversion while it records, on the real weight, and leave it out of the
-/// graph: every weight is then `Outcome::traced`.
+/// Returns whether a tracer is active. It would convert the real weight while it records, and leave the conversion out
+/// of the graph: every weight is then `Outcome::traced`.
 bool is_tracing();
 
-/// What bringing `weight` into `strides` will do. Reads reference counts only: it takes no reference to the storage,
-/// and wraps none, so that asking changes no later answer.
+/// Decides what giving `strides` to `weight` will do. Only reference counts are read: no reference to the storage is
+/// taken and no wrapper is made, so that the decision does not change later ones.
 ///
-/// The weight's bytes may be permuted in place when the weight is dense and spans the whole of a storage that nothing
-/// else holds, in memory of the device's own allocator. Memory from elsewhere (NumPy, a memory map, another process)
-/// may have owners that the count of references does not see.
+/// The bytes may be permuted in place when the weight is dense and spans all of a storage that nothing else holds, in
+/// memory of the device's own allocator. Memory from elsewhere (NumPy, a memory map, another process) may have owners
+/// that reference counts do not include.
 Outcome decide_outcome(const at::Tensor& weight, at::IntArrayRef strides, StoragePolicy policy);
 
-/// What becomes of a weight's gradient, always under `StoragePolicy::automatic`: it follows a weight that changes, and
-/// joins one that is kept where it can.
+/// Decides the outcome for a weight's gradient, always under `StoragePolicy::automatic`: it follows a weight that
+/// changes, and joins an unchanged one where it can.
 Outcome decide_gradient_outcome(const at::Tensor& weight, at::IntArrayRef strides, Outcome outcome_of_weight);
 
-/// Whether something else holds the weight's storage, other than the storage's own Python wrapper that nobody has.
+/// Returns whether anything else holds the weight's storage, besides the storage's own Python wrapper.
 bool is_held(const at::Tensor& weight);
 
-inline bool is_refusal(Outcome outcome) { return outcome < Outcome::kept; }
+inline bool is_refusal(Outcome outcome) { return outcome < Outcome::unchanged; }
 
-/// Whether an outcome brings new storage.
-inline bool is_fresh(Outcome outcome) {
-  return outcome == Outcome::fresh || outcome == Outcome::fresh_held || outcome == Outcome::fresh_foreign ||
-         outcome == Outcome::fresh_shared;
+/// Returns whether an outcome allocates new storage.
+inline bool is_copied(Outcome outcome) {
+  return outcome == Outcome::copied || outcome == Outcome::copied_held || outcome == Outcome::copied_foreign ||
+         outcome == Outcome::copied_shared;
 }
 
 }  // namespace nhwc

@@ -4,7 +4,7 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/variable.h>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 
 namespace nhwc {
@@ -21,11 +21,11 @@ const Formula be_contiguous = {
     "ContiguousBackward",
     [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
       if (!gradients[0].defined() || !context.needed[0]) return {at::Tensor()};
-      const at::Tensor dense = gradients[0].contiguous();  // with any strides where a size is 1
+      const at::Tensor dense = gradients[0].contiguous();  // sizes of 1 may have any stride
       return {dense.flatten().view_symint(dense.sym_sizes())};
     }};
 
-/// The same memory, and the gradient that it hands on passes through the formula.
+/// Returns an alias through which the gradient flows by the formula.
 at::Tensor alias_of(const at::Tensor& input, const Formula& formula) {
   const bool is_below_autograd =
       c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
@@ -36,7 +36,7 @@ at::Tensor alias_of(const at::Tensor& input, const Formula& formula) {
     const at::AutoDispatchBelowADInplaceOrView below;
     alias = input.alias();
   }
-  // What a composition saves is the input's memory: a change of it in place must be seen by the backward.
+  // A composition saves the input's memory: the backward must see in-place changes of it.
   torch::autograd::impl::set_version_counter(alias, torch::autograd::impl::version_counter(input));
   record(formula, alias, {input}, {}, {});
   return alias;
@@ -44,14 +44,16 @@ at::Tensor alias_of(const at::Tensor& input, const Formula& formula) {
 
 }  // namespace
 
-at::Tensor enter(const at::Tensor& input) { return alias_of(input, keep_format); }
+at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }
 
-at::Tensor enter_weight(const at::Tensor& weight) {
-  if (is_channels_last(weight)) return enter(weight);
+at::Tensor with_same_layout_grad(const at::Tensor& weight) {
+  if (is_channels_last(weight)) return with_channels_last_grad(weight);
   return weight.is_contiguous() ? alias_of(weight, be_contiguous) : weight;
 }
 
-at::Tensor leave(const at::Tensor& output) { return enter(to_channels_last(output)); }
+at::Tensor as_channels_last_output(const at::Tensor& output) {
+  return with_channels_last_grad(to_channels_last(output));
+}
 
 at::Tensor to_planes(const at::Tensor& volume) { return channels_from_end(channels_to_end(volume).flatten(0, 1)); }
 

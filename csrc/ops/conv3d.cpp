@@ -1,18 +1,17 @@
-// 3D convolutions of channels-last volumes with one tap in the plane, as 2D ones over views, or as products of matrices
-// where there is no other tap. With one tap along depth alone nothing is gained, nor with a stride in the plane: these
-// are PyTorch's own.
+// 3D convolutions of channels-last volumes with one tap in the plane: 2D convolutions over views, or matrix products
+// where depth has one tap too. Kernels with more taps in the plane, or a stride there, gain nothing and are PyTorch's.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/composition.h"
 
 namespace nhwc {
 namespace {
 
-// Whether the arguments fit each other, and the convolution gains. All else, errors included, is PyTorch's own to
-// answer.
+// Returns whether the arguments fit each other and the composition is faster. PyTorch's own operator handles everything
+// else, errors included.
 bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                    at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
                    const c10::SymInt& groups) {
@@ -28,7 +27,7 @@ bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std:
   for (size_t dim = 1; dim < 3; ++dim) {
     if (weight.sym_size(dim + 2) != 1 || padding[dim] != 0 || stride[dim] != 1) return false;
   }
-  // Groups: only what was measured to gain.
+  // With groups, only these cases were faster when measured.
   if (groups > 1 && (weight.sym_size(2) != 1 || input.scalar_type() != at::kFloat)) return false;
   if (groups <= 0 || weight.sym_size(0) <= 0 || weight.sym_size(0) % groups != 0 ||
       input.sym_size(1) != weight.sym_size(1) * groups || input.scalar_type() != weight.scalar_type()) {
@@ -39,8 +38,8 @@ bool is_composable(const at::Tensor& input, const at::Tensor& weight, const std:
          (bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0) && bias->scalar_type() == input.scalar_type());
 }
 
-// Whether every voxel is a product by itself, and a matrix product is faster, and as precise as is asked of
-// convolutions: of narrower types the convolutions are faster.
+// Returns whether the convolution is one matrix product over all voxels, which is faster than a convolution except for
+// narrow types, and is as precise as PyTorch's settings require of convolutions.
 bool is_linear(const at::Tensor& input, const at::Tensor& weight, const c10::SymInt& stride, const c10::SymInt& padding,
                const c10::SymInt& groups) {
   const bool is_wide = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
@@ -58,17 +57,19 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
     if (input.dim() != 5 || !is_channels_last(input)) {
       return at::conv3d_symint(input, weight, bias, stride, padding, dilation, std::move(groups));
     }
-    return leave(at::conv3d_symint(enter(input), weight, bias, stride, padding, dilation, std::move(groups)));
+    return as_channels_last_output(
+        at::conv3d_symint(with_channels_last_grad(input), weight, bias, stride, padding, dilation, std::move(groups)));
   }
-  const at::Tensor kernel = enter_weight(weight);  // whose views may have gradients in other strides
+  const at::Tensor kernel = with_same_layout_grad(weight);  // its views may get gradients in other strides
   if (is_linear(input, weight, stride[0], padding[0], groups)) {
-    return leave(channels_from_end(at::linear(channels_to_end(enter(input)), kernel.flatten(1), bias)));
+    return as_channels_last_output(
+        channels_from_end(at::linear(channels_to_end(with_channels_last_grad(input)), kernel.flatten(1), bias)));
   }
   const c10::SymInt one = 1, zero = 0;
-  const at::Tensor out =
-      at::conv2d_symint(to_columns(enter(input)), kernel.squeeze(4), bias, at::SymIntArrayRef({stride[0], one}),
-                        at::SymIntArrayRef({padding[0], zero}), at::SymIntArrayRef({dilation[0], one}), groups);
-  return leave(from_columns(out, input.sym_size(4)));
+  const at::Tensor out = at::conv2d_symint(to_columns(with_channels_last_grad(input)), kernel.squeeze(4), bias,
+                                           at::SymIntArrayRef({stride[0], one}), at::SymIntArrayRef({padding[0], zero}),
+                                           at::SymIntArrayRef({dilation[0], one}), groups);
+  return as_channels_last_output(from_columns(out, input.sym_size(4)));
 }
 
 }  // namespace
@@ -76,8 +77,8 @@ at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const std::
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("conv3d", TORCH_FN(conv3d)); }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { m.impl("conv3d", TORCH_FN(conv3d)); }
 
-// As PyTorch's: in lower precision. Cast before the views are made, of which autocast would keep no cast; on other
-// devices it is PyTorch's own that is called.
+// In lower precision, as PyTorch's. The casts precede the views, whose casts autocast would not cache. On other devices
+// PyTorch's own operator is called.
 TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
   m.impl("conv3d",
          [](const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,

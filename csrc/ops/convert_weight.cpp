@@ -9,20 +9,20 @@
 
 #include <algorithm>
 
+#include "batch/weight_batch.h"
+#include "layout/arguments.h"
+#include "layout/memory_format.h"
 #include "ops/autograd_node.h"
 #include "torch_nhwc/ops.h"
-#include "weights/arguments.h"
-#include "weights/memory_format.h"
-#include "writing/weight_queue.h"
 
 namespace nhwc {
 namespace {
 
-/// New memory for a weight, in canonical strides.
+/// Allocates memory for a weight, in canonical strides.
 at::Tensor empty_weight(const at::Tensor& weight, at::MemoryFormat format, at::ScalarType type) {
   const Strides strides = canonical_strides(weight.sizes(), format);
   const at::TensorOptions options = weight.options().dtype(type);
-  // What the dispatcher would call, without the way there, which takes as long as all else on a small weight.
+  // This is what the dispatcher would call. For a small weight the dispatch takes as long as everything else.
   if (weight.is_cpu()) return at::Tensor(at::detail::empty_strided_cpu(weight.sizes(), strides, options));
   return at::empty_strided(weight.sizes(), strides, options);
 }
@@ -32,14 +32,14 @@ at::Tensor convert_weight_kernel(const at::Tensor& weight, std::optional<at::Mem
   const auto [format, to] = resolve_target(weight, memory_format, dtype);
   check_storage({"nhwc::convert_weight"}, weight);
   const at::Tensor out = empty_weight(weight, format, to);
-  WeightQueue queue;
-  queue.write_or_queue(weight, out);
-  queue.allocate();
-  queue.run();
+  WeightBatch batch;
+  batch.write_or_add(weight, out);
+  batch.allocate();
+  batch.run();
   return out;
 }
 
-// Exact shapes, strides and dtype without data, sizes known or symbolic.
+// Computes exact shapes, strides and dtype without data, for known and symbolic sizes.
 at::Tensor convert_weight_meta(const at::Tensor& weight, std::optional<at::MemoryFormat> memory_format,
                                std::optional<at::ScalarType> dtype) {
   const auto [format, to] = resolve_target(weight, memory_format, dtype);
@@ -70,12 +70,12 @@ const Formula convert_back = {
                              static_cast<at::ScalarType>(context.constants[1].toInt()))};
     }};
 
-// The format in which AccumulateGrad takes the gradient of `weight` without a copy. Sizes and strides may be symbolic.
+// Returns the format in which AccumulateGrad accepts the gradient without a copy. Sizes and strides may be symbolic.
 at::MemoryFormat gradient_format(const at::Tensor& weight) {
   return weight.is_non_overlapping_and_dense() ? weight.suggest_memory_format() : at::MemoryFormat::Contiguous;
 }
 
-// Makes `out` differentiable as the conversion of `weight`, where that is asked for.
+// Makes `out` differentiable as the conversion of `weight`, if the weight requires a gradient.
 void record_conversion(const at::Tensor& weight, const at::Tensor& out) {
   if (!autograd::compute_requires_grad(weight) || !autograd::isDifferentiableType(out.scalar_type())) return;
   record(convert_back, out, {weight}, {},
@@ -100,8 +100,8 @@ at::Tensor convert_weight_autograd(c10::DispatchKeySet keys, const at::Tensor& w
   return out;
 }
 
-// Whether one call may stand for the calls of convert_weight one by one: no mode or transform is active, and every
-// weight is an ordinary tensor in memory without a tangent. (A profiler then sees the one call.)
+// Returns whether one batch may replace separate calls of convert_weight: no mode or transform is active, and every
+// weight is an ordinary tensor in memory without a tangent. (A profiler then sees one call.)
 bool can_be_one_call(at::TensorList weights) {
   constexpr auto ordinary =
       c10::DispatchKeySet({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::CUDA,
@@ -131,16 +131,16 @@ std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::opti
   }
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    WeightQueue queue;
+    WeightBatch batch;
     for (size_t index = 0; index < weights.size(); ++index) {
       const at::Tensor& weight = weights[index];
       check_storage({op, index, weights.size()}, weight);
       const auto [format, to] = targets[index];
       results.push_back(empty_weight(weight, format, to));
-      queue.write_or_queue(weight, results.back());
+      batch.write_or_add(weight, results.back());
     }
-    queue.allocate();
-    queue.run();
+    batch.allocate();
+    batch.run();
   }
   const bool is_below_autograd =
       c10::impl::tls_local_dispatch_key_set().excluded_.has_any(c10::autograd_dispatch_keyset);
@@ -152,8 +152,8 @@ std::vector<at::Tensor> convert_weights_kernel(at::TensorList weights, std::opti
 
 }  // namespace
 
-// For every device: those without a kernel of ours are served by PyTorch's own copy. Layouts that are not strided come
-// here as well, and get the same clear error as everywhere; only nested tensors must be named.
+// For every device: without a kernel of ours PyTorch's own copy serves. Layouts that are not strided also come here,
+// and raise the same error as everywhere; only the keys of nested tensors must be named.
 TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) { m.impl("convert_weight", TORCH_FN(convert_weight_kernel)); }
 TORCH_LIBRARY_IMPL(nhwc, NestedTensorCPU, m) { m.impl("convert_weight", TORCH_FN(convert_weight_kernel)); }
 TORCH_LIBRARY_IMPL(nhwc, NestedTensorCUDA, m) { m.impl("convert_weight", TORCH_FN(convert_weight_kernel)); }
@@ -163,7 +163,7 @@ TORCH_LIBRARY_IMPL(nhwc, Autograd, m) { m.impl("convert_weight", TORCH_FN(conver
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("convert_weights", TORCH_FN(convert_weights_kernel)); }
 
-// Without this registration vmap would ask for a batching rule of the list instead of decomposing it.
+// Without this registration vmap would look for a batching rule of the list instead of decomposing it.
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) {
   m.impl("convert_weights", TORCH_FN(convert_weights_kernel));
 }

@@ -1,7 +1,7 @@
 // The in-place operators: check and plan everything, then commit.
 //
-// They are composite, so that they see the tensors themselves: below autograd, functionalization would drop the change
-// of strides in silence. Whatever stands for another tensor is refused instead.
+// They are composite, so that they see the tensors themselves: below autograd, functionalization would silently drop
+// the change of strides. A tensor that represents another one is refused instead.
 #include <torch/library.h>
 
 #include "in_place/commit.h"
@@ -36,16 +36,15 @@ int64_t convert_weight_kernel_(const at::Tensor& weight, std::optional<at::Memor
   return convert_in_place("nhwc::convert_weight_", weight, memory_format, storage).front();
 }
 
-std::vector<int64_t> lay_out_weights_kernel_(at::TensorList weights, at::IntArrayRef strides,
-                                             c10::string_view storage) {
-  constexpr const char* op = "nhwc::lay_out_weights_";
+std::vector<int64_t> set_strides_kernel_(at::TensorList weights, at::IntArrayRef strides, c10::string_view storage) {
+  constexpr const char* op = "nhwc::set_strides_";
   return apply(op, weights, plan_strides(op, weights, strides, parse_storage_policy(op, storage)));
 }
 
 void register_kernels(torch::Library& m) {
   m.impl("convert_weight_", TORCH_FN(convert_weight_kernel_));
   m.impl("convert_weights_", TORCH_FN(convert_weights_kernel_));
-  m.impl("lay_out_weights_", TORCH_FN(lay_out_weights_kernel_));
+  m.impl("set_strides_", TORCH_FN(set_strides_kernel_));
   m.impl("plan_weights", TORCH_FN(plan_weights_kernel));
 }
 
@@ -53,8 +52,8 @@ void register_kernels(torch::Library& m) {
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { register_kernels(m); }
 
-// Here the kernels only refuse, with the same words as everywhere: torch.jit.trace would run the operators first and
-// fail to record them second, vmap would speak of batching rules, and functionalize of alias annotations.
+// Under these keys the kernels only refuse, in the usual words: torch.jit.trace would first run the operators and then
+// fail to record them, and the errors of vmap and functionalize would be about batching rules and alias annotations.
 TORCH_LIBRARY_IMPL(nhwc, Tracer, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, Functionalize, m) { register_kernels(m); }

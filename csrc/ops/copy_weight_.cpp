@@ -1,4 +1,4 @@
-// Copies values into memory that is there already: what the functional operators do, less the allocation.
+// Copies values into existing memory: the functional operators without the allocation.
 #include <ATen/MemoryOverlap.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,9 +6,9 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
-#include "weights/arguments.h"
-#include "weights/memory_format.h"
-#include "writing/weight_queue.h"
+#include "batch/weight_batch.h"
+#include "layout/arguments.h"
+#include "layout/memory_format.h"
 
 namespace nhwc {
 namespace {
@@ -37,10 +37,10 @@ void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
   TORCH_CHECK(!self.is_alias_of(weight) || at::get_overlap_status(self, weight) == at::MemOverlapStatus::No, op,
               ": expected memory that does not overlap the weight's: use convert_weight_ for a conversion in place");
   const at::Tensor resolved = weight.resolve_conj().resolve_neg();
-  WeightQueue queue;
-  queue.write_or_queue(resolved, self);
-  queue.allocate();
-  queue.run();
+  WeightBatch batch;
+  batch.write_or_add(resolved, self);
+  batch.allocate();
+  batch.run();
 }
 
 const auto& operation() {
@@ -49,7 +49,7 @@ const auto& operation() {
   return found;
 }
 
-// Values alone are copied, so nothing may be recorded.
+// Only values are copied, so there must be nothing to record.
 void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
   const bool has_tangent = self._fw_grad(/*level=*/0).defined() || weight._fw_grad(/*level=*/0).defined();
   TORCH_CHECK(!has_tangent && !torch::autograd::compute_requires_grad(self, weight), op,
@@ -58,7 +58,7 @@ void copy_weight_autograd_(c10::DispatchKeySet keys, const at::Tensor& self, con
   operation().redispatch(keys & c10::after_autograd_keyset, self, weight);
 }
 
-// What was saved of `self` is told that it changed, in inference mode too.
+// Graphs that saved `self` must notice that it changed, also when that happens in inference mode.
 void copy_weight_in_place_(c10::DispatchKeySet keys, const at::Tensor& self, const at::Tensor& weight) {
   {
     const at::AutoDispatchBelowADInplaceOrView below;

@@ -1,8 +1,8 @@
-// GELU of a channels-last activation: PyTorch's own, on the dense view with channels last.
+// GELU of a channels-last activation: PyTorch's own, on the dense view whose last dimension is the channels.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/composition.h"
 
 namespace nhwc {
@@ -10,7 +10,8 @@ namespace {
 
 at::Tensor gelu(const at::Tensor& input, c10::string_view approximate) {
   if (!is_channels_last(input)) return at::gelu(input, approximate);
-  return leave(channels_from_end(at::gelu(channels_to_end(enter(input)), approximate)));
+  return as_channels_last_output(
+      channels_from_end(at::gelu(channels_to_end(with_channels_last_grad(input)), approximate)));
 }
 
 }  // namespace

@@ -9,7 +9,7 @@
 #include <array>
 #include <tuple>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "torch_nhwc/ops.h"
 
@@ -46,7 +46,7 @@ bool is_of_channels(const at::Tensor& input, const Optional& parameter) {
   return !parameter || !parameter->defined() || (parameter->dim() == 1 && parameter->sym_size(0) == input.sym_size(1));
 }
 
-/// Whether the kernels take these arguments: all others are PyTorch's, and so are its errors.
+/// Returns whether the kernels serve. PyTorch's own operator handles everything else, errors included.
 bool is_served(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias) {
   const at::ScalarType type = input.scalar_type();
   const bool is_known = type == at::kFloat || type == at::kBFloat16 || type == at::kHalf || type == at::kDouble;
@@ -76,7 +76,7 @@ at::ScalarType type_of_statistics(const at::Tensor& input) {
   return input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
 }
 
-/// The shape as the kernels take it; raises where sums of rows would be empty.
+/// Returns the shape in the form of the kernels. Raises where sums of rows would be empty.
 cpu::GroupNormShape shape_of(const at::Tensor& input, int64_t groups) {
   const int64_t samples = input.size(0), channels = input.size(1);
   TORCH_CHECK(input.numel() > 0, "nhwc::native_group_norm: expected an input with elements, got one of shape ",
@@ -111,7 +111,7 @@ Results group_norm_backward_cpu(const at::Tensor& grad, const at::Tensor& input,
   return {grad_input, mask[1] ? grad_weight.to(type) : grad_weight, mask[2] ? grad_bias.to(type) : grad_bias};
 }
 
-// Elsewhere, by PyTorch's own kernels on contiguous memory.
+// On other devices PyTorch's own kernels run, on contiguous memory.
 Results group_norm_elsewhere(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
                              double eps) {
   check(input, groups, weight, bias);
@@ -147,21 +147,21 @@ Results group_norm_backward_meta(const at::Tensor&, const at::Tensor& input, con
   return {mask[0] ? empty_channels_last(input) : at::Tensor(), parameter(mask[1]), parameter(mask[2])};
 }
 
-// The same by PyTorch's differentiable functions, for derivatives of higher order, forward mode and vmap.
+// The same in PyTorch's differentiable functions, for derivatives of higher order, forward mode and vmap.
 
-/// The input as `[N, rows, groups, channels of a group]`, in the type of the statistics.
+/// Views the input as `[N, rows, groups, channels of a group]`, in the dtype of the statistics.
 at::Tensor grouped(const at::Tensor& input, int64_t groups) {
   const c10::SymInt of_group = input.sym_size(1) / groups;
   return channels_to_end(input).to(type_of_statistics(input)).reshape_symint({input.sym_size(0), -1, groups, of_group});
 }
 
-/// The way back.
+/// The inverse of `grouped`.
 at::Tensor ungrouped(const at::Tensor& values, const at::Tensor& like) {
   return to_channels_last(
       channels_from_end(values.to(like.scalar_type()).reshape_symint(channels_to_end(like).sym_sizes())));
 }
 
-/// A parameter for grouped values.
+/// Views a parameter so that it broadcasts over grouped values.
 at::Tensor of_groups(const at::Tensor& parameter, int64_t groups, at::ScalarType type) {
   return parameter.to(type).reshape_symint({groups, -1});
 }
@@ -198,7 +198,7 @@ Results composed_group_norm_backward(const at::Tensor& grad, const at::Tensor& i
   return results;
 }
 
-// Inputs, in this order, have gradients; a bias's type is that of the weight.
+// The gradients are those of the input, the weight and the bias, whose dtype is the weight's.
 const Formula group_norm_formula = {
     "NhwcGroupNormBackward",
     [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
@@ -245,16 +245,16 @@ at::Tensor group_norm_of_any(const at::Tensor& input, int64_t groups, const Opti
   return std::get<0>(native_group_norm().call(input, groups, weight, bias, eps));
 }
 
-/// Brings running statistics along as PyTorch does: by the averages over the samples, of the unbiased variance.
+/// Updates running statistics as PyTorch does: with averages over the samples, of the unbiased variance.
 void update(const at::Tensor& running_mean, const at::Tensor& running_var, const at::Tensor& input, double momentum) {
   const at::NoGradGuard without_gradient;
   const at::Tensor values = channels_to_end(input.detach()).flatten(1, -2).to(type_of_statistics(input));
   const auto [variance, mean] = at::var_mean(values, at::IntArrayRef{1}, /*correction=*/1);
-  const auto bring = [&](const at::Tensor& running, const at::Tensor& statistics) {
+  const auto update_one = [&](const at::Tensor& running, const at::Tensor& statistics) {
     running.mul_(1 - momentum).add_(statistics.mean(0).to(running.scalar_type()), momentum);
   };
-  bring(running_mean, mean);
-  bring(running_var, variance);
+  update_one(running_mean, mean);
+  update_one(running_var, variance);
 }
 
 at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
@@ -277,7 +277,7 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
   return std::get<0>(native_group_norm().call(input, input.size(1), weight, bias, eps));
 }
 
-// Where autocast has a rule for PyTorch's group norm, it is this one.
+// Autocast has this rule for PyTorch's group norm on CUDA.
 at::Tensor group_norm_in_float(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
                                double eps) {
   const c10::impl::ExcludeDispatchKeyGuard below(c10::autocast_dispatch_keyset);
@@ -315,6 +315,5 @@ TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("instance_norm", TORCH_FN(instance_norm_of_any));
 }
 TORCH_LIBRARY_IMPL(nhwc, AutocastCUDA, m) { m.impl("group_norm", TORCH_FN(group_norm_in_float)); }
-TORCH_LIBRARY_IMPL(nhwc, AutocastXPU, m) { m.impl("group_norm", TORCH_FN(group_norm_in_float)); }
 
 }  // namespace nhwc

@@ -1,8 +1,8 @@
-// The operators that take no weights: what the library says of itself.
+// The operators that return information about the library.
 #include <torch/library.h>
 
 #include "cpu/dispatch.h"
-#include "weights/sentences.h"
+#include "in_place/sentences.h"
 
 namespace nhwc {
 namespace {

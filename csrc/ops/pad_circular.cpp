@@ -1,11 +1,11 @@
-// Circular padding of channels-last activations, and its adjoint, each the other's derivative.
+// Circular padding of channels-last activations, and its adjoint. Each is the derivative of the other.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "torch_nhwc/ops.h"
 
@@ -24,7 +24,7 @@ const auto& native_pad_circular_backward() {
   return op;
 }
 
-// What is added before and after one dimension. A negative number takes away.
+// The padding before and after one dimension; a negative number crops.
 struct Border {
   int64_t dim, before, after;
   int64_t added_before() const { return std::max<int64_t>(before, 0); }
@@ -33,7 +33,7 @@ struct Border {
   int64_t taken_after() const { return std::max<int64_t>(-after, 0); }
 };
 
-// From the last dimension to the first, as `pad` lists them.
+// Lists the borders from the last dimension to the first, as `pad` does.
 std::vector<Border> borders(const at::Tensor& tensor, at::IntArrayRef pad) {
   std::vector<Border> result;
   for (size_t i = 0; i + 1 < pad.size(); i += 2) {
@@ -42,7 +42,7 @@ std::vector<Border> borders(const at::Tensor& tensor, at::IntArrayRef pad) {
   return result;
 }
 
-// New memory in channels-last for what is padded (`sign` 1), or for what was there before (-1).
+// Allocates channels-last memory for the padded tensor (`sign` 1), or for the tensor before the padding (-1).
 at::Tensor empty_padded(const at::Tensor& tensor, at::IntArrayRef pad, int sign) {
   c10::SymDimVector sizes(tensor.sym_sizes());
   for (const Border& border : borders(tensor, pad)) sizes[border.dim] += sign * (border.before + border.after);
@@ -50,7 +50,7 @@ at::Tensor empty_padded(const at::Tensor& tensor, at::IntArrayRef pad, int sign)
   return channels_from_end(at::empty_symint(sizes, tensor.options()));
 }
 
-// The part of a padded tensor that comes from the input, and the part of the input that is in there; of one dimension.
+// `middle` is the part of a padded tensor that comes from the input, `kept` that part of the input; in one dimension.
 at::Tensor middle(const at::Tensor& padded, const Border& border) {
   return padded.narrow(border.dim, border.added_before(),
                        padded.size(border.dim) - border.added_before() - border.added_after());
@@ -69,8 +69,8 @@ at::Tensor kept(at::Tensor input, at::ArrayRef<Border> all) {
   return input;
 }
 
-// Calls `visit` with every part that repeats another, and that other, in the order in which parts can be written:
-// those of one dimension repeat what those of the dimensions before it have written.
+// Calls `visit(repeat, original)` for every part that repeats another, in an order in which parts can be written: the
+// borders of one dimension repeat what earlier dimensions have written.
 template <typename Visit>
 void visit_repeats(const at::Tensor& padded, const Border& border, at::ArrayRef<Border> later, const Visit& visit) {
   const at::Tensor part = middle(padded, later);
@@ -109,7 +109,7 @@ at::Tensor pad_backward_kernel(const at::Tensor& grad, at::IntArrayRef pad) {
   return out;
 }
 
-// By operators that batches pass.
+// The same with operators that support batches.
 at::Tensor composed(const at::Tensor& input, at::IntArrayRef pad) {
   const std::vector<Border> all = borders(input, pad);
   at::Tensor out = kept(input, all);
@@ -129,7 +129,7 @@ at::Tensor composed_backward(const at::Tensor& grad, at::IntArrayRef pad) {
     const Border& border = all[i];
     const at::Tensor inner = middle(sums, border);
     const int64_t size = inner.size(border.dim), end = sums.size(border.dim);
-    // Each border, with zeros beside it, on the end that it repeats.
+    // Each border, padded with zeros, is added to the end that it repeats.
     std::vector<int64_t> before(2 * (grad.dim() - border.dim)), after = before;
     before[before.size() - 2] = size - border.added_before();
     after[after.size() - 1] = size - border.added_after();
@@ -154,7 +154,7 @@ const Formula unfold = {
       return {native_pad_circular().call(gradients[0], context.constants[0].toIntVector())};
     }};
 
-// Both are linear: a tangent goes the way of the values.
+// Both are linear: tangents are padded like values.
 template <const auto& op(), const Formula& formula>
 at::Tensor autograd(c10::DispatchKeySet keys, const at::Tensor& input, at::IntArrayRef pad) {
   at::Tensor out;
@@ -168,7 +168,7 @@ at::Tensor autograd(c10::DispatchKeySet keys, const at::Tensor& input, at::IntAr
   return out;
 }
 
-// Whether each border repeats once what is kept of the input. All else, errors included, is PyTorch's own to answer.
+// Returns whether no border is longer than the input. PyTorch's own operator handles everything else, errors included.
 bool is_composable(const at::Tensor& input, at::SymIntArrayRef pad) {
   if (!is_channels_last(input) || static_cast<int64_t>(pad.size()) != 2 * (input.dim() - 2)) return false;
   for (size_t i = 0; i < pad.size(); i += 2) {

@@ -1,8 +1,8 @@
-// Nearest upsampling of volumes that lie channels-last: PyTorch's own, whose gradient is brought back into the format.
+// Nearest upsampling of channels-last volumes: PyTorch's own, with the gradient converted back to the format.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "activations/channels_last.h"
+#include "layout/channels_last.h"
 #include "ops/composition.h"
 
 namespace nhwc {
@@ -14,7 +14,8 @@ at::Tensor upsample_nearest3d(const at::Tensor& input, at::OptionalSymIntArrayRe
     return exact ? at::_upsample_nearest_exact3d_symint(volume, output_size, scale_factors)
                  : at::upsample_nearest3d_symint(volume, output_size, scale_factors);
   };
-  return input.dim() == 5 && is_channels_last(input) ? leave(upsample(enter(input))) : upsample(input);
+  return input.dim() == 5 && is_channels_last(input) ? as_channels_last_output(upsample(with_channels_last_grad(input)))
+                                                     : upsample(input);
 }
 
 }  // namespace

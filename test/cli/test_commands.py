@@ -5,23 +5,21 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
-from selection import exhaustive
+from selection import exhaustive, some_of
 from torch import nn
 
 import torch_nhwc
 from torch_nhwc.cli import commands, models
-
-
-def command_line(*arguments, **options):
-    command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, **options)
-
+from torch_nhwc.tracing import Trace
+from torch_nhwc.tuning import Tuning
 
 FACTORIES = """
 import torch
+from planted_faults import Scrambled
 from torch import nn
 
 
@@ -38,20 +36,25 @@ class Two(nn.Module):
         return {"images": [scale * image], "count": torch.tensor(3)}
 
 
-class Scaled(nn.Conv2d):
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.kernel = self._parameters.pop("weight")
-
-    def __getattr__(self, name):
-        if name == "weight" and "kernel" in self._parameters:
-            return self.kernel * 2
-        return super().__getattr__(name)
-
-
 class Different(Two):
     def forward(self, image, scale=1.0):
         return super().forward(image, scale)["images"][0] + self.calls
+
+
+class Named(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.words, self.end = nn.Conv2d(3, 8, 3), nn.Embedding(2, 8), nn.Softmax2d()
+
+    def forward(self, pixel_values, input_ids):
+        assert input_ids.dtype == torch.int64
+        return self.end(self.layer(pixel_values)) * self.words(input_ids).mean()
+
+
+class Printing(nn.Conv2d):
+    def forward(self, x, mask):
+        print("given", x.stride(), mask.stride())
+        return super().forward(x * mask)
 
 
 def tensor():
@@ -70,12 +73,16 @@ def model():
     return Two()
 
 
-def scaled():
-    return nn.Sequential(nn.Conv2d(3, 4, 3), Scaled(4, 4, 3))
-
-
 def different():
     return Different(), torch.randn(2, 3, 8, 8)
+
+
+def losing():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.Conv2d(8, 8, 3)), torch.randn(2, 3, 8, 8)
+
+
+def scrambled():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), Scrambled(8, 8, 3)), torch.randn(2, 3, 8, 8)
 
 
 def lazy():
@@ -86,77 +93,53 @@ def scripted():
     return torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))), torch.randn(2, 3, 8, 8)
 
 
+def named():
+    return Named()
+
+
 def volume():
     return nn.Conv3d(3, 4, 3)
-
-
-def shape():
-    return Two(), (2, 3, 8, 8)
-
-
-def wrong():
-    return Two(), torch.randn(2, 4, 8, 8)
-
-
-def without_module():
-    return 3
-
-
-def ends():
-    raise SystemExit(0)
-
-
-def varies():
-    class Varies(Two):
-        def forward(self, image):
-            self.calls += 1
-            return [super().forward(image)["images"][0]] * self.calls
-
-    return Varies(), torch.randn(2, 3, 8, 8)
-
-
-def not_a_number():
-    class NotANumber(Two):
-        def forward(self, image):
-            return super().forward(image)["images"][0] * float("nan")
-
-    return NotANumber(), torch.randn(2, 3, 8, 8)
 
 
 def linear():
     return nn.Linear(3, 3), torch.randn(2, 3)
 
 
-def flat():
-    return nn.Linear(3, 3)
+def printing():
+    print("loading weights")
+    return Printing(1, 8, 3, stride=2), (torch.randn(2, 1, 8, 8), torch.ones(2, 3, 8, 8, dtype=torch.uint8)[:, :1])
 
 
-def frozen():
-    layer = nn.Conv2d(3, 4, 3)
-    layer.weight = nn.Parameter(torch.randn(216)[108:].view(4, 3, 3, 3))
-    return layer
+def printing_masks():
+    return Printing(3, 8, 3), (torch.randn(2, 3, 8, 8), torch.ones(2, 3, 8, 8, dtype=torch.int64))
 
 
-def needs_width(width):
-    return Two()
+def wrong():
+    return Two(), torch.randn(2, 4, 8, 8)
+
+
+def shape():
+    return Two(), (2, 3, 8, 8)
 
 
 def nested():
     return Two(), ((2, 3, 8, 8),)
 
 
-class Chatty(nn.Conv2d):
-    def forward(self, x):
-        print("in forward")
-        return super().forward(x)
+def without_gradient():
+    return nn.Sequential(nn.Conv2d(3, 8, 3)).requires_grad_(False), torch.randn(2, 3, 8, 8)
 
 
-def chatty():
-    print("loading weights")
-    return Chatty(3, 8, 3), torch.randn(2, 3, 8, 8)
+def without_module():
+    return 3
 
 
-instance = Two()
+def needs_width(width):
+    return Two()
+
+
+def interrupted():
+    raise KeyboardInterrupt
 
 
 def broken():
@@ -165,7 +148,7 @@ def broken():
 
 
 @pytest.fixture
-def here(tmp_path, monkeypatch, capfd):
+def run(tmp_path, monkeypatch, capfd):
     """Runs commands in this process, in a folder that has a module with factories; their end, output and errors."""
     (tmp_path / "of_mine.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
@@ -186,173 +169,167 @@ def of_mine(name):
     return ["--factory", f"of_mine:{name}"]
 
 
-def assert_one_line(run, message):
-    code, _, error = run
+def assert_one_line(ran, message):
+    code, _, error = ran
     assert code == 2
     assert error.startswith("torch-nhwc: ")
     assert message in error
     assert len(error.splitlines()) == 1
 
 
-def test_the_demo_reads_a_factory_and_prints_json(here):
-    arguments = ["demo", *of_mine("scaled"), "--json", "--repeats", 1]
-    _, out, _ = here(*arguments, "--input-shape", "1,3,8,8")
-    (result,) = json.loads(out)
-    assert result["unchanged"]
-    assert result["converted"] == {"sites": 1, "bytes": 432}
-    assert len(result["left"]) == 1
-    assert "computed from other tensors" in result["left"][0]
-    assert set(result["measurable"].values()) == {False}  # of one run each nothing can be said
-    assert_one_line(here(*arguments), "comes without inputs: name a shape with --input-shape")
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_the_command_line_reads_torchscript_and_prints_a_table(tmp_path):
-    torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(2, 2, 3))[:1]).save(tmp_path / "model.pt")
-    run = command_line(
-        "demo", "--torchscript", tmp_path / "model.pt", "--input-shape", "1,3,8,8", "--repeats", 1,
-        env=os.environ | {"COLUMNS": "100"},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr
-    assert "1 weight, 432 bytes" in run.stdout
-    assert "0 weights, 0 bytes" in run.stdout
-    assert re.search(r", cpu, (1 thread|\d+ threads) ", " ".join(run.stdout.split()))
-    assert "torch.nn.utils skips TorchScript layers" in run.stdout
-    assert "equal bit for bit" in run.stdout
-    assert " ".join(run.stdout.split()).count("no measurable difference") == 2
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--device", "cuda:99"], "'cuda:99' cannot be used"),
-        exhaustive(["--device", "abacus"], "'abacus' cannot be used"),
-        (["--torchscript", "x.pt", "--factory", "a:b", "--input-shape", "1"], "name one model, by --model"),
-        exhaustive(
-            ["--input-shape", "1,-3"],
-            "expected sizes such as 1,3,224,224 or pixel_values=1,3,224,224:float32, got '1,-3'",
-        ),
-        exhaustive(["--dtype", "int8"], "expected one of float64, float32, float16, bfloat16, got 'int8'"),
-        (["--model", "alexnet"], "expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
-        exhaustive(["--torchscript", "x.pt"], "x.pt is not a TorchScript archive"),
-        exhaustive(
-            ["--model", "resnet50", "--factory", "a:b"],
-            "name one model, by --model, --factory, --torchscript or --pickle",
-        ),
-        (["--input-shape", "a,b"], "expected sizes such as 1,3,224,224 or pixel_values=1,3,224,224:float32, got 'a,b'"),
-    ],
-)
-def test_bad_arguments_end_in_one_sentence(arguments, message, here):
-    assert_one_line(here("demo", *arguments), message)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
-        exhaustive(["--factory", "no_such_module:f"], "expected module:callable, got 'no_such_module:f'"),
-        exhaustive(["--factory", "json"], "expected module:callable, got 'json'"),
-        (["--factory", "of_mine:without_module"], "to return a module, or a module and its inputs"),
-        (["--torchscript", __file__, "--input-shape", "1"], "is not a TorchScript archive"),
-    ],
-)
-def test_models_that_cannot_be_had_end_in_one_sentence(arguments, message, here):
-    assert_one_line(here("demo", *arguments), message)
-
-
-@pytest.mark.parametrize("option", [[], ["--json"]])
-def test_env_tells_what_a_bug_report_needs(option, here):
-    _, out, _ = here("env", *option)
-    for word in (torch_nhwc.__version__, torch.__version__, "cxx_compiler", "CPU capability", "cuda_architectures"):
-        assert word in out
-
-
-@pytest.mark.parametrize(
-    ("missing", "arguments", "extra"),
-    [
-        ("typer", ["demo"], "cli"),
-        exhaustive("rich", ["demo"], "cli"),
-        exhaustive("transformers", ["demo", "--model", "resnet50"], "models"),
-    ],
-)
-def test_a_missing_extra_is_named_in_one_sentence(missing, arguments, extra, tmp_path):
-    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('gone', name={missing!r})")
-    run = command_line(*arguments, env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert run.returncode == 2
-    assert run.stderr.strip().endswith(f"{missing} is missing: type `pip install 'torch-nhwc[{extra}]'`")
-    assert "Traceback" not in run.stderr
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("missing", ["typer", "rich", "transformers"])
-def test_env_goes_without_any_extra(missing, tmp_path):
-    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('gone', name={missing!r})")
-    assert command_line("env", env=os.environ | {"PYTHONPATH": str(tmp_path)}).returncode == 0
-
-
-def test_the_demo_names_the_packages_that_are_missing(here, monkeypatch):
-    def missing():
-        raise ModuleNotFoundError("gone", name="monai")
-
-    monkeypatch.setattr(models, "MODELS", dict.fromkeys(models.MODELS, missing))
-    code, _, error = here("demo")
-    assert code == 2
-    why = "monai is missing: type `pip install 'torch-nhwc[models]'`"
-    assert error.splitlines() == [f"without resnet50, because {why}", f"torch-nhwc: {why}"]
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("missing", [("monai",), ("monai", "transformers")])
-def test_the_demo_goes_without_models_whose_packages_are_missing_unless_all_are(missing, tmp_path):
-    for name in missing:
-        (tmp_path / f"{name}.py").write_text(f"raise ModuleNotFoundError('gone', name={name!r})")
-    run = command_line("demo", "--repeats", 1, "--json", env=os.environ | {"PYTHONPATH": str(tmp_path)})
-    assert "monai is missing: type `pip install 'torch-nhwc[models]'`" in run.stderr
-    assert "Traceback" not in run.stderr
-    assert run.returncode == 2 * (len(missing) - 1)
-    if run.returncode == 0:
-        assert [result["model"] for result in json.loads(run.stdout)] == ["ResNet-50 (transformers)"]
-
-
 @pytest.mark.parametrize("command", [["plan"], ["trace", "--convert"], ["convert"], ["tune", "--budget", "0.1"]])
-def test_what_the_user_s_code_prints_is_no_part_of_the_json(command, here):
-    code, out, errors = here(*command, *of_mine("chatty"), "--json")
+def test_what_the_users_code_prints_is_not_in_the_json(command, run):
+    code, out, errors = run(*command, *of_mine("printing"), "--json")
     assert code == 0
     json.loads(out)
     assert "loading weights" in errors
-    assert "in forward" in errors
+    assert "given (" in errors
+
+
+class TestTrace:
+    """`torch-nhwc trace`."""
+
+    def test_says_that_a_contiguous_model_has_nothing_to_lose(self, run):
+        code, out, error = run("trace", *of_mine("losing"), "--max-losses", 0, "--max-mixed", 0)
+        assert code == 0
+        assert out.startswith("Trace: 3 operators forward, 0 backward: no loss, no mixed convolution")
+        assert error == "torch-nhwc: the model ran contiguous: see what it would lose by --convert or --preserve\n"
+
+    def test_names_what_a_converted_model_loses_and_ends_with_1_beyond_the_budget(self, run):
+        arguments = ["trace", *of_mine("losing"), "--convert", "--mode", "training"]
+        code, out, error = run(*arguments, "--max-losses", 1, "--max-mixed", 0)
+        assert code == 1
+        assert re.search(r"^1 +_softmax +forward", out, re.MULTILINE)
+        assert "2 losses of channels-last, 1 are allowed" in error
+        assert "mixed convolution" in error
+        assert run(*arguments, "--max-mixed", 3)[0] == 0
+        code, _, error = run(*arguments, "--max-bytes", 10)
+        assert (code, "10 bytes are allowed" in error) == (1, True)
+
+    def test_shows_no_loss_if_layers_are_replaced(self, run):
+        arguments = ["--preserve", "--mode", "training", "--max-losses", 0, "--max-mixed", 0]
+        code, _, error = run("trace", *of_mine("losing"), *arguments)
+        assert (code, error) == (0, "")
+
+    @pytest.mark.parametrize("name", ["printing", "printing_masks"])
+    def test_converts_inputs_as_convert_does(self, name, run, capfd):
+        _, _, errors = run("trace", *of_mine(name), "--convert")
+        model, inputs = getattr(sys.modules["of_mine"], name)()
+        torch_nhwc.convert_(model, input_format="channels_last")
+        model(*inputs)
+        assert capfd.readouterr().out.splitlines()[-1] in errors.splitlines()
+
+    def test_prints_json_and_writes_a_page(self, run, tmp_path):
+        _, out, _ = run("trace", *of_mine("losing"), "--convert", "--json", "--html", "trace.html")
+        assert [loss.path for loss in Trace.from_json(out).losses] == ["1"]
+        assert "<html" in (tmp_path / "trace.html").read_text()
+
+    def test_takes_random_inputs_by_name_and_of_other_dtypes(self, run):
+        shapes = "--input-shape", "pixel_values=2,3,8,8:bfloat16", "--input-shape", "input_ids=1,4:int64"
+        _, out, _ = run("trace", *of_mine("named"), *shapes, "--dtype", "bfloat16", "--convert", "--json")
+        (loss,) = Trace.from_json(out).losses
+        assert (loss.path, loss.outputs[0].shape) == ("end", (2, 8, 6, 6))
+
+
+class TestAudit:
+    """`torch-nhwc audit`."""
+
+    def test_finds_the_losses_of_a_saved_profile_and_compares_them_with_a_budget(self, run):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.Conv2d(8, 8, 3))
+        with torch_nhwc.channels_last(model), torch.profiler.profile(record_shapes=True) as profile:
+            model(torch.randn(2, 3, 8, 8))
+        profile.export_chrome_trace("profile.json.gz")
+        code, out, error = run("audit", "profile.json.gz", "--max-losses", 0)
+        assert code == 1
+        assert "softmax" in out
+        assert "softmax in" in error
+        code, out, _ = run("audit", "profile.json.gz", "--json")
+        assert code == 0
+        assert Trace.from_json(out).losses
+
+    @pytest.mark.parametrize(
+        ("path", "message"),
+        [("nowhere.json", "expected a file, got nowhere.json"), ("of_mine.py", "audit: exp")],
+    )
+    def test_refuses_other_files(self, path, message, run):
+        assert_one_line(run("audit", path), message)
+
+
+class TestTune:
+    """`torch-nhwc tune`."""
+
+    def test_prints_the_table_and_the_advice_and_keeps_the_decision(self, run, tmp_path):
+        arguments = "--mode", "training", "--optimizer", "AdamW", "--budget", 0.2, "--save", "tuning.json"
+        code, out, _ = run("tune", *of_mine("losing"), *arguments)
+        assert code == 0
+        for word in ("Tuning: ", "mode training", "optimizer AdamW", "contiguous", "full, preserved", "regret"):
+            assert word in out
+        assert "Leave the model as it is" in out or "torch_nhwc.convert_(model, plan=Tuning" in out
+        tuning = Tuning.from_json((tmp_path / "tuning.json").read_text())
+        assert tuning.workload["shapes"] == ["2x3x8x8"]
+        assert run("convert", *of_mine("losing"), "--plan", "tuning.json")[0] == 0
+
+    def test_prints_json_and_replaces_no_layers_if_told_so(self, run):
+        arguments = "--budget", 0.1, "--no-preserve", "--autocast", "bfloat16", "--json"
+        tuning = Tuning.from_json(run("tune", *of_mine("losing"), *arguments)[1])
+        assert tuning.workload["autocast"] == "bfloat16"
+        assert "full, preserved" not in [row.name for row in tuning.table]
+
+    def test_says_how_the_plan_is_applied(self, run, monkeypatch):
+        tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full"))
+        _, out, _ = run("tune", *of_mine("losing"))
+        assert out.endswith(
+            "Convert the model by the plan 'full': torch_nhwc.convert_(model, "
+            "plan=Tuning.from_json(open('tuning.json').read()).plan), which --save tuning.json keeps.\n"
+        )
+
+
+class TestVerify:
+    """`torch-nhwc verify`."""
+
+    def test_ends_with_0_for_a_right_conversion(self, run):
+        code, out, _ = run("verify", *of_mine("losing"), "--preserve", "--mode", "training")
+        assert code == 0
+        assert "2 weights are channels-last" in out
+        assert "nothing differs" in out
+
+    def test_ends_with_1_and_names_a_layer_that_differs(self, run):
+        code, out, _ = run("verify", *of_mine("scrambled"))
+        assert code == 1
+        assert "first '1' (Scrambled): output" in out
+        code, out, _ = run("verify", *of_mine("scrambled"), "--json")
+        assert (code, "Scrambled" in out, json.loads(out) != {}) == (1, True, True)
+        assert run("verify", *of_mine("scrambled"), "--atol", 1e6)[0] == 0
+
+    def test_takes_lazy_layers_and_conversions_in_each_forward(self, run):
+        code, out, _ = run("verify", *of_mine("lazy"), "--each-forward")
+        assert code == 0
+        assert "converted in each forward" in out
 
 
 class TestPlan:
     """`torch-nhwc plan`."""
 
-    @pytest.mark.parametrize("name", ["tensor", *map(exhaustive, ("positional", "keywords"))])
-    def test_prints_what_would_happen_to_the_weights_that_inputs_show(self, name, here):
-        code, out, _ = here("plan", *of_mine(name))
+    @pytest.mark.parametrize("name", ["keywords", *map(exhaustive, ("tensor", "positional"))])
+    def test_prints_what_would_happen_to_the_weights_that_inputs_show(self, name, run):
+        code, out, _ = run("plan", *of_mine(name))
         assert code == 0
-        assert out.splitlines() == [
-            "2 weights would be channels-last: 2 to move (3.2 kB), 0 left.",
-            "PyTorch's group norm on a CPU is inaccurate on channels-last, the more the farther means lie from zero: "
-            "exchange the layers by --preserve",
-            "(Every row: --table)",
-        ]
+        assert out.splitlines()[0] == "2 weights would be channels-last: 2 to move (3.2 kB), 0 left."
+        assert out.splitlines()[-1] == "(Every row: --table)"
 
-    def test_takes_what_convert_takes(self, here):
-        _, out, _ = here("plan", *of_mine("model"), "--preserve", "--each-forward", "--dtype", "bfloat16", "--table")
+    def test_takes_what_convert_takes(self, run):
+        _, out, _ = run("plan", *of_mine("model"), "--preserve", "--each-forward", "--table")
         lines = out.splitlines()
         assert lines[0] == "1 weight would be converted in each forward, 0 left."
         assert "--table" not in out
-        assert lines[1].startswith("1 GroupNorm to exchange")
-        assert lines[2].startswith("converted in each forward: up to 432 bytes of new memory")
         assert lines[-3].split() == ["layers.1", "Conv2d", "8x3x3x3", "each_forward"]
-        code, out, _ = here("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
-        read = torch_nhwc.Plan.from_json(out)
+        code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
         assert code == 0
-        assert [(row.dtype, row.reason.name) for row in read.rows] == [("torch.float32", "OTHER_RANK")]
+        assert [row.reason.name for row in torch_nhwc.Plan.from_json(out).rows] == ["OTHER_RANK"]
 
-    def test_of_a_lazy_model_makes_no_weights(self, here):
-        _, out, _ = here("plan", *of_mine("lazy"))
-        assert out.startswith("1 weight has no shape yet")
+    def test_makes_no_weights_of_a_lazy_model(self, run):
+        assert run("plan", *of_mine("lazy"))[1].startswith("1 weight has no shape yet")
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
@@ -360,141 +337,195 @@ class TestConvert:
     """`torch-nhwc convert`."""
 
     @pytest.mark.parametrize("name", ["keywords", *map(exhaustive, ("tensor", "positional"))])
-    def test_prints_the_report_compares_outputs_and_writes_the_state_dict(self, name, here, tmp_path):
-        code, out, _ = here("convert", *of_mine(name), "--out", "converted.pt", "--preserve")
+    def test_prints_the_report_compares_outputs_and_writes_the_state_dict(self, name, run, tmp_path):
+        code, out, _ = run("convert", *of_mine(name), "--out", "converted.pt", "--preserve")
         assert code == 0
         lines = out.splitlines()
         assert lines[0] == "2 weights are channels-last: 2 moved (3.2 kB), 0 left."
         assert re.fullmatch(r"Outputs are within the tolerance \S+: the largest difference is .*", lines[-2])
-        assert lines[-1] == ("Written to converted.pt: state dict, to be loaded by load_state_dict(..., assign=True).")
-        state_dict = torch.load("converted.pt")
-        assert state_dict["kernel"].stride() == (72, 1, 24, 8)
+        assert lines[-1] == "Written to converted.pt: state dict, to be loaded by load_state_dict(..., assign=True)."
+        assert torch.load("converted.pt")["kernel"].stride() == (72, 1, 24, 8)
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["converted.pt", "of_mine.py"]
 
-    def test_names_options_where_the_report_names_arguments(self, here):
-        _, out, _ = here("convert", *of_mine("tensor"))
-        assert "exchange the layers by --preserve\n" in out
-        _, out, _ = here("convert", *of_mine("frozen"))
-        assert "or --each-forward takes it as it is" in out
-        assert "=True" not in out
+    def test_names_options_instead_of_arguments(self, run):
+        assert "by --preserve\n" in run("convert", *of_mine("tensor"))[1]
 
-    @pytest.mark.parametrize("command", ["plan", "convert"])
-    def test_asks_for_inputs_only_where_there_are_none(self, command, here):
-        _, out, _ = here(command, *of_mine("flat"))
-        assert "No 2D or 3D convolution was found. Layers" in out
-        assert "show only where the model runs: give --input-shape.\n" in out
-        _, out, _ = here(command, *of_mine("flat"), "--input-shape", "2,3")
-        assert out.splitlines()[0] == "No 2D or 3D convolution was found."
+    def test_prints_json(self, run):
+        read = json.loads(run("convert", *of_mine("losing"), "--json")[1])
+        assert read["is_right"]
+        assert "within the tolerance" in read["comparison"]
 
-    def test_finds_the_classes_of_a_file_that_is_trusted_here(self, here, tmp_path):
-        (tmp_path / "of_here.py").write_text("import torch\nclass Net(torch.nn.Conv2d):\n    pass\n")
-        save = "import torch, of_here; torch.save(of_here.Net(3, 4, 3), 'net.pt')"
-        subprocess.run([sys.executable, "-c", save], check=True, cwd=tmp_path)
-        assert here("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
-
-    def test_writes_an_archive_of_a_torchscript_model(self, here):
-        assert here("convert", *of_mine("scripted"), "--out", "converted.pt")[0] == 0
+    def test_writes_an_archive_of_a_torchscript_model(self, run):
+        assert run("convert", *of_mine("scripted"), "--out", "converted.pt")[0] == 0
         assert torch.jit.load("converted.pt").state_dict()["0.weight"].stride() == (27, 1, 9, 3)
-        arguments = ["--torchscript", "converted.pt", "--memory-format", "contiguous_format", "--out", "again.pt"]
-        code, out, _ = here("convert", *arguments)
-        assert code == 0
-        assert "Outputs were not compared: the model has no inputs here" in out
-        assert torch.jit.load("again.pt").state_dict()["0.weight"].is_contiguous()
 
-    def test_writes_nothing_where_outputs_differ(self, here, tmp_path):
-        code, out, _ = here("convert", *of_mine("different"), "--out", "converted.pt")
+    def test_writes_nothing_if_outputs_differ(self, run, tmp_path):
+        code, out, _ = run("convert", *of_mine("different"), "--out", "converted.pt")
         assert code == 1
         assert "Outputs are BEYOND the tolerance" in out
         assert not (tmp_path / "converted.pt").exists()
 
-    def test_leaves_a_file_as_it_was_when_writing_fails(self, here, tmp_path, monkeypatch):
-        def fail(_, file):
-            file.write(b"half")
+    def test_leaves_a_file_as_it_was_if_writing_fails(self, run, tmp_path, monkeypatch):
+        def fail(_, path):
+            path.write_text("half")
             raise OSError("no space left")
 
         (tmp_path / "converted.pt").write_text("before")
         monkeypatch.setattr(torch, "save", fail)
-        code, _, error = here("convert", *of_mine("model"), "--out", "converted.pt")
-        assert code == 2
-        assert "no space left" in error
+        assert_one_line(run("convert", *of_mine("model"), "--out", "converted.pt"), "no space left")
         assert (tmp_path / "converted.pt").read_text() == "before"
-        assert not list(tmp_path.glob(".torch_nhwc-*"))
+        assert len([*tmp_path.glob("*converted*")]) == 1
 
-    def test_converts_a_lazy_model_behind_its_first_forward(self, here):
-        code, out, _ = here("convert", *of_mine("lazy"), "--table")
+    def test_converts_by_a_plan_that_was_kept(self, run, tmp_path):
+        (tmp_path / "plan.json").write_text(run("plan", *of_mine("losing"), "--preserve", "--json")[1])
+        code, out, _ = run("convert", *of_mine("losing"), "--plan", "plan.json")
+        assert code == 0
+        assert "1 Softmax2d" in out
+        message = "a plan has its own memory format"
+        assert_one_line(run("convert", *of_mine("losing"), "--plan", "plan.json", "--preserve"), message)
+        assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: of_mine.py cannot be read")
+
+    def test_converts_a_lazy_model_after_its_first_forward(self, run):
+        code, out, _ = run("convert", *of_mine("lazy"), "--table")
         assert code == 0
         assert "0     Conv2d  4x3x3x3  in place" in out.splitlines()
 
-    def test_converts_a_file_into_another_of_its_kind(self, here, tmp_path):
-        torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))).save(tmp_path / "model.pt")
-        code, out, _ = here("convert", "model.pt", "out.pt", "--input-format", "channels_last", "--table")
+    def test_converts_a_file_into_another_of_its_kind(self, run):
+        torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))).save("model.pt")
+        code, out, _ = run("convert", "model.pt", "out.pt", "--input-format", "channels_last", "--table")
         assert code == 0
         lines = out.splitlines()
         assert lines[0] == "1 weight is channels-last: 1 moved (432 bytes), 0 left."
-        assert "0     Conv2d  4x3x3x3  in place" in lines
         assert lines[-1] == "Written to out.pt."
         converted = torch.jit.load("out.pt")
         assert converted.state_dict()["0.weight"].stride() == (27, 1, 9, 3)
         assert converted(torch.randn(2, 3, 8, 8)).is_contiguous(memory_format=torch.channels_last)
-        code, out, _ = here("convert", "out.pt", "out.pt", "--memory-format", "contiguous_format", "--json")
-        assert (code, json.loads(out)["memory_format"]) == (0, "contiguous_format")
+        code, out, _ = run("convert", "out.pt", "out.pt", "--memory-format", "contiguous_format", "--json")
+        assert (code, json.loads(out) != {}) == (0, True)
         assert torch.jit.load("out.pt").state_dict()["0.weight"].is_contiguous()
 
-    def test_loads_what_may_run_code_where_it_is_allowed(self, here, tmp_path):
-        torch.save(nn.Sequential(nn.Conv2d(3, 4, 3)), tmp_path / "model.pt")
-        message = "may run code that is in it: if you trust the file, --allow-pickle loads it"
-        assert_one_line(here("convert", "model.pt", "out.pt"), message)
-        assert here("convert", "model.pt", "out.pt", "--allow-pickle")[0] == 0
+    def test_loads_a_pickled_module_of_this_folder_if_allowed(self, run, tmp_path):
+        (tmp_path / "of_here.py").write_text("import torch\nclass Net(torch.nn.Conv2d):\n    pass\n")
+        save = "import torch, of_here; torch.save(of_here.Net(3, 4, 3), 'net.pt')"
+        subprocess.run([sys.executable, "-c", save], check=True, cwd=tmp_path)
+        assert_one_line(run("convert", "net.pt", "out.pt"), "--allow-pickle")
+        assert run("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
+
+
+@pytest.mark.parametrize("option", [[], ["--json"]])
+def test_env_shows_what_a_report_of_a_problem_needs(option, run):
+    _, out, _ = run("env", *option)
+    for word in (torch_nhwc.__version__, torch.__version__, "cxx_compiler", "capability", "cuda_architectures"):
+        assert word in out
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan"], "name one model, by --model, --factory, --torchscript or --pickle"),
+        (["plan"], "name one model, by --model or --factory"),
+        (["plan", "--model", "resnet50", *of_mine("model")], "name one model, by --model or --factory"),
         (["plan", "--model", "alexnet"], "--model: expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
+        (["plan", "--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
+        (["plan", "--factory", "json"], "expected module:callable, got 'json'"),
+        (["plan", "--factory", "./of_mine.py:model"], "--factory: expected module:callable, got './of_mine.py:model'"),
+        (["plan", *of_mine("without_module")], "to return a module, or a module and its inputs"),
+        (["plan", *of_mine("needs_width")], "missing 1 required positional argument: 'width'"),
+        (["plan", *of_mine("shape")], "expected example_inputs to be tensors, got the shape (2, 3, 8, 8)"),
+        (["plan", *of_mine("nested")], "expected example_inputs to be tensors, got the shape (2, 3, 8, 8)"),
+        (["plan", *of_mine("broken")], f"KeyError in of_mine.py, line {len(FACTORIES.splitlines())}: 'x'"),
+        (["convert", *of_mine("wrong")], "RuntimeError in conv.py, line"),
         (["plan", *of_mine("model"), "--memory-format", "nhwc"], "expected memory_format to be None or one of"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
+        (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
+        (["trace", *of_mine("named")], "of_mine:named comes without inputs: name a shape with --input-shape"),
+        (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "1"], "a different name for each input"),
+        (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
+        (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected a dtype among float64"),
+        (["trace", *of_mine("named"), "--input-shape", "1,-3"], "expected sizes such as 1,3,224,224 or pixel_values="),
+        (["trace", *of_mine("losing"), "--html", "."], "--html: expected a file in a folder that exists"),
+        (["trace", *of_mine("scripted"), "--convert"], "a TorchScript module takes no hook"),
+        (["trace", *of_mine("without_gradient"), "--mode", "training"], "in training mode the model has to return a"),
+        (["tune", *of_mine("losing"), "--budget", "0"], "expected --budget to be a positive number, got 0.0"),
+        (["tune", *of_mine("losing"), "--optimizer", "AdamW"], "--optimizer: expected --mode training"),
+        (
+            ["tune", *of_mine("losing"), "--mode", "training", "--optimizer", "lr_scheduler"],
+            "--optimizer: expected a class of torch.optim",
+        ),
+        (["tune", *of_mine("losing"), "--save", "nowhere/x.json"], "--save: expected a file in a folder that exists"),
+        (["verify", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
         (["convert", "model.pt"], "a saved model: expected the files IN and OUT"),
-        (
-            ["convert", "model.pt", "out.pt", *of_mine("model"), "--preserve"],
-            "a saved model: expected the files IN and OUT, without --factory, --preserve",
-        ),
-        (["convert", "of_mine.py", "out.pt"], "of_mine.py: expected a TorchScript archive, an exported program or a"),
+        (["convert", "a.pt", "b.pt", "--preserve"], "the files IN and OUT, without options for other models"),
         (["convert", "missing.pt", "out.pt"], "No such file or directory: 'missing.pt'"),
-        (
-            ["convert", *of_mine("model"), "--input-format", "channels_last"],
-            "--input-format is for saved models: name the files IN and OUT",
-        ),
-        (["convert", *of_mine("shape")], "expected example_inputs to be tensors, got the shape (2, 3, 8, 8)"),
-        (["convert", *of_mine("wrong")], "RuntimeError in conv.py, line"),
-        (["convert", *of_mine("broken")], f"KeyError in of_mine.py, line {len(FACTORIES.splitlines())}: 'x'"),
-        (["convert", *of_mine("model"), "--out", "nowhere/x.pt"], "--out: expected a file in a folder that is there"),
-        (
-            ["convert", *of_mine("volume"), "--memory-format", "channels_last", "--strict"],
-            "torch-nhwc: nothing to convert in the",
-        ),
-        (
-            ["convert", *of_mine("linear"), "--strict"],
-            "no 2D or 3D convolution was found (nothing was changed, since --",
-        ),
-        (["convert", *of_mine("flat"), "--strict"], "show only where the model runs: give --input-shape (nothing was"),
-        (
-            ["plan", *of_mine("needs_width")],
-            "--factory: of_mine:needs_width has to work without arguments: missing a required argument: 'width'",
-        ),
-        *(
-            (
-                [command, *of_mine("nested")],
-                "torch-nhwc: expected example_inputs to be tensors, got the shape (2, 3, 8, 8)",
-            )
-            for command in ("plan", "convert")
-        ),
-        (["convert", *of_mine("varies")], "the model returned 2 floating tensors in one call and 6 in the next"),
-        (["convert", *of_mine("not_a_number")], "the model returns NaN or infinity before the conversion already"),
-        (["plan", *of_mine("instance")], "--factory: expected module:callable, a function that returns a model, got a"),
-        (["plan", *of_mine("ends")], "--factory: of_mine:ends ends the program (SystemExit(0))"),
-        (["plan", "--factory", "./of_mine.py:model"], "--factory: expected module:callable, with a module as import"),
+        (["convert", *of_mine("model"), "--input-format", "channels_last"], "are for saved models: name the files IN"),
+        (["convert", *of_mine("linear"), "--strict"], "no 2D or 3D convolution was found"),
     ],
 )
-def test_errors_of_plan_and_convert_are_one_line(arguments, message, here):
-    assert_one_line(here(*arguments), message)
+def test_errors_are_one_line(arguments, message, run):
+    assert_one_line(run(*arguments), message)
+
+
+def test_with_debug_an_error_shows_where_it_happened(run):
+    code, _, error = run("--debug", "trace", *of_mine("broken"))
+    assert code == 2
+    assert "Traceback" in error
+    assert 'return {}["x"]' in error
+
+
+def test_ctrl_c_ends_with_130(run):
+    assert run("trace", *of_mine("interrupted"))[0] == 130
+
+
+def in_a_process(*arguments, **options):
+    command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "extra"),
+    [("typer", ["plan"], "cli"), exhaustive("transformers", ["plan", "--model", "resnet50"], "models")],
+)
+def test_a_missing_extra_is_named_in_one_sentence_and_env_works_without(missing, arguments, extra, tmp_path):
+    (tmp_path / f"{missing}.py").write_text(f"raise ModuleNotFoundError('gone', name={missing!r})")
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    ran = in_a_process(*arguments, env=environment)
+    assert ran.returncode == 2
+    assert ran.stderr.strip().endswith(f"{missing} is missing: type `pip install 'torch-nhwc[{extra}]'`")
+    assert "Traceback" not in ran.stderr
+    assert in_a_process("env", env=environment).returncode == 0
+
+
+@pytest.mark.parametrize("name", [*map(exhaustive, models.MODELS)])
+def test_built_in_models_convert_with_unchanged_outputs(name, run):
+    code, out, _ = run("convert", "--model", name)
+    assert code == 0
+    assert "Outputs are within the tolerance" in out
+
+
+NAMES = ["trace", "tune", "verify", "plan", "convert", "audit", "env"]
+MY_MODEL = """
+import torch
+
+
+def build():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 16, 3), torch.nn.Softmax2d(), torch.nn.Conv2d(16, 8, 3))
+    return model, torch.randn(1, 3, 32, 32)
+"""
+
+
+def test_the_help_lists_every_command_and_what_their_ends_mean(run):
+    _, out, _ = run("--help")
+    for name in NAMES:
+        assert re.search(rf"│ {name} +\w", out)
+    assert "ends with 0 if all is well" in " ".join(out.split())
+
+
+@pytest.mark.parametrize("name", [*some_of(NAMES, "trace", "plan", "env")])
+def test_the_example_in_the_help_of_a_command_runs(name, run, tmp_path):
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        nn.Conv2d(3, 8, 3)(torch.randn(2, 3, 8, 8))
+    profile.export_chrome_trace("profile.json.gz")
+    (example,) = re.findall(rf"For example: torch-nhwc ({name}.*?)\s*$", run(name, "--help")[1], re.MULTILINE)
+    budget = ["--budget", 1] if name == "tune" else []
+    code, _, error = run(*example.split(), *budget)
+    assert code == 0, error

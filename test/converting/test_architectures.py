@@ -2,6 +2,7 @@
 
 import copy
 import importlib
+from dataclasses import replace
 
 import pytest
 import torch
@@ -65,68 +66,29 @@ BLOCKS = {
 ARCHITECTURES = {
     "ResNet": transformer("ResNet", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]),
     "MobileNetV2": transformer("MobileNetV2", depth_multiplier=0.25),
-    "ConvNext": transformer("ConvNext", **SMALL),
     "ConvNextV2": transformer("ConvNextV2", **SMALL),
-    "Swin": transformer("Swin", image_size=64, embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=4),
-    "ViT": transformer("ViT", image_size=64, **LAYERED),
     "BiT": transformer(
         "Bit", embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="bottleneck", num_groups=2,
-    ),
-    "Segformer": transformer(
-        "Segformer", num_encoder_blocks=2, depths=[1, 1], sr_ratios=[4, 2], hidden_sizes=[8, 16],
-        patch_sizes=[7, 3], strides=[4, 2], num_attention_heads=[1, 2], mlp_ratios=[2, 2],
     ),
     "Wav2Vec2": transformer(
         "Wav2Vec2", shape=(1, 2000), argument="input_values", num_conv_pos_embeddings=8,
         num_conv_pos_embedding_groups=2, conv_dim=(8, 8), conv_kernel=(10, 3), conv_stride=(5, 2),
         num_feat_extract_layers=2, apply_spec_augment=False, **LAYERED,
     ),
-    "Dinov2": transformer(
-        "Dinov2", shape=(1, 3, 56, 56), image_size=56, hidden_size=16, num_hidden_layers=1, num_attention_heads=2,
-    ),
     "DETR": transformer(
         "Detr", use_timm_backbone=False, backbone=None,
         backbone_config=lambda: transformers.ResNetConfig(out_features=["stage4"], **RESNET), **QUERIES,
-    ),
-    "Mask2Former": transformer(
-        "Mask2Former", feature_size=32, mask_feature_size=32, hidden_dim=32, encoder_layers=1, decoder_layers=2,
-        encoder_feedforward_dim=16, dim_feedforward=16, num_attention_heads=2, num_queries=4,
-        backbone_config=lambda: transformers.SwinConfig(
-            image_size=64, embed_dim=8, depths=[1] * 4, num_heads=[1] * 4, window_size=2,
-            out_features=["stage1", "stage2", "stage3", "stage4"],
-        ),
-    ),
-    "VideoMAE": transformer("VideoMAE", shape=(1, 4, 3, 32, 32), image_size=32, num_frames=4, **LAYERED),
-    "UNet2D": diffuser(
-        "UNet2DModel", (1, 3, 16, 16), (), block_out_channels=(8, 8), norm_num_groups=4, layers_per_block=1,
-        down_block_types=("DownBlock2D", "AttnDownBlock2D"), up_block_types=("AttnUpBlock2D", "UpBlock2D"),
-        sample_size=16,
     ),
     "UNet2DCondition": diffuser(
         "UNet2DConditionModel", (1, 4, 16, 16), (), (1, 4, 8), block_out_channels=(8, 16), norm_num_groups=4,
         layers_per_block=1, cross_attention_dim=8, attention_head_dim=4, sample_size=16,
         down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
     ),
-    "UNet3DCondition": diffuser(
-        "UNet3DConditionModel", (1, 4, 2, 16, 16), (), (1, 4, 8), block_out_channels=(8, 16), norm_num_groups=4,
-        layers_per_block=1, cross_attention_dim=8, attention_head_dim=4, sample_size=16,
-        down_block_types=("CrossAttnDownBlock3D", "DownBlock3D"), up_block_types=("UpBlock3D", "CrossAttnUpBlock3D"),
-    ),
     "AutoencoderKL": diffuser("AutoencoderKL", (1, 3, 16, 16), latent_channels=4, **BLOCKS),
-    "AutoencoderKLCogVideoX": diffuser(
-        "AutoencoderKLCogVideoX", (1, 3, 1, 16, 16), block_out_channels=(8, 8), latent_channels=4, norm_num_groups=4,
-        layers_per_block=1, temporal_compression_ratio=2, down_block_types=("CogVideoXDownBlock3D",) * 2,
-        up_block_types=("CogVideoXUpBlock3D",) * 2, sample_height=16, sample_width=16,
-    ),
     "monai.UNet": monai("UNet", 3, 1, 2, (4, 8, 16), (2, 2), num_res_units=1),
-    "monai.UNet2d": monai("UNet", 2, 1, 2, (4, 8, 16), (2, 2), shape=(1, 1, 32, 32)),
-    "monai.SegResNet": monai("SegResNet", 3, 8),
     "monai.DynUNet": monai(
         "DynUNet", 3, 1, 2, [3, 3, 3], [1, 2, 2], [2, 2], filters=[4, 8, 16], deep_supervision=True, deep_supr_num=1,
     ),
-    "monai.AttentionUnet": monai("AttentionUnet", 3, 1, 2, (4, 8, 16), (2, 2)),
-    "monai.BasicUNet": monai("BasicUNet", 2, features=(4, 4, 8, 8, 8, 4), shape=(1, 1, 32, 32)),
-    "monai.DenseNet": monai("DenseNet", 3, 1, 2, init_features=4, growth_rate=4, block_config=(1, 1)),
     "monai.EfficientNet": monai(
         "EfficientNetBN", "efficientnet-b0", pretrained=False, spatial_dims=2, in_channels=1, shape=(1, 1, 32, 32),
     ),
@@ -136,7 +98,7 @@ ARCHITECTURES = {
 # Some compute a softmax in float32, whatever their weights are.
 TOLERANCE = 1e-5
 # In training the batch norms of such small inputs make mountains of the last bit's differences.
-IN_EVAL = ("MobileNetV2", "monai.EfficientNet", "monai.DenseNet")
+IN_EVAL = ("MobileNetV2", "monai.EfficientNet")
 
 
 # These standardise their weights in forward, which only example inputs show.
@@ -180,4 +142,4 @@ def test_example_inputs_show_nothing_that_the_layers_have_not_shown(name):
         seen = nhwc.plan(model, example_inputs=inputs).rows
     remarks = {row.reason for row in seen} - {None, Reason.IN_FORMAT, Reason.ONE_CHANNEL}
     assert remarks == ({Reason.COMPUTED_IN_FORWARD} if name in STANDARDISED else set())
-    assert [row._replace(reason=None) for row in seen] == [row._replace(reason=None) for row in nhwc.plan(model).rows]
+    assert [replace(row, reason=None) for row in seen] == [replace(row, reason=None) for row in nhwc.plan(model).rows]

@@ -5,8 +5,9 @@ import torch
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc import Action, Reason
-from torch_nhwc.preserving.exchange import is_exchanged
+from torch_nhwc import Reason
+from torch_nhwc.nn.replacements import is_preserving
+from torch_nhwc.planning import Action
 
 
 def lazy_convolution():
@@ -26,9 +27,9 @@ def test_lazy_layers_are_kept_and_in_nobody_s_way(make):
         model(x)
         assert type(model[int(lazy.path)]).__name__ == lazy.layer
         assert not nhwc.check(model, report.plan)
-        nhwc.restore_(model, report.plan)
+        nhwc.training.restore_(model, report.plan)
         assert [row.action for row in nhwc.plan(model, preserve=True).layers if row.path == lazy.path] == ["exchange"]
-    assert not any(is_exchanged(type(layer)) for layer in model)
+    assert not any(is_preserving(type(layer)) for layer in model)
 
 
 def test_an_exchanged_layer_is_found_whatever_its_arguments_are_by_now():
@@ -48,15 +49,3 @@ def test_what_is_there_no_longer_is_skipped_on_the_way_back():
     report.revert()
     assert type(model[2]) is nn.GroupNorm
     assert model[0].weight.is_contiguous()
-
-
-def test_wrappers_that_make_classes_of_kept_and_exchanged_layers_are_in_nobody_s_way():
-    """As FSDP2 does, whose classes have the layer's as their last base."""
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.GroupNorm(2, 4))
-    report = nhwc.convert_(model, preserve=True, filter_fn=lambda _, path: path != "2")
-    for layer in model[1:]:
-        layer.__class__ = type(f"Wrapped{type(layer).__name__}", (type(layer),), {})
-    assert not nhwc.check(model, report.plan)
-    report.revert()
-    assert type(model[1]).__mro__[1] is nn.GELU
-    assert type(model[2]).__mro__[1] is nn.GroupNorm

@@ -103,26 +103,6 @@ def test_random_models_are_alike_after_every_call(seed):
 
 
 @BOTH
-@pytest.mark.parametrize("transposed", [False, True])
-def test_outputs_and_gradients_of_a_network_are_alike_in_either_format(rank, transposed):
-    torch.manual_seed(0)
-    norm = nn.BatchNorm2d if rank == 4 else nn.BatchNorm3d
-    ours = nn.Sequential(LAYERS[rank][transposed](6, 4, 3), norm(4), nn.ReLU())
-    stock = copy.deepcopy(ours)
-    x = torch.randint(-4, 4, (2, 6, *[5] * (rank - 2))).float()
-    for memory_format, x_format in itertools.product([LAST[rank], torch.contiguous_format], repeat=2):
-        results = []
-        for converter, model in ((OURS[rank], ours), (STOCK[rank], stock)):
-            model.zero_grad()
-            out = converter(model, memory_format)(x.contiguous(memory_format=x_format))
-            out.square().sum().backward()
-            results.append((out, model[0].weight.grad))
-        for actual, expected in zip(*results):
-            assert actual.stride() == expected.stride()
-            torch.testing.assert_close(actual, expected)
-
-
-@BOTH
 @pytest.mark.parametrize("inside", [False, True])
 def test_the_strides_of_fake_tensors_change_without_a_word(rank, inside, recwarn):
     mode = FakeTensorMode()

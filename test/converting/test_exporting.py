@@ -1,9 +1,5 @@
 """Weights that are laid out in each forward, in what is exported: by PyTorch's own operators, with equal numbers."""
 
-import subprocess
-import sys
-import textwrap
-
 import pytest
 import torch
 from onnx.reference import ReferenceEvaluator
@@ -31,7 +27,7 @@ def network(kind):
 
 def convert(model, kind):
     rows = nhwc.convert_(model, each_forward=kind == "in_each_forward", strict=True).plan.rows
-    assert nhwc.Action.EACH_FORWARD in [row.action for row in rows] or (
+    assert nhwc.planning.Action.EACH_FORWARD in [row.action for row in rows] or (
         nhwc.Reason.COPIED_EACH_FORWARD in [row.reason for row in rows]
     )
 
@@ -46,46 +42,3 @@ def test_onnx(kind, dynamo):
     assert operators_of(exported) == operators_of(plain)
     [output] = ReferenceEvaluator(exported).run(None, {exported.graph.input[0].name: x.numpy()})
     torch.testing.assert_close(torch.from_numpy(output), expected)
-
-
-@pytest.mark.exhaustive
-def test_a_package_of_aotinductor_runs_where_this_package_is_not(tmp_path):
-    models, x = {kind: network(kind) for kind in KINDS}, torch.randn(2, 3, 8, 8)
-    expected = [model(x).detach() for model in models.values()]
-    for kind, model in models.items():
-        convert(model, kind)
-
-    class All(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.models = nn.ModuleList(models.values())
-
-        def forward(self, x):
-            return [model(x) for model in self.models]
-
-    program = torch.export.export(All(), (x,))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    torch.save((x, expected), tmp_path / "values.pt")
-    code = """
-        import sys, torch
-        sys.modules["torch_nhwc"] = None
-        x, expected = torch.load("values.pt")
-        torch.testing.assert_close(list(torch._inductor.aoti_load_package("model.pt2")(x)), expected)
-    """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
-
-
-@pytest.mark.parametrize("export", [exhaustive("program"), "trace"])
-def test_autocast_casts_what_is_converted_in_each_forward(export):
-    class UnderAutocast(nn.Sequential):
-        def forward(self, x):
-            with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-                return super().forward(x)
-
-    model, x = UnderAutocast(*network("in_each_forward")), torch.randn(2, 3, 8, 8)
-    convert(model, "in_each_forward")
-    expected = model(x)
-    made = torch.export.export(model, (x,)).module() if export == "program" else torch.jit.trace(model, x)
-    output = made(x)
-    assert output.dtype == torch.bfloat16
-    assert torch.equal(output, expected)

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.modules.walk import walk
 
 
 def wide(count):
@@ -42,12 +41,6 @@ def calls_of(function):
     return count
 
 
-def test_a_tree_of_20000_modules_is_walked_once():
-    model = wide(20_000)
-    assert sum(1 for _ in walk(model)) == 20_000
-    assert [path for path, _, _ in walk(model)] == [path for path, _ in model.named_modules()]
-
-
 @pytest.mark.parametrize("with_state", [False, True])
 def test_work_grows_as_the_model_does(with_state):
     calls = []
@@ -61,10 +54,3 @@ def test_work_grows_as_the_model_does(with_state):
             optimizer.step()
         calls.append(calls_of(lambda model=model, optimizer=optimizer: nhwc.convert_(model, optimizer=optimizer)))
     assert calls[1] < 11 * calls[0]
-
-
-def test_a_model_may_be_deeper_than_pythons_stack():
-    model = deep(3 * sys.getrecursionlimit())
-    report = nhwc.convert_(model)
-    assert [row.action for row in report.plan.rows] == [nhwc.Action.CONVERT]
-    report.revert()

@@ -1,5 +1,5 @@
 // The casts, by themselves and within the filter transpose, against the definition of the floating-point formats.
-// Driven by test_cpp.py, with the sanitizers where they are to be had. Prints "ok".
+// Driven by test_cpp.py, also with sanitizers. Prints "ok".
 #include <torch_nhwc/casts.h>
 #include <torch_nhwc/filter_transpose.h>
 
@@ -92,7 +92,7 @@ void casts_transposed(const Cases<From, To>& cases, const Cast& cast, Index firs
   constexpr std::size_t line = 64;
   const Index count = filters * rows * columns;
   first %= cases.size() - count;
-  // A copy of the right size, behind which the address sanitizer watches.
+  // A copy of the exact size, beyond which the address sanitizer watches.
   const std::vector<From> source(cases.inputs.begin() + first, cases.inputs.begin() + first + count);
   std::vector<To> cached(count), room(count + line / sizeof(To));
   void* aligned = room.data();

@@ -1,4 +1,4 @@
-"""The program that walks over modules in C++, built once."""
+"""The program of module.cpp, built once."""
 
 import os
 import subprocess
@@ -16,14 +16,18 @@ CXX = os.environ.get("CXX", "c++")
 
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
-    """What a build without CMake does."""
+    """Build the program as a project without CMake does."""
     path = tmp_path_factory.mktemp("module") / "module"
     libraries = Path(torch.__file__).parent / "lib"
     flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
     flags += ["-include", "torch_nhwc/module.h"]  # first, so that it is seen to need no other header
     flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
-    flags += [f"-I{folder}" for folder in nhwc.include_paths()]
-    links = ["-Wl,--no-as-needed", nhwc.library_path(), f"-Wl,-rpath,{nhwc.library_path().parent}"]
+    flags += [f"-I{folder}" for folder in nhwc.cpp_extension.include_paths()]
+    links = [
+        "-Wl,--no-as-needed",
+        nhwc.cpp_extension.library_path(),
+        f"-Wl,-rpath,{nhwc.cpp_extension.library_path().parent}",
+    ]
     links += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
     subprocess.run([CXX, *flags, HERE / "module.cpp", "-o", path, *links], check=True)
     return path

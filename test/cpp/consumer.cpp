@@ -30,11 +30,11 @@ void converts_a_module_in_place() {
   torch::nn::Conv2d layer(torch::nn::Conv2dOptions(3, 4, 3));
   const auto x = torch::randn({2, 3, 8, 8});
   const auto expected = layer(x).detach();
-  check(nhwc::plan_weights({layer->weight}).front() == nhwc::Outcome::reused, "plan");
-  check(nhwc::convert_weight_(layer->weight) == nhwc::Outcome::reused, "outcome");
+  check(nhwc::plan_weights({layer->weight}).front() == nhwc::Outcome::in_place, "plan");
+  check(nhwc::convert_weight_(layer->weight) == nhwc::Outcome::in_place, "outcome");
   check(layer->weight.strides() == at::IntArrayRef({27, 1, 9, 3}), "strides in place");
   check(torch::allclose(layer(x), expected, 1e-4, 1e-5), "output");
-  check(nhwc::convert_weights_({layer->weight}, at::MemoryFormat::Contiguous, "fresh").front() == nhwc::Outcome::fresh,
+  check(nhwc::convert_weights_({layer->weight}, at::MemoryFormat::Contiguous, "fresh").front() == nhwc::Outcome::copied,
         "back");
   try {
     nhwc::convert_weight_(layer->weight * 1);
@@ -56,8 +56,6 @@ void keeps_activations_channels_last() {
   const auto dense = x.detach().contiguous();
   expect(ours::group_norm(x, 2, ones, ones), torch::group_norm(dense, 2, ones, ones), "group norm");
   expect(ours::instance_norm(x), torch::group_norm(dense, 4), "instance norm");
-  expect(ours::softmax(x, 1), torch::softmax(dense, 1), "softmax");
-  expect(ours::log_softmax(x, 1), torch::log_softmax(dense, 1), "log_softmax");
   expect(ours::gelu(x), torch::gelu(dense), "gelu");
   expect(ours::avg_pool3d(x, 2), torch::avg_pool3d(dense, 2), "avg_pool3d");
   expect(ours::adaptive_avg_pool3d(x, std::array<c10::SymInt, 3>{2, 2, 2}),
@@ -65,14 +63,10 @@ void keeps_activations_channels_last() {
   const std::array<std::int64_t, 3> two = {2, 2, 2};
   expect(std::get<0>(ours::adaptive_max_pool3d(x, two)), std::get<0>(torch::adaptive_max_pool3d(dense, two)),
          "max pool");
-  expect(ours::lp_pool3d(x, 2, 2), (torch::avg_pool3d(dense.pow(2), 2) * 8).sqrt(), "lp_pool3d");
   expect(ours::conv3d(x, weight), torch::conv3d(dense, weight), "conv3d");
   const std::array<c10::SymInt, 6> pad = {1, 1, 0, 0, 0, 0};
   expect(ours::pad_circular(x, pad), torch::cat({dense.slice(4, 3), dense, dense.slice(4, 0, 1)}, 4), "pad");
-  const auto classes = torch::zeros({2, 4, 4, 4}, torch::kLong);
-  const auto loss = ours::cross_entropy(x, classes);
-  check(torch::allclose(loss, torch::cross_entropy_loss(dense, classes)), "cross_entropy");
-  loss.backward();
+  ours::gelu(x).sum().backward();
   check(x.grad().is_contiguous(format), "the gradient's format");
 }
 

@@ -1,5 +1,5 @@
-// The filter transpose by itself, against its definition: every byte where it belongs, and not a byte beside it read or
-// written. Driven by test_cpp.py, with the sanitizers where they are to be had. Prints "ok".
+// The filter transpose by itself, against its definition: every byte in its place, and no other byte read or written.
+// Driven by test_cpp.py, also with sanitizers. Prints "ok".
 //
 //   filter_transpose [step]  takes every step-th number of columns only; which ones differs from row to row
 #if __has_include(<sanitizer/asan_interface.h>)
@@ -35,8 +35,8 @@ void check(bool condition, const char* what, int size, int width, Index filters,
   std::exit(1);
 }
 
-/// Bytes that begin `offset` bytes behind a cache line's begin, between guards. The address sanitizer sees whoever
-/// touches the guards; the guards see whoever writes past it (non-temporal stores do) or without it.
+/// Bytes that begin `offset` bytes after the begin of a cache line, between guards. The address sanitizer sees every
+/// access to the guards; the guards show writes that it misses (non-temporal stores), or writes without it.
 class Guarded {
  public:
   Guarded(Index bytes, Index offset) : lines_((bytes + offset) / line + 3), begin_(line + offset), bytes_(bytes) {

@@ -94,9 +94,18 @@ class Launch(NamedTuple):
 
 @functools.cache
 def library() -> ctypes.CDLL:
-    """The model, compiled once in a process."""
+    """Compile the model, once in a process."""
     source = Path(__file__).with_suffix(".cpp")
-    flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", f"-I{nhwc.include_paths()[0]}"]
+    flags = [
+        "-std=c++17",
+        "-O2",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fPIC",
+        "-shared",
+        f"-I{nhwc.cpp_extension.include_paths()[0]}",
+    ]
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([CXX, *flags, source, "-o", f"{folder}/gpu_model.so"], check=True)
         model = ctypes.CDLL(f"{folder}/gpu_model.so")
@@ -107,7 +116,7 @@ def library() -> ctypes.CDLL:
 
 
 def plan(weights: Sequence[Weight], limits: Limits | None = None) -> list[Launch] | None:
-    """The launches of the weights; None if there is one that cannot be planned."""
+    """Return the launches of the weights, or None if a weight cannot be planned."""
     summaries, filters = (LaunchSummary * 1000)(), (Filters * 10000)()
     listed = (Weight * len(weights))(*weights)
     number = library().plan_model(listed, len(weights), limits or Limits(), summaries, 1000, filters, 10000)
@@ -124,7 +133,7 @@ def plan(weights: Sequence[Weight], limits: Limits | None = None) -> list[Launch
 def run(
     weights: Sequence[Weight], limits: Limits | None = None, *, order: int = 0, counts: Counts | None = None
 ) -> int:
-    """Converts the weights, with the blocks in some order; the number of launches, or -1 where there is no plan."""
+    """Convert the weights, with the blocks in some order. Return the number of launches, or -1 without a plan."""
     listed = (Weight * len(weights))(*weights)
     return library().run_model(listed, len(weights), limits or Limits(), order, counts)
 
@@ -140,7 +149,7 @@ def number_of(kind: tuple[torch.dtype, torch.dtype]) -> int:
 
 
 def allot(nbytes: int, offset: int) -> tuple[Tensor, list[Tensor]]:
-    """Poisoned bytes at an offset from where a GPU's memory would begin, and those before and after them."""
+    """Return poisoned bytes at an offset from where a GPU's memory would begin, and those before and after them."""
     whole = torch.full((nbytes + offset + 512,), 0xA5, dtype=torch.uint8)
     first = 128 + -(whole.data_ptr() + 128) % 256 + offset
     return whole[first : first + nbytes], [whole[:first], whole[first + nbytes :]]

@@ -1,4 +1,4 @@
-"""find_package(torch_nhwc): its versions, and the sentences that it ends in where it cannot work."""
+"""find_package(torch_nhwc): its versions, and its errors."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ MINOR, _, _ = nhwc.__version__.rpartition(".")
 
 
 def configure(folder, *arguments, package=PACKAGE):
-    """Configures a project that looks for the package, and says which version it found."""
+    """Configure a project that looks for the package and prints the version that it found."""
     (folder / "CMakeLists.txt").write_text(
         "cmake_minimum_required(VERSION 3.19)\n"
         "project(looking LANGUAGES CXX)\n"
@@ -31,7 +31,7 @@ def configure(folder, *arguments, package=PACKAGE):
 
 @pytest.fixture
 def package_copy(tmp_path):
-    """The installed package under another roof, to be broken."""
+    """Copy the installed package, to break it."""
     package = tmp_path / "torch_nhwc"
     shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
     return package

@@ -20,7 +20,7 @@ import torch_nhwc as nhwc
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-INCLUDE = Path(nhwc.include_paths()[0])
+INCLUDE = Path(nhwc.cpp_extension.include_paths()[0])
 HEADERS = sorted(path.relative_to(INCLUDE).as_posix() for path in INCLUDE.rglob("*.h"))
 CXX = os.environ.get("CXX", "c++")
 NEED_TORCH = ("torch_nhwc/ops.h", "torch_nhwc/functional.h", "torch_nhwc/module")
@@ -59,7 +59,7 @@ def test_the_version_macro_is_the_packages_version(tmp_path):
 
 AVX2 = ["avx2", "f16c", "fma", "bmi2"]
 AVX512 = [*AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl"]
-# The instruction sets that the headers tell apart, see cpu/level.h, by the compiler's names for their parts.
+# The instruction sets that the headers distinguish, see cpu/level.h, by the compiler's names for their parts.
 CPU_LEVELS = {
     "baseline": [],
     "avx2": AVX2,
@@ -68,7 +68,7 @@ CPU_LEVELS = {
     "avx512_bf16": [*AVX512, "avx512vbmi", "avx512bf16"],
 }
 PROGRAMS = ["zip_network", "filter_transpose", "casts"]
-# For what differs from the level before: VBMI has other shuffles, and BF16 a cast.
+# What differs from the level before: VBMI has other shuffles, and BF16 a cast.
 PROGRAMS_OF_LEVELS = {"avx512_vbmi": PROGRAMS[:2], "avx512_bf16": PROGRAMS[2:]}
 ADDRESSES = ["-fsanitize=address", "-fno-sanitize-recover", "-g1"]
 # Of the undefined behaviors, invalid pointers are the address sanitizer's too, and their checks compile for minutes.
@@ -76,14 +76,14 @@ SANITIZERS = [*ADDRESSES, "-fsanitize=undefined", "-fno-sanitize=null,object-siz
 
 
 def cpu_flags() -> set[str]:
-    """What this CPU has, by the compiler's names."""
+    """Return the instruction sets of this CPU, by the compiler's names."""
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     flags = next((line for line in lines if line.startswith("flags")), "")
     return set(flags.replace("avx512_", "avx512").split())
 
 
 def run_program(name: str, folder: Path, compiler: str, *flags: str, run: Sequence[str] = (), step: int = 1) -> None:
-    """Compiles one of the programs beside this file that print "ok" at their end, and runs it."""
+    """Compile and run one of the programs in this folder that end with "ok"."""
     command = [compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", *flags]
     subprocess.run([*command, str(HERE / f"{name}.cpp"), "-o", str(folder / name)], check=True)
     command = [*run, str(folder / name), str(step)]
@@ -159,11 +159,15 @@ def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):
 
 
 def test_the_library_needs_no_python():
-    needed = subprocess.run(["readelf", "-d", nhwc.library_path()], check=True, capture_output=True, text=True).stdout
+    needed = subprocess.run(
+        ["readelf", "-d", nhwc.cpp_extension.library_path()], check=True, capture_output=True, text=True
+    ).stdout
     assert "libtorch_cpu" in needed
     assert "libgomp" in needed  # without OpenMP at::parallel_for runs on one thread, and says nothing
     assert "python" not in needed
-    symbols = subprocess.run(["nm", "-D", nhwc.library_path()], check=True, capture_output=True, text=True).stdout
+    symbols = subprocess.run(
+        ["nm", "-D", nhwc.cpp_extension.library_path()], check=True, capture_output=True, text=True
+    ).stdout
     assert not re.search(r" U _?Py", symbols)
 
 

@@ -31,7 +31,7 @@ all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """The checks are small: two threads of torch's would wait for each other."""
+    """Use one thread: the checks are so small that two threads of torch's would wait for each other."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -45,7 +45,7 @@ def check(
     order: int = 0,
     in_place: bool = False,
 ) -> int:
-    """Converts weights, [filters, rows, columns] each, and expects what torch makes of them. The number of launches."""
+    """Convert weights, [filters, rows, columns] each, and expect torch's results. Return the number of launches."""
     listed, results = [], []
     for values, to in weights:
         source, around_source = allot(values.nbytes, offsets[0] * values.itemsize)
@@ -120,7 +120,7 @@ SPECIAL = [0.0, -0.0, 1.0, -1.5, float("inf"), float("-inf"), float("nan"), 1e-4
 SPECIAL += [65519.99, 65520.0, -65520.0, 3.3e38, 3.4e38, 1 / 3, 2**-133, 2**-149, 1.5 * 2**-134, 2**-24, 2**-25]
 # Halfway between two results, the lower one even and odd, in normal and subnormal numbers.
 SPECIAL += [1 + 2**-8, 1 + 3 * 2**-8, 1 + 2**-11, 1 + 3 * 2**-11, 3 * 2**-25, 5 * 2**-25, 2049.0, 2051.0]
-# The shapes and offsets that bring about each way.
+# The shapes and offsets that lead to each way.
 WAYS = {
     "gather": ((len(SPECIAL), 16, 4), 0),
     "scatter": ((len(SPECIAL), 4, 16), 0),

@@ -14,7 +14,7 @@ TAPS = [4, 8, 9, 16, 25, 27, 49, 125]
 
 
 def costs(weight: tuple[int, int, int], elements: int, offset: int = 0, in_place: bool = False) -> tuple[str, Counts]:
-    """The way of one weight, and what its accesses cost."""
+    """Return the way of one weight, and the costs of its accesses."""
     size = math.prod(weight)
     source, _ = allot(size * SOURCE_BYTES[elements], offset * SOURCE_BYTES[elements])
     destination, _ = allot(size * DESTINATION_BYTES[elements], 0)
@@ -37,7 +37,7 @@ def weights_with(channels: int, elements: int, back: bool, taps: Sequence[int] =
 @both_ways
 @all_kinds
 def test_channels_in_whole_sectors_meet_the_bars(kind, back):
-    """At least 95 % of what is read and written of sectors is asked for, and conflicts cost at most a quarter."""
+    """Use at least 95 % of the sectors that are read and written, and lose at most a quarter to conflicts."""
     elements = number_of(kind)
     sector = 32 // min(kind[0].itemsize, kind[1].itemsize)
     for multiple in (1, 2, 3, 5, 12, 40):
@@ -82,12 +82,3 @@ def test_misaligned_weights_go_element_by_element(kind, back):
             assert counts.load_efficiency >= RECTANGLE_BARS[kind[0].itemsize], weight
             assert counts.store_efficiency >= RECTANGLE_BARS[kind[1].itemsize], weight
             assert counts.conflict_degree <= 4, weight
-
-
-def test_copies_are_linear():
-    for elements in range(len(SOURCE_BYTES)):
-        way, counts = costs((3, 1, 50_000), elements)
-        assert way == "copy"
-        assert counts.load_efficiency >= 0.99
-        assert counts.store_efficiency >= 0.99
-        assert counts.shared_passes == 0

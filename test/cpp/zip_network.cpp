@@ -1,5 +1,5 @@
 // Proves the zip networks: for every register width, element size and number of columns, in both directions. What a
-// shuffle does to one tile it does to all, so one tile whose bytes tell where they come from is a proof. Driven by
+// shuffle does to one tile it does to all, so one tile whose bytes name their origin is a proof. Driven by
 // test_cpp.py. Prints the number of proven networks, and "ok".
 #include <torch_nhwc/cpu/matrix_transpose.h>
 
@@ -20,7 +20,7 @@ using Network = void (*)(unsigned char* tile);
 void prove(Network network, int width, int size, int rows, int columns) {
   const int bytes = rows * columns * size;
   std::vector<unsigned char> tile(bytes);
-  // A byte cannot tell which of up to 2048 it is at once: its index goes through in two halves.
+  // A byte cannot hold an index of up to 2048: it goes through in two halves.
   for (const int shift : {0, 8}) {
     for (int index = 0; index < bytes; ++index) tile[index] = static_cast<unsigned char>(index >> shift);
     network(tile.data());

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, default_collate
 from two_ranks import on_two_ranks
 
 import torch_nhwc as nhwc
+from torch_nhwc.checkpoint import contiguous_checkpoints_
+from torch_nhwc.data import collate
 from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
 
 
@@ -54,8 +56,8 @@ class Training:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
         if converted:
             nhwc.convert_(model, optimizer=optimizer, input_format="channels_last", strict=True)
-            nhwc.contiguous_checkpoints_(model)
-            nhwc.contiguous_checkpoints_(optimizer)
+            contiguous_checkpoints_(model)
+            contiguous_checkpoints_(optimizer)
         workers = {"num_workers": num_workers, "persistent_workers": num_workers > 0}
         loader = DataLoader(dataset or list(Streamed()), batch_size=2, collate_fn=collate_fn, **workers)
         self.model, self.optimizer, loader = self.accelerator.prepare(model, optimizer, loader)
@@ -121,7 +123,7 @@ def test_a_model_converts_before_accelerate_offloads_it():
 
 def test_the_batches_of_one_process_stay_as_they_are():
     for dataset in (Streamed(), list(Streamed())):
-        loader = Accelerator(cpu=True).prepare(DataLoader(dataset, batch_size=2, collate_fn=nhwc.collate))
+        loader = Accelerator(cpu=True).prepare(DataLoader(dataset, batch_size=2, collate_fn=collate))
         assert contiguous_broadcasts_(loader) is loader
         assert next(iter(loader)).stride() == (108, 1, 18, 3)
 
@@ -132,14 +134,14 @@ def test_what_is_no_loader_is_named():
 
 
 def test_a_loader_that_is_not_prepared_raises():
-    loader = DataLoader(Streamed(), batch_size=2, collate_fn=nhwc.collate)
+    loader = DataLoader(Streamed(), batch_size=2, collate_fn=collate)
     with pytest.raises(ValueError, match="this loader is not prepared: give what"):
         contiguous_broadcasts_(loader)
-    assert loader.collate_fn is nhwc.collate
+    assert loader.collate_fn is collate
 
 
 def nested(samples):
-    return {"images": [nhwc.collate(samples)], "count": torch.tensor([len(samples)] * len(samples))}
+    return {"images": [collate(samples)], "count": torch.tensor([len(samples)] * len(samples))}
 
 
 def compare_on_two_ranks():
@@ -147,24 +149,24 @@ def compare_on_two_ranks():
     batches = list(contiguous.loader)
 
     # What accelerate does by itself: the other process has the first one's memory, read in another order.
-    permuted = Training(False, Streamed(), nhwc.collate)
+    permuted = Training(False, Streamed(), collate)
     assert issubclass(type(permuted.loader), DataLoaderDispatcher)
     for batch, expected in zip(permuted.loader, batches, strict=True):
         assert torch.equal(batch, expected) == contiguous.accelerator.is_main_process
 
-    kept = Training(True, Streamed(), nhwc.collate, contiguous_broadcasts_)
+    kept = Training(True, Streamed(), collate, contiguous_broadcasts_)
     inside = contiguous_broadcasts_(kept.loader).base_dataloader.collate_fn
-    assert inside.args == (nhwc.collate,)  # twice is once
+    assert inside.args == (collate,)  # twice is once
     for batch, expected in zip(kept.loader, batches, strict=True):
         assert torch.equal(batch, expected)
         assert batch.is_contiguous()
     for batch, expected in zip(Training(True, Streamed(), nested, contiguous_broadcasts_).loader, batches, strict=True):
         assert torch.equal(batch["images"][0], expected)
-    working = Training(True, Streamed(), nhwc.collate, num_workers=1)
+    working = Training(True, Streamed(), collate, num_workers=1)
     assert len(list(working.loader)) == len(batches)  # starts workers that stay
     for batch, expected in zip(contiguous_broadcasts_(working.loader), batches, strict=True):
         assert torch.equal(batch, expected)
-    shared = Training(True, None, nhwc.collate, contiguous_broadcasts_)  # each process reads its own batches
+    shared = Training(True, None, collate, contiguous_broadcasts_)  # each process reads its own batches
     assert next(iter(shared.loader)).stride() == (108, 1, 18, 3)
 
     mine = batches[0].to(memory_format=torch.channels_last)

@@ -1,13 +1,11 @@
 """Lightning's trainer with the callback: the losses are those without it, and the module goes back as it came."""
 
-import copy
 import json
 import os
 import pickle
 import signal
 import subprocess
 import sys
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -17,15 +15,12 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
-    LearningRateFinder,
     ModelCheckpoint,
     StochasticWeightAveraging,
 )
-from lightning.pytorch.plugins import TorchSyncBatchNorm
-from lightning.pytorch.strategies import FSDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import FSDPStrategy
 from selection import some_of
 from torch import nn
-from torch.nn.utils import prune
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_nhwc as nhwc
@@ -171,55 +166,6 @@ def test_one_callback_serves_every_run(tmp_path):
     assert_as_before(other)
 
 
-@pytest.mark.parametrize("run", some_of(["validate", "test", "predict"], "predict"))
-def test_runs_without_training(tmp_path, run):
-    outputs = []
-    for callbacks in ([ChannelsLast()], []):
-        outputs.append(getattr(trainer(tmp_path, *callbacks), run)(module := Module(), loader()))
-        assert module.seen == [CHANNELS_LAST if callbacks else STRIDES] * 2
-        assert_as_before(module)
-    torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
-
-
-class SynchronisedStrategy(SingleDeviceStrategy):
-    """Exchanges norms as DDP does, which takes synchronised ones on a GPU alone."""
-
-    def setup(self, trainer):
-        self.model = TorchSyncBatchNorm().apply(self.model)
-        assert type(self.lightning_module.net[1]) is nn.SyncBatchNorm
-        super().setup(trainer)
-
-    def teardown(self):
-        self.model = TorchSyncBatchNorm().revert(self.model)
-        super().teardown()
-
-
-@exhaustive
-def test_norms_that_a_strategy_synchronises(tmp_path):
-    module = fitted(tmp_path, ChannelsLast(), strategy=SynchronisedStrategy("cpu"))
-    assert module.seen == [CHANNELS_LAST] * 4
-    assert_same_training(module, fitted(tmp_path))
-    assert_as_before(module)
-
-
-class Keeping(Module):
-    """Has one optimizer for all runs."""
-
-    def configure_optimizers(self):
-        self.optimizer = getattr(self, "optimizer", None) or super().configure_optimizers()
-        return self.optimizer
-
-
-@exhaustive
-def test_an_optimizer_that_outlives_runs_follows_each_time(tmp_path):
-    module, reference = Keeping(), Keeping()
-    for _ in range(2):
-        fitted(tmp_path, ChannelsLast(), module=module)
-        fitted(tmp_path, module=reference)
-        assert_as_before(module, [module.optimizer])
-    assert_same_training(module, reference)
-
-
 class Helped(Module):
     """Has a helper outside of it, with an optimizer of its own."""
 
@@ -238,49 +184,11 @@ class Helped(Module):
         optimizer.step()
 
 
-class WithoutOptimizer(Module):
-    def configure_optimizers(self):
-        return None
-
-
 @exhaustive
-@pytest.mark.parametrize("kind", [WithoutOptimizer, Helped])
-@pytest.mark.filterwarnings("ignore:.*configure_optimizers. returned .None")
-def test_optimizers_that_hold_nothing_of_the_module(tmp_path, kind):
-    module = fitted(tmp_path, ChannelsLast(), module=kind())
+def test_an_optimizer_that_holds_nothing_of_the_module_is_left_alone(tmp_path):
+    module = fitted(tmp_path, ChannelsLast(), module=Helped())
     assert module.seen == [CHANNELS_LAST] * 4
-    assert_same_training(module, fitted(tmp_path, module=kind()))
-    assert_as_before(module)
-
-
-class Replacing(Callback):
-    """Replaces the trainer's optimizers, and at the end has state that cannot be laid out anew: a part of a buffer."""
-
-    def __init__(self, is_fixed=False):
-        self.is_fixed = is_fixed
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        trainer.strategy.optimizers = [torch.optim.Adam(pl_module.parameters(), lr=0.01)]
-
-    def on_train_end(self, trainer, pl_module):
-        if self.is_fixed:
-            weight = pl_module.net[3].weight
-            part = torch.zeros(weight.numel() + 1).as_strided(weight.shape, weight.stride())
-            trainer.optimizers[0].state[weight]["exp_avg"] = part
-
-
-@exhaustive
-def test_optimizers_that_are_replaced_follow(tmp_path):
-    runner = trainer(tmp_path, ChannelsLast(), Replacing())
-    runner.fit(module := Module(), loader())
-    assert len(runner.optimizers[0].state) == 5
-    assert_as_before(module, runner.optimizers)
-
-
-@exhaustive
-def test_the_module_goes_back_where_its_optimizer_cannot(tmp_path):
-    with pytest.warns(UserWarning, match="ChannelsLast: state of the optimizers stays in channels-last: "):
-        module = fitted(tmp_path, ChannelsLast(), Replacing(is_fixed=True))
+    assert_same_training(module, fitted(tmp_path, module=Helped()))
     assert_as_before(module)
 
 
@@ -312,28 +220,6 @@ def test_a_checkpoint_resumes_whoever_has_written_it(tmp_path, saved_with):
     torch.testing.assert_close(resumed.losses, plain.losses[4:], rtol=1e-4, atol=1e-5)
 
 
-class Loading(Callback):
-    """Loads weights and optimizer state of before the conversion once the trainer has started."""
-
-    def __init__(self, checkpoint):
-        self.checkpoint = checkpoint
-
-    def on_train_epoch_start(self, trainer, pl_module):
-        if trainer.current_epoch == 1:
-            pl_module.load_state_dict(self.checkpoint["state_dict"])
-            trainer.optimizers[0].load_state_dict(copy.deepcopy(self.checkpoint["optimizer_states"][0]))
-
-
-@exhaustive
-@pytest.mark.filterwarnings("ignore:torch_nhwc.*laid out as they do")  # by the guard: nobody has told of it
-def test_what_is_loaded_in_the_middle_keeps_the_format(tmp_path):
-    fitted(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
-    checkpoint = torch.load(*tmp_path.glob("*.ckpt"), weights_only=True)
-    module = fitted(tmp_path, ChannelsLast(), Loading(checkpoint))
-    assert module.seen == [CHANNELS_LAST] * 4
-    assert_same_training(module, fitted(tmp_path, Loading(checkpoint)))
-
-
 @pytest.mark.parametrize("weights_only", some_of([True, False], True))
 def test_checkpoints_are_contiguous(tmp_path, weights_only):
     saving = ModelCheckpoint(tmp_path, save_weights_only=weights_only)
@@ -344,14 +230,6 @@ def test_checkpoints_are_contiguous(tmp_path, weights_only):
     loaded = Module.load_from_checkpoint(saving.best_model_path)
     assert strides(loaded) == STRIDES
     assert torch.equal(loaded.net[3].weight, module.net[3].weight)
-
-
-@exhaustive
-def test_a_hook_for_checkpoints_that_was_there_stays(tmp_path):
-    module = Module()
-    nhwc.contiguous_checkpoints_(module)
-    fitted(tmp_path, ChannelsLast(), module=module)
-    assert len(module._state_dict_hooks) == 1
 
 
 class Failing(Module):
@@ -392,56 +270,21 @@ def test_after_exceptions_the_module_is_as_before(tmp_path, monkeypatch, error, 
     assert module.seen[-1] == CHANNELS_LAST
 
 
-class Averages(Callback):
-    """Notes the strides of what another callback averages."""
-
-    def __init__(self, averaging):
-        self.averaging, self.seen = averaging, []
-
-    def on_train_batch_end(self, *_):
-        self.seen.append(strides(getattr(self.averaging._average_model, "module", self.averaging._average_model)))
-
-
-def stochastic():
-    return StochasticWeightAveraging(0.01, swa_epoch_start=1)
-
-
 @exhaustive
-@pytest.mark.parametrize("first", [True, False])
-@pytest.mark.parametrize(
-    ("kind", "built_in"),
-    [(EMAWeightAveraging, "__init__"), (EMAWeightAveraging, "configure_model"), (stochastic, "__init__")],
-)
-def test_averaged_copies_follow(tmp_path, kind, built_in, first):
-    saving = ModelCheckpoint(tmp_path)
-    averages = Averages(kind())
-    callbacks = [averages.averaging, averages, saving]
-    callbacks.insert(0 if first else 2, ChannelsLast())
-    module = fitted(tmp_path, *callbacks, module=Module(built_in), max_epochs=4, enable_checkpointing=True)
-    assert averages.seen == [CHANNELS_LAST] * len(module.losses)
+@pytest.mark.parametrize("kind", [EMAWeightAveraging, lambda: StochasticWeightAveraging(0.01, swa_epoch_start=1)])
+def test_averaged_copies_follow_and_are_saved_contiguous(tmp_path, kind):
+    averaging, saving, seen = kind(), ModelCheckpoint(tmp_path), []
+
+    class Looking(Callback):
+        def on_train_batch_end(self, *_):
+            seen.append(strides(getattr(averaging._average_model, "module", averaging._average_model)))
+
+    callbacks = [averaging, Looking(), ChannelsLast(), saving]
+    module = fitted(tmp_path, *callbacks, max_epochs=4, enable_checkpointing=True)
+    assert seen == [CHANNELS_LAST] * len(module.losses)
     assert all(tensor.is_contiguous() for tensor in tensors_in(torch.load(saving.best_model_path, weights_only=True)))
-    assert_same_training(module, fitted(tmp_path, kind(), module=Module(built_in), max_epochs=4))
+    assert_same_training(module, fitted(tmp_path, kind(), max_epochs=4))
     assert_as_before(module)
-
-
-@exhaustive
-def test_an_averaged_copy_without_layers_raises(tmp_path):
-    """Without it, nothing is averaged: the copy is from before `configure_model`."""
-    with pytest.raises(ValueError, match=r"the averaged copy has nothing at 'net\.0\.weight'"):
-        fitted(tmp_path, ChannelsLast(), stochastic(), module=Module("configure_model"))
-
-
-@exhaustive
-def test_what_loads_a_checkpoint_before_training_keeps_the_format(tmp_path):
-    find = {"num_training_steps": 4, "early_stop_threshold": None, "attr_name": "rate"}
-    module = Module()
-    module.rate = 0.01
-    fitted(tmp_path, ChannelsLast(), LearningRateFinder(**find), module=module)
-    assert module.seen == [CHANNELS_LAST] * len(module.seen)
-    reference = Module()
-    reference.rate = 0.01
-    fitted(tmp_path, LearningRateFinder(**find), module=reference)
-    assert_same_training(module, reference)
 
 
 class Losing(Module):
@@ -462,18 +305,16 @@ def test_what_a_conversion_takes(tmp_path):
     assert type(losing.net[2]) is nn.Softmax
 
 
-def test_a_plan_that_converts_in_each_forward(tmp_path):
+def test_plans_are_applied(tmp_path):
     fitted(tmp_path, ChannelsLast(plan=nhwc.plan(Module(), each_forward=True)), module=(module := Module()))
     assert module.seen == [STRIDES] * 4
     assert_same_training(module, fitted(tmp_path))
     assert_as_before(module)
     assert type(module.net[0]) is nn.Conv2d
-
-
-@exhaustive
-def test_a_plan_that_is_contiguous_throughout_passes(tmp_path):
-    callback = ChannelsLast(plan=nhwc.plan(Module(), torch.contiguous_format))
-    assert fitted(tmp_path, callback).seen == [STRIDES] * 4
+    contiguous = ChannelsLast(plan=nhwc.plan(Module(), torch.contiguous_format))  # as tune may decide
+    assert fitted(tmp_path, contiguous).seen == [STRIDES] * 4
+    with pytest.raises(ValueError, match="the model differs from the plan"):
+        fitted(tmp_path, ChannelsLast(plan=nhwc.plan(layers())))
 
 
 def test_where_nothing_is_converted_nothing_stays(tmp_path):
@@ -484,115 +325,18 @@ def test_where_nothing_is_converted_nothing_stays(tmp_path):
     assert callback.report is None
 
 
-class Pruning(Callback):
-    def on_train_end(self, _, pl_module):
-        prune.random_structured(pl_module.net[3], "weight", amount=0.5, dim=0)
-
-
-@exhaustive
-def test_what_to_do_where_sites_have_changed(tmp_path):
-    """As behind structured pruning in the middle of a run."""
-    told = "the model differs from the plan.*; later, convert_.module, torch.contiguous_format. undoes"
-    with pytest.warns(UserWarning, match=told):
-        (runner := trainer(tmp_path, ChannelsLast(preserve=True), Pruning())).fit(module := Losing(), loader())
-    nhwc.convert_(module, torch.contiguous_format, optimizer=runner.optimizers)
-    assert module.net[0].weight.is_contiguous()
-    assert module.net[3].weight_orig.is_contiguous()
-    assert type(module.net[2]) is nn.Softmax
-
-
-@exhaustive
-def test_a_tuned_plan(tmp_path):
-    tuning = nhwc.tune(Module(), torch.randn(4, 3, 8, 8), budget_seconds=1)
-    module = fitted(tmp_path, ChannelsLast(plan=tuning.plan))
-    assert_same_training(module, fitted(tmp_path))
-    assert_as_before(module)
-
-
-def test_a_plan_of_another_model_raises(tmp_path):
-    with pytest.raises(ValueError, match="the model differs from the plan"):
-        fitted(tmp_path, ChannelsLast(plan=nhwc.plan(layers())))
-
-
-@exhaustive
-@pytest.mark.parametrize("is_whole", [True, False])
-def test_compiled_modules(tmp_path, is_whole):
-    """A compiled module gives its layers to the trainer, which compiles its steps; a compiled layer must be before."""
-    if is_whole:
-        module = Module()
-        trainer(tmp_path, ChannelsLast()).fit(torch.compile(module, backend="eager"), loader())
-        assert module.seen == [CHANNELS_LAST] * 4
-        assert_same_training(module, fitted(tmp_path))
-        assert_as_before(module)
-        return
-    module = Module()
-    nhwc.convert_(module)
-    module.net.compile(backend="eager")
-    fitted(tmp_path, ChannelsLast(), module=module)
-    assert strides(module) == CHANNELS_LAST
-    (late := Module()).net.compile(backend="eager")
-    refused = pytest.warns(UserWarning, match="2 of 2 sites stay as they are")
-    with refused, pytest.raises(RuntimeError, match=r"nothing was converted in the Module(.|\n)*compile"):
-        fitted(tmp_path, ChannelsLast(), module=late)
-
-
-@exhaustive
-def test_a_module_that_is_channels_last_stays_so(tmp_path):
-    """As a user of Lightning has it today, who resumes from a contiguous checkpoint: a fused optimizer steps wrong."""
-    fitted(tmp_path, ModelCheckpoint(tmp_path), enable_checkpointing=True)
-    resuming = {"ckpt_path": next(tmp_path.glob("*.ckpt")), "max_epochs": 8}
-    module = fitted(tmp_path, ChannelsLast(), module=Module().to(memory_format=torch.channels_last), **resuming)
-    assert module.seen == [CHANNELS_LAST] * 12
-    assert_same_training(module, fitted(tmp_path, **resuming))
-    assert strides(module) == CHANNELS_LAST
-
-
-@exhaustive
-def test_another_dtype(tmp_path):
-    module = fitted(tmp_path, ChannelsLast(), precision="64-true")
-    assert module.net[0].weight.dtype is torch.float64
-    assert module.seen == [CHANNELS_LAST] * 4
-    assert_same_training(module, fitted(tmp_path, precision="64-true"))
-
-
-class Late(Module):
-    """Builds layers where it is too late, and takes the format away."""
-
-    def __init__(self, what):
-        super().__init__("never" if what == "all" else "__init__")
-        self.what = what
+class Contiguous(Module):
+    """Takes the format away."""
 
     def configure_optimizers(self):
-        if self.what == "more":
-            self.more = nn.Conv2d(3, 3, 3)
-        elif self.what == "lost":
-            self.to(memory_format=torch.contiguous_format)
+        self.to(memory_format=torch.contiguous_format)
         return super().configure_optimizers()
 
 
-def test_a_module_without_layers_when_training_starts_raises(tmp_path):
-    nothing = pytest.warns(UserWarning, match="nothing to convert in the Late")
-    with nothing, pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Late"):
-        fitted(tmp_path, ChannelsLast(), module=Late("all"))
-
-
-LATE = {
-    "more": (ValueError, "the model differs from the plan: .*more.weight"),
-    "lost": (RuntimeError, r"SingleDeviceStrategy leaves 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"),
-}
-
-
-@exhaustive
-@pytest.mark.parametrize("what", LATE)
-def test_what_is_not_converted_when_training_starts_raises(tmp_path, what):
-    error, text = LATE[what]
-    module, callback = Late(what), ChannelsLast()
-    told = pytest.warns(UserWarning, match="stays in channels-last: the model differs from the plan")
-    with told if what == "more" else nullcontext(), pytest.raises(error, match=text):
-        fitted(tmp_path, callback, module=module)
-    if what == "more":
-        del module.more
-        callback.report.revert()
+def test_weights_that_lose_the_format_before_training_raise(tmp_path):
+    lost = r"SingleDeviceStrategy leaves 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"
+    with pytest.raises(RuntimeError, match=lost):
+        fitted(tmp_path, ChannelsLast(), module=(module := Contiguous()))
     assert_as_before(module)
 
 

@@ -9,7 +9,6 @@ import pytest
 # The packages that a module needs any of, and the extra that brings one.
 NEEDED = {
     "accelerate": (["accelerate"], "accelerate"),
-    "diffusers": (["diffusers"], "diffusers"),
     "lightning": (["lightning", "pytorch_lightning"], "lightning"),
     "transformers": (["transformers"], "transformers"),
 }

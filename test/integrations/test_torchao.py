@@ -62,16 +62,6 @@ def test_what_is_converted_before_keeps_the_format(quantize):
     torch.testing.assert_close(outputs(model), outputs(expected), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
-def test_quantized_linear_layers_leave_convolutions_to_be_converted(name):
-    model = network()
-    quantize_linear(model, name)
-    expected = outputs(model)
-    nhwc.convert_(model, strict=True)
-    assert model[0].weight.stride() == (144, 1, 48, 16)
-    torch.testing.assert_close(outputs(model), expected, rtol=1e-5, atol=1e-5)
-
-
 def test_quantized_convolutions_are_refused():
     model = network()
     quantize_convolutions(model)
@@ -82,13 +72,3 @@ def test_quantized_convolutions_are_refused():
     with pytest.raises(RuntimeError, match="of a tensor subclass"):
         nhwc.convert_(model, strict=True)
     assert torch.equal(outputs(model), expected)
-
-
-@pytest.mark.parametrize("name", ["Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"])
-def test_torchao_itself_runs_no_int8_convolution(name):
-    from torchao import quantization
-
-    model = network()
-    quantization.quantize_(model, getattr(quantization, name)(), filter_fn=is_convolution)
-    with pytest.raises(NotImplementedError, match=r"aten\.convolution"):
-        outputs(model)

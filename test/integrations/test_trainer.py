@@ -14,13 +14,13 @@ from transformers import (
     Seq2SeqTrainer,
     Seq2SeqTrainingArguments,
     Trainer,
-    TrainerCallback,
     TrainingArguments,
     default_data_collator,
 )
 from two_ranks import on_two_ranks
 
 import torch_nhwc as nhwc
+from torch_nhwc.data import wrap_collate_fn
 from torch_nhwc.integrations.transformers import ChannelsLastTrainer
 
 STEM = (147, 1, 21, 3)
@@ -108,12 +108,10 @@ def test_it_trains_as_transformers_own_and_saves_contiguous_checkpoints(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "tolerance"),
     [
-        ({}, 1e-4),
-        ({"gradient_accumulation_steps": 2}, 1e-4),
-        ({"optim": "sgd", "lr_scheduler_type": "constant"}, 1e-4),
+        ({"gradient_accumulation_steps": 2, "optim": "sgd", "lr_scheduler_type": "constant"}, 1e-4),
         ({"bf16": True}, 3e-2),
     ],
-    ids=["plain", "accumulating", "SGD", "bf16"],
+    ids=["SGD", "bf16"],
 )
 @pytest.mark.parametrize("model", [resnet, convnext])
 def test_it_trains_as_transformers_own_in_other_ways(model, arguments, tolerance, tmp_path):
@@ -146,19 +144,11 @@ def test_every_model_of_model_init_converts(tmp_path):
         assert_equal_losses(losses_of(trainer), expected)
         assert trainer.conversion.model is trainer.model is not made_first
         assert stem(trainer).stride() == STEM
+    trainer.conversion.revert(trainer.optimizer)
+    assert stem(trainer).is_contiguous()
+    assert trainer.optimizer.state[stem(trainer)]["exp_avg"].is_contiguous()
     trainer.model = trainer.call_model_init("a trial")  # as in a search for hyperparameters
     assert stem(trainer).stride() == STEM
-
-
-@pytest.mark.exhaustive
-def test_evaluating_and_predicting_alone(tmp_path):
-    plain, ours = trainer_of(Trainer, tmp_path), trainer_of(ChannelsLastTrainer, tmp_path, **OPTIONS)
-    assert_equal_losses(ours.evaluate()["eval_loss"], plain.evaluate()["eval_loss"])
-    torch.testing.assert_close(ours.predict(samples()).predictions, plain.predict(samples()).predictions)
-    assert stem(ours).stride() == STEM
-    ours.train()
-    plain.train()
-    assert_equal_losses(losses_of(ours), losses_of(plain))
 
 
 @pytest.mark.exhaustive
@@ -201,24 +191,6 @@ def test_a_model_of_your_own_is_saved(tmp_path):
     nhwc.convert_(by_hand.model)
     with pytest.raises(ValueError, match="non contiguous"):
         by_hand.save_model()
-
-
-class Failing(TrainerCallback):
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == 2:
-            raise OSError("no space left")
-
-
-@pytest.mark.exhaustive
-def test_behind_an_exception_the_model_is_converted_and_can_be_reverted(tmp_path):
-    trainer = trainer_of(ChannelsLastTrainer, tmp_path, callbacks=[Failing()], **OPTIONS)
-    with pytest.raises(OSError, match="no space left"):
-        trainer.train()
-    assert stem(trainer).stride() == STEM
-    trainer.conversion.revert(trainer.optimizer)
-    assert stem(trainer).is_contiguous()
-    assert trainer.optimizer.state[stem(trainer)]["exp_avg"].is_contiguous()
-    assert not trainer.model._forward_pre_hooks
 
 
 class Shared(ChannelsLastTrainer):
@@ -274,7 +246,7 @@ def test_an_optimizer_that_is_given_follows(tmp_path):
 
 
 def compare_on_two_ranks(folder):
-    collate = nhwc.collating(default_data_collator)
+    collate = wrap_collate_fn(default_data_collator)
     arguments = {"save_strategy": "no", "ddp_backend": "gloo"}
     for dataset in (Streamed(), samples()):
         _, expected = trained(Trainer, folder, dataset=dataset, arguments=arguments)

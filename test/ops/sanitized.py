@@ -1,4 +1,4 @@
-"""What `make sanitize-cuda` runs under compute-sanitizer: every kind of elements by every way, in little time.
+"""The program of `make sanitize-cuda` under compute-sanitizer: every kind of element by every way, in little time.
 
 python test/ops/sanitized.py [device]
 """

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from selection import exhaustive
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import grad, hessian, jacrev, jvp, vmap
 
 import torch_nhwc as nhwc
 
@@ -65,15 +65,6 @@ def test_a_sliced_leaf_gets_a_contiguous_gradient(device):
     nhwc.convert_weight(weight).sum().backward()
     assert weight.grad.is_contiguous()
     assert arrived == [weight.grad.data_ptr()]
-
-
-def test_convolution_gives_equal_gradients():
-    weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    plain = weight.detach().clone().requires_grad_()
-    x = torch.randn(2, 3, 8, 8)
-    torch.nn.functional.conv2d(x, nhwc.convert_weight(weight)).square().sum().backward()
-    torch.nn.functional.conv2d(x, plain).square().sum().backward()
-    torch.testing.assert_close(weight.grad, plain.grad)
 
 
 def test_no_graph_where_none_is_asked_for(device):
@@ -138,22 +129,6 @@ def test_vmap_and_derivatives_compose(device):
     assert torch.equal(grad(lambda w: (vmap(nhwc.convert_weight)(w) ** 2).sum())(weights), 2 * weights)
     _, tangents = vmap(lambda w: jvp(nhwc.convert_weight, (w,), (3 * w,)))(weights)
     assert torch.equal(tangents, 3 * weights)
-
-
-def test_functional_call_trains_through_the_operator():
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
-
-        def forward(self, x):
-            return torch.nn.functional.conv2d(x, nhwc.convert_weight(self.weight))
-
-    layer, x = Layer(), torch.randn(2, 3, 8, 8)
-    parameters = dict(layer.named_parameters())
-    gradient = grad(lambda p: functional_call(layer, p, (x,)).sum())(parameters)["weight"]
-    layer(x).sum().backward()
-    torch.testing.assert_close(gradient, layer.weight.grad)
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", exhaustive("inductor")])

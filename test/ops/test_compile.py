@@ -142,7 +142,7 @@ def test_an_exported_program_runs_where_only_the_library_is_loaded(strict, tmp_p
     torch.save((x, layer(x)[0]), tmp_path / "expected.pt")
     script = f"""
 import torch
-torch.ops.load_library({str(nhwc.library_path())!r})
+torch.ops.load_library({str(nhwc.cpp_extension.library_path())!r})
 x, expected = torch.load({str(tmp_path / "expected.pt")!r})
 program = torch.export.load({str(tmp_path / "program.pt2")!r}).module()
 out, weight = program(x)
@@ -153,17 +153,3 @@ import sys
 assert "torch_nhwc" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True, cwd=tmp_path, env={"PATH": ""})
-
-
-def test_export_refuses_an_in_place_conversion():
-    class Converts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            torch.ops.nhwc.convert_weight_(self.layer.weight)
-            return self.layer(x)
-
-    with pytest.raises(Exception, match="nhwc::convert_weight_: the weight is traced, fake, functional"):
-        torch.export.export(Converts(), (torch.randn(1, 3, 8, 8),))

@@ -21,7 +21,7 @@ def test_it_equals_copy(shape, source, device):
         for dtype in (torch.float32, torch.float16):
             out = torch.empty(shape, dtype=dtype, device=device, memory_format=memory_format)
             pointer = out.data_ptr()
-            assert nhwc.copy_weight_(out, weight) is out
+            assert nhwc.ops.copy_weight_(out, weight) is out
             assert out.data_ptr() == pointer
             reference.assert_same(out, reference.convert_weight(weight, memory_format, dtype))
 
@@ -30,7 +30,7 @@ def test_it_tells_autograd_that_the_values_changed(device):
     out, weight = (torch.randn(4, 3, 3, 3, device=device) for _ in range(2))
     product = out * torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     version = out._version
-    nhwc.copy_weight_(out, weight)
+    nhwc.ops.copy_weight_(out, weight)
     assert out._version == version + 1
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
@@ -40,7 +40,7 @@ def test_in_inference_mode_as_well(device):
     out, weight = (torch.randn(4, 3, 3, 3, device=device) for _ in range(2))
     product = out * torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
     with torch.inference_mode():
-        nhwc.copy_weight_(out, weight)
+        nhwc.ops.copy_weight_(out, weight)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
 
@@ -51,19 +51,19 @@ def test_tangents_are_refused(device):
         dual = forward_ad.make_dual(weight, torch.ones_like(weight))
         for arguments in ((out, dual), (dual, out)):
             with pytest.raises(RuntimeError, match="expected tensors that need no gradient"):
-                nhwc.copy_weight_(*arguments)
+                nhwc.ops.copy_weight_(*arguments)
 
 
 def test_large_weights_go_past_the_caches_with_the_same_bits(device):
     weight = torch.randn(1024, 512, 3, 3, device=device)
     out = torch.zeros_like(weight, memory_format=CL)  # resident
-    nhwc.copy_weight_(out, weight)
+    nhwc.ops.copy_weight_(out, weight)
     assert torch.equal(out, weight)
     back = torch.zeros_like(weight)
-    nhwc.copy_weight_(back, out)
+    nhwc.ops.copy_weight_(back, out)
     assert torch.equal(back, weight)
     half = torch.zeros_like(weight, memory_format=CL, dtype=torch.bfloat16)
-    nhwc.copy_weight_(half, weight)
+    nhwc.ops.copy_weight_(half, weight)
     assert torch.equal(half, weight.bfloat16())
 
 
@@ -95,21 +95,21 @@ def test_bad_arguments_raise_and_change_nothing(device):
     expected = "expected a tensor of the weight's shape and device, contiguous or channels-last, got"
     for out in (zeros(4, 3, 3, 2), zeros(4, 6, 3, 3)[:, ::2], zeros(4, 3, 3, 3, device="meta")):
         with pytest.raises(RuntimeError, match=expected):
-            nhwc.copy_weight_(out, weight)
+            nhwc.ops.copy_weight_(out, weight)
         assert out.is_meta or not out.any()
     memory = torch.randn(112, device=device)
     for start in (0, 4):
         with pytest.raises(RuntimeError, match="expected memory that does not overlap the weight's"):
-            nhwc.copy_weight_(memory[start : start + 108].view(4, 3, 3, 3), memory[:108].view(4, 3, 3, 3))
+            nhwc.ops.copy_weight_(memory[start : start + 108].view(4, 3, 3, 3), memory[:108].view(4, 3, 3, 3))
     with pytest.raises(TypeError, match="expected a cast between floating types"):
-        nhwc.copy_weight_(zeros(4, 3, 3, 3, dtype=torch.int32), weight)
+        nhwc.ops.copy_weight_(zeros(4, 3, 3, 3, dtype=torch.int32), weight)
     with pytest.raises(TypeError, match=r"^copy_weight_: expected a weight to be a tensor, got ndarray$"):
-        nhwc.copy_weight_(zeros(4, 3, 3, 3), weight.cpu().numpy())
+        nhwc.ops.copy_weight_(zeros(4, 3, 3, 3), weight.cpu().numpy())
     for arguments in (
         (zeros(4, 3, 3, 3), weight.clone().requires_grad_()),
         (weight.clone().requires_grad_(), weight),
     ):
         with pytest.raises(RuntimeError, match="expected tensors that need no gradient: call it under"):
-            nhwc.copy_weight_(*arguments)
+            nhwc.ops.copy_weight_(*arguments)
         with torch.no_grad():
-            nhwc.copy_weight_(*arguments)
+            nhwc.ops.copy_weight_(*arguments)

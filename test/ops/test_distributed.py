@@ -23,7 +23,7 @@ def process_group():
 
 
 def train(model, module, steps, between=None):
-    """The weight after every step of plain SGD; `between` runs behind the second."""
+    """Return the weight after every step of plain SGD; `between` runs after the second."""
     torch.manual_seed(1)
     weights = []
     for step in range(steps):
@@ -86,7 +86,7 @@ def test_converting_first_and_wrapping_second_trains_equally():
     again = []
     ours = train(wrapped, layer, 5, lambda: again.append(nhwc.convert_weight_(layer.weight)))
     torch.testing.assert_close(ours, expected)
-    assert again == [nhwc.Outcome.KEPT]  # nothing to do is not refused
+    assert again == [nhwc.Outcome.UNCHANGED]  # nothing to do is not refused
 
 
 def mesh():

@@ -30,22 +30,23 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 def tensors(shape, dtype=torch.float32, mean=0.0, parameters=None):
-    """An input, a weight, a bias and a gradient."""
+    """Return an input, a weight, a bias and a gradient."""
     channels = shape[1]
     weight, bias = (1 + 0.1 * torch.randn(channels)).to(parameters or dtype), torch.randn(channels) * 0.1
     return (torch.randn(shape) + mean).to(dtype), weight, bias.to(weight.dtype), torch.randn(shape).to(dtype)
 
 
+def assert_as_accurate_as_contiguous(groups, x, weight, bias, gradient):
+    ours, stock = (lambda *each, norm=norm: norm(each[0], groups, *each[1:]) for norm in (ops.group_norm, F.group_norm))
+    assert_as_accurate(ours, stock, (x, weight, bias), gradient)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("shape", "groups"), SHAPES, ids=str)
 def test_values_and_gradients(shape, groups, dtype):
-    x, weight, bias, gradient = tensors(shape, dtype)
-    assert_as_accurate(
-        lambda *each: ops.group_norm(each[0], groups, *each[1:]),
-        lambda *each: F.group_norm(each[0], groups, *each[1:]),
-        (x, weight, bias),
-        gradient,
-    )
+    assert_as_accurate_as_contiguous(groups, *tensors(shape, dtype))
+    if dtype in (torch.bfloat16, torch.float16):
+        assert_as_accurate_as_contiguous(groups, *tensors(shape, dtype, parameters=torch.float32))
 
 
 @pytest.mark.parametrize("corner", [False, True])
@@ -56,12 +57,7 @@ def test_h36_as_accurate_as_contiguous_far_from_zero(mean, corner):
         x, weight, bias, gradient = tensors(shape, mean=float(mean))
         if corner:
             x.flatten(2)[..., 0] = 0
-        assert_as_accurate(
-            lambda *each, groups=groups: ops.group_norm(each[0], groups, *each[1:]),
-            lambda *each, groups=groups: F.group_norm(each[0], groups, *each[1:]),
-            (x, weight, bias),
-            gradient,
-        )
+        assert_as_accurate_as_contiguous(groups, x, weight, bias, gradient)
 
 
 def test_a_drift_and_constants_are_summed_around_their_own_mean():
@@ -82,41 +78,18 @@ def test_not_a_number_stays_within_its_group():
     assert torch.equal(out.isnan(), stock.isnan())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_parameters_of_float_beside_a_narrow_input(dtype):
-    x, weight, bias, gradient = tensors((2, 32, 9, 9), dtype, parameters=torch.float32)
-    assert_as_accurate(
-        lambda *each: ops.group_norm(each[0], 8, *each[1:]),
-        lambda *each: F.group_norm(each[0], 8, *each[1:]),
-        (x, weight, bias),
-        gradient,
-    )
-
-
 @pytest.mark.parametrize("has_weight", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_with_and_without_parameters(has_weight, has_bias):
+def test_a_missing_weight_is_one_and_a_missing_bias_zero(has_weight, has_bias):
     x, weight, bias, gradient = tensors((2, 12, 5, 6))
-    given = [each for each, has in ((weight, has_weight), (bias, has_bias)) if has]
-
-    def norm(function):
-        def call(x, *parameters):
-            parameters = list(parameters)
-            return function(
-                x, 3, parameters.pop(0) if has_weight else None, parameters.pop(0) if has_bias else None, 1e-3
-            )
-
-        return call
-
-    def stock(x, groups, weight, bias, eps):
-        # PyTorch's own backward fails where one of the two is missing.
-        weight = torch.ones(12).to(x) if weight is None else weight
-        return F.group_norm(x, groups, weight, torch.zeros(12).to(x) if bias is None else bias, eps)
-
-    assert_as_accurate(norm(ops.group_norm), norm(stock), (x, *given), gradient)
+    given = weight if has_weight else None, bias if has_bias else None
+    meant = weight if has_weight else torch.ones(12), bias if has_bias else torch.zeros(12)
+    ours = gradients(lambda x: ops.group_norm(x, 3, *given, 1e-3), (channels_last(x),), gradient)
+    stock = gradients(lambda x: F.group_norm(x, 3, *meant, 1e-3), (x,), gradient)
+    torch.testing.assert_close(ours, stock)
 
 
-def test_only_the_gradients_that_are_asked_for():
+def test_only_the_needed_gradients_are_computed():
     x, weight, bias, gradient = tensors((2, 8, 4, 4))
     x = channels_last(x)
     for wanted in itertools.product([False, True], repeat=3):
@@ -239,7 +212,7 @@ def test_what_is_not_channels_last_goes_to_pytorch():
     x, weight, bias, _ = tensors((2, 8, 4, 5))
     for each in (x, x.transpose(2, 3), x[:, :, ::2], torch.randn(2, 8), torch.empty(0, 8, 4, 5), x.flatten(2)):
         assert torch.equal(ops.group_norm(each, 2, weight, bias), F.group_norm(each, 2, weight, bias))
-    # Ambiguous: canonical strides tell which format is meant.
+    # Ambiguous: canonical strides decide the format.
     voxel = torch.randn(2, 8, 1, 1)
     assert ops.group_norm(voxel, 2).stride() == voxel.stride()
     assert ops.group_norm(channels_last(voxel), 2).stride() == canonical(voxel.shape)
@@ -288,38 +261,10 @@ def test_the_running_variance_is_right_beside_a_large_eps(deviation, eps):
     torch.testing.assert_close(ours.running_mean, stock.running_mean)
 
 
-def test_one_outlier_leaves_its_group_finite():
-    """Where the sum of squares is infinite, as in PyTorch."""
-    x = torch.randn(1, 4, 8, 8)
-    x[0, 0, 0, 0] = 1e20
-    out, stock = ops.group_norm(channels_last(x), 2), F.group_norm(x, 2)
-    assert out.isfinite().all()
-    torch.testing.assert_close(out, stock, rtol=1e-4, atol=1e-4)
-
-
 def test_h35_instance_norm_of_batch_one_has_the_right_gradient():
     x = torch.randn(1, 6, 5, 5)
     gradient = torch.randn(1, 6, 5, 5)
     assert_as_accurate(ops.instance_norm, F.instance_norm, (x,), gradient)
-
-
-def test_in_torchscript():
-    @torch.jit.script
-    def norm(x, weight: torch.Tensor):
-        return torch.ops.nhwc.group_norm(x, 2, weight) + torch.ops.nhwc.instance_norm(x)
-
-    x = channels_last(torch.randn(2, 8, 4, 5))
-    expected = F.group_norm(x.contiguous(), 2, torch.ones(8)) + F.instance_norm(x.contiguous())
-    torch.testing.assert_close(norm(x, torch.ones(8)), expected)
-
-
-def test_autocast_on_a_cpu_has_pytorchs_dtypes():
-    x, weight, bias, _ = tensors((2, 8, 4, 5))
-    with torch.autocast("cpu", torch.bfloat16):
-        for each in (x, x.bfloat16()):
-            ours, stock = ops.group_norm(channels_last(each), 2, weight, bias), F.group_norm(each, 2, weight, bias)
-            assert ours.dtype == stock.dtype
-            torch.testing.assert_close(ours, stock, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize(("shape", "groups"), [((1, 64, 48, 48), 8), ((1, 16, 24, 24, 24), 16), ((5, 32, 20, 20), 4)])
@@ -380,11 +325,3 @@ def test_bad_input_gets_pytorchs_error(given, error_type, text):
 def test_bad_input_of_the_native_operator(given, text):
     with pytest.raises(RuntimeError, match=text):
         ops.native_group_norm(*given(channels_last(torch.randn(2, 8, 4, 5))))
-
-
-def test_more_than_two_to_the_31_bytes_of_offsets():
-    """Rows far into the tensor are found: the second sample begins behind 2^31 elements of a meta tensor."""
-    out, *_ = ops.native_group_norm(
-        torch.empty_strided((2, 64, 1 << 13, 1 << 13), (1 << 32, 1, 1 << 19, 64), device="meta"), 8, None, None, 1e-5
-    )
-    assert out.stride() == (1 << 32, 1, 1 << 19, 64)

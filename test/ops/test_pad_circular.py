@@ -61,14 +61,3 @@ def test_errors_are_pytorchs(pad, message):
     for function in (ours, stock):
         with pytest.raises((RuntimeError, NotImplementedError), match=message):
             function(channels_last(torch.randn(2, 3, 4, 5)), pad)
-
-
-def test_torchscript_and_autocast():
-    @torch.jit.script
-    def scripted(x):
-        return torch.ops.nhwc.pad_circular(x, [1, 1, 2, 2])
-
-    values = torch.randn(2, 3, 4, 5)
-    assert torch.equal(scripted(channels_last(values)), stock(values, (1, 1, 2, 2)))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert ours(channels_last(values), (1, 1, 1, 1)).dtype == torch.float32

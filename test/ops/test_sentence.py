@@ -1,4 +1,4 @@
-"""The sentences that say why a weight is left as it is: one table for reports and errors."""
+"""The sentences for reports and errors that explain why a weight is not converted."""
 
 import pytest
 import torch

@@ -1,16 +1,14 @@
-"""Who holds a weight's bytes, and what becomes of them: every kind of holder, owner and arrangement, byte by byte."""
+"""Who holds a weight's bytes, and the outcome: every kind of holder, owner and arrangement, byte by byte."""
 
 import copy
 import ctypes
 import io
 import multiprocessing
-import pickle
 import queue
 import subprocess
 import sys
 import threading
 import weakref
-from functools import partial
 from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 
@@ -19,10 +17,9 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file, load_model, save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import cpp_extension
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
@@ -54,7 +51,7 @@ def input_of(weight):
 
 
 def gradients(out, *inputs):
-    """A holder: the graph of `out`, seen through the gradients that it gives."""
+    """Return a holder: the graph of `out`, seen through its gradients."""
     return lambda: torch.cat([g.flatten() for g in torch.autograd.grad(out.sum(), inputs, retain_graph=True)])
 
 
@@ -71,11 +68,6 @@ def graph_of_product(w, path):
 def graph_of_product_with_view(w, path):
     other = torch.randn(w.numel(), device=w.device).requires_grad_()
     return w, gradients(w.view(-1) * other, w, other)
-
-
-def graph_of_convolution(w, path):
-    x = input_of(w)
-    return w, gradients(layer_of(w)(x), w, x)
 
 
 def stepped(w, path):
@@ -124,22 +116,12 @@ def saved_as(path, what, **options):
 
 
 def read_by(storage):
-    """A holder: a storage, read through a tensor that is set to it for that long."""
+    """Return a holder: a storage, read through a temporary tensor."""
     return lambda: torch.empty(0, device=storage.device).set_(storage)
 
 
-def in_a_generator(w):
-    """A holder: a local variable of a generator."""
-
-    def hold(storage):
-        while True:
-            yield torch.empty(0, device=storage.device).set_(storage).clone()
-
-    return partial(next, hold(w.untyped_storage()))
-
-
 def in_a_thread(w):
-    """A holder: a local variable of another thread."""
+    """Return a holder: a local variable of another thread."""
     questions, answers = queue.SimpleQueue(), queue.SimpleQueue()
 
     def hold(storage):
@@ -160,21 +142,9 @@ def holding_itself(w):
     storage.itself = storage
 
 
-def copied_into(w, state):
-    layer = empty_layer_of(w)
-    layer.load_state_dict(state)
-    return layer.weight
-
-
 def assigned(w, state):
     layer = empty_layer_of(w, device="meta")
     layer.load_state_dict(state, assign=True)
-    return layer.weight
-
-
-def loaded_by_safetensors(w, path):
-    layer = empty_layer_of(w)
-    load_model(layer, saved_tensors(w, path))
     return layer.weight
 
 
@@ -214,208 +184,141 @@ def strided(w, strides):
 
 
 def did(action, w):
-    """The weight, nothing else, after something was done to it whose result is dropped."""
+    """Return only the weight after an action whose result is dropped."""
     action(w)
     return w, None
 
 
-# Name: makes, from a contiguous weight and a folder, a weight and what else holds bytes of it (None: nothing that is
-# known of); and what "auto" does. A holder is whatever `seen_by` can read.
-CASES = {
-    # The weight alone owns its bytes.
-    "nothing": (lambda w, path: (w, None), Outcome.REUSED),
-    "no_parameter": (lambda w, path: (w.detach().clone(), None), Outcome.REUSED),
-    "dropped_view": (lambda w, path: did(lambda w: w.detach().view(-1).sum().item(), w), Outcome.REUSED),
-    "dropped_state_dict": (lambda w, path: did(lambda w: layer_of(w).state_dict(), w), Outcome.REUSED),
-    "dropped_numpy_export": (lambda w, path: did(lambda w: w.detach().numpy().sum(), w), Outcome.REUSED),
-    "dropped_second_parameter": (lambda w, path: did(lambda w: nn.Parameter(w.data), w), Outcome.REUSED),
-    "deepcopy_of": (lambda w, path: (copy.deepcopy(w), w), Outcome.REUSED),
-    "deepcopied": (lambda w, path: (w, copy.deepcopy(w)), Outcome.REUSED),
-    "deepcopied_module": (lambda w, path: (copy.deepcopy(layer_of(w)).weight, w), Outcome.REUSED),
-    "copied_state_dict": (lambda w, path: (copied_into(w, {"weight": w, "bias": torch.ones(4)}), w), Outcome.REUSED),
-    "copied_torch_load": (lambda w, path: (copied_into(w, torch.load(saved_state(w, path))), w), Outcome.REUSED),
-    "assigned_dropped_state_dict": (
-        lambda w, path: (assigned(w, {"weight": w.detach().clone(), "bias": torch.ones(4)}), w),
-        Outcome.REUSED,
-    ),
-    "trained": (stepped, Outcome.REUSED),
-    "bfloat16": (lambda w, path: (layer_of(w).to(torch.bfloat16).weight, None), Outcome.REUSED),
-    "float64": (lambda w, path: (layer_of(w).double().weight, None), Outcome.REUSED),
-    "scripted": (lambda w, path: (torch.jit.script(layer_of(w)).weight, None), Outcome.REUSED),
-    "saved_as_script": (lambda w, path: (w, saved_script(w, path)), Outcome.REUSED),
-    "loaded_script": (
-        lambda w, path: (torch.jit.load(saved_script(w, path)).weight, path / "layer.pt"),
-        Outcome.REUSED,
-    ),
-    "graph_of_product": (graph_of_product, Outcome.REUSED),
-    "graph_of_convolution": (graph_of_convolution, Outcome.REUSED),
-    "gradient_held": (gradient_held, Outcome.REUSED),
-    # Nothing but the wrapper of its own storage holds them.
-    "torch_save": (lambda w, path: (saved(w), None), Outcome.REUSED),
-    "torch_save_of_the_module": (
-        lambda w, path: did(lambda w: torch.save(layer_of(w), io.BytesIO()), w),
-        Outcome.REUSED,
-    ),
-    "dropped_storage": (lambda w, path: did(lambda w: w.untyped_storage(), w), Outcome.REUSED),
-    "dropped_typed_storage": (lambda w, path: did(lambda w: w.storage(), w), Outcome.REUSED),
-    "copy_of_the_storage": (lambda w, path: (w, copy.copy(w.untyped_storage())), Outcome.REUSED),
-    "deepcopy_of_the_storage": (lambda w, path: (w, copy.deepcopy(w.untyped_storage())), Outcome.REUSED),
-    "is_shared": (lambda w, path: did(lambda w: w.is_shared(), w), Outcome.REUSED),
-    "pickled": (lambda w, path: did(pickle.dumps, w), Outcome.REUSED),
-    "deepcopied_tensor": (lambda w, path: (a := w.detach().clone(), copy.deepcopy(a)), Outcome.REUSED),
-    "deepcopy_of_tensor": (lambda w, path: (copy.deepcopy(a := w.detach().clone()), a), Outcome.REUSED),
-    "compiled": (compiled, Outcome.REUSED),
-    "dropped_compiled": (lambda w, path: (compiled(w, path)[0], None), Outcome.REUSED),
-    "torch_load": (lambda w, path: (torch.load(saved_state(w, path))["weight"], path / "state.pt"), Outcome.REUSED),
-    "torch_load_of_the_module": (
-        lambda w, path: (torch.load(saved_as(path, layer_of(w)), weights_only=False).weight, path / "saved.pt"),
-        Outcome.REUSED,
-    ),
-    "torch_load_of_the_old_format": (
-        lambda w, path: (torch.load(saved_as(path, w, _use_new_zipfile_serialization=False)), path / "saved.pt"),
-        Outcome.REUSED,
-    ),
-    "assigned_torch_load": (
-        lambda w, path: (assigned(w, torch.load(saved_state(w, path))), path / "state.pt"),
-        Outcome.REUSED,
-    ),
-    "safetensors_load_model": (
-        lambda w, path: (loaded_by_safetensors(w, path), path / "state.safetensors"),
-        Outcome.REUSED,
-    ),
+# What "auto" does. Each case makes, from a contiguous weight and a folder, a weight and what else holds bytes of it
+# (None: nothing that is known). A holder is whatever `seen_by` can read.
+BY_OUTCOME = {
+    # The weight alone owns its dense bytes, or only the Python wrapper of its own storage holds them.
+    Outcome.IN_PLACE: {
+        "nothing": lambda w, path: (w, None),
+        "dropped_view": lambda w, path: did(lambda w: w.detach().view(-1).sum().item(), w),
+        "dropped_numpy_export": lambda w, path: did(lambda w: w.detach().numpy().sum(), w),
+        "deepcopy_of": lambda w, path: (copy.deepcopy(w), w),
+        "deepcopied": lambda w, path: (w, copy.deepcopy(w)),
+        "assigned_dropped_state_dict": lambda w, path: (
+            assigned(w, {"weight": w.detach().clone(), "bias": torch.ones(4)}),
+            w,
+        ),
+        "trained": stepped,
+        "bfloat16": lambda w, path: (layer_of(w).to(torch.bfloat16).weight, None),
+        "scripted": lambda w, path: (torch.jit.script(layer_of(w)).weight, None),
+        "loaded_script": lambda w, path: (torch.jit.load(saved_script(w, path)).weight, path / "layer.pt"),
+        "graph_of_product": graph_of_product,
+        "gradient_held": gradient_held,
+        "torch_save": lambda w, path: (saved(w), None),
+        "dropped_storage": lambda w, path: did(lambda w: w.untyped_storage(), w),
+        "copy_of_the_storage": lambda w, path: (w, copy.copy(w.untyped_storage())),
+        "is_shared": lambda w, path: did(lambda w: w.is_shared(), w),
+        "compiled": compiled,
+        "torch_load": lambda w, path: (torch.load(saved_state(w, path))["weight"], path / "state.pt"),
+        "assigned_torch_load": lambda w, path: (assigned(w, torch.load(saved_state(w, path))), path / "state.pt"),
+        "dense_in_an_odd_order": lambda w, path: strided(w, w.transpose(0, 1).contiguous().transpose(0, 1).stride()),
+        "ddp_undone": lambda w, path: (unwrapped(w, gradient_as_bucket_view=False), None),
+    },
     # Something else holds them.
-    "detach": (lambda w, path: (w, w.detach()), Outcome.FRESH_HELD),
-    "data": (lambda w, path: (w, w.data), Outcome.FRESH_HELD),
-    "view": (lambda w, path: (w, w.detach().view(-1)), Outcome.FRESH_HELD),
-    "view_of_one_filter": (lambda w, path: (w, w.detach()[1]), Outcome.FRESH_HELD),
-    "transposed_view": (lambda w, path: (w, w.detach().transpose(0, 1)), Outcome.FRESH_HELD),
-    "view_in_a_graph": (lambda w, path: (w, w.view(-1)), Outcome.FRESH_HELD),
-    "graph_of_product_with_view": (graph_of_product_with_view, Outcome.FRESH_HELD),
-    "state_dict": (lambda w, path: (w, layer_of(w).state_dict()["weight"]), Outcome.FRESH_HELD),
-    "second_parameter": (lambda w, path: (w, nn.Parameter(w.data)), Outcome.FRESH_HELD),
-    "numpy_export": (lambda w, path: (w, w.detach().numpy()), Outcome.FRESH_HELD),
-    "dlpack_of_detach": (lambda w, path: (w, np.from_dlpack(w.detach())), Outcome.FRESH_HELD),
-    "storage": (lambda w, path: (w, w.untyped_storage()), Outcome.FRESH_HELD),
-    "typed_storage": (lambda w, path: (w, read_by(w.storage())), Outcome.FRESH_HELD),
-    "storage_after_saving": (lambda w, path: (saved(w), w.untyped_storage()), Outcome.FRESH_HELD),
-    "storage_of_another_thread": (lambda w, path: (w, in_a_thread(w)), Outcome.FRESH_HELD),
-    "storage_in_a_generator": (lambda w, path: (w, in_a_generator(w)), Outcome.FRESH_HELD),
-    "storage_that_holds_itself": (lambda w, path: did(holding_itself, w), Outcome.FRESH_HELD),
-    "part_of_the_storage": (lambda w, path: (w, w.untyped_storage()[4:12]), Outcome.FRESH_HELD),
-    "view_after_saving": (lambda w, path: (saved(w), w.detach().view(-1)), Outcome.FRESH_HELD),
-    "tensor_set_to_the_storage": (
-        lambda w, path: (w, torch.empty(0, device=w.device).set_(w.untyped_storage())),
-        Outcome.FRESH_HELD,
-    ),
-    "numpy_export_after_saving": (lambda w, path: (saved(w), w.detach().numpy()), Outcome.FRESH_HELD),
-    "dlpack_of_detach_after_saving": (lambda w, path: (saved(w), np.from_dlpack(w.detach())), Outcome.FRESH_HELD),
-    "torch_load_and_its_state_dict": (
-        lambda w, path: (nn.Parameter((state := torch.load(saved_state(w, path)))["weight"]), state["weight"]),
-        Outcome.FRESH_HELD,
-    ),
-    "assigned_and_its_state_dict": (
-        lambda w, path: (assigned(w, state := torch.load(saved_state(w, path))), state["weight"]),
-        Outcome.FRESH_HELD,
-    ),
-    "torch_load_of_a_view_as_well": (
-        lambda w, path: torch.load(saved_as(path, (w, w.detach()[1]))),
-        Outcome.FRESH_HELD,
-    ),
-    "whole_flat_buffer": (lambda w, path: in_larger_storage(w, 0, 0), Outcome.FRESH_HELD),
-    "base_of_a_plain_view": (lambda w, path: (w.detach().clone().view(-1).view(w.shape), None), Outcome.FRESH_HELD),
-    "assigned_state_dict": (
-        lambda w, path: (assigned(w, {"weight": w.detach(), "bias": torch.ones(4)}), w),
-        Outcome.FRESH_HELD,
-    ),
+    Outcome.COPIED_HELD: {
+        "detach": lambda w, path: (w, w.detach()),
+        "view": lambda w, path: (w, w.detach().view(-1)),
+        "view_of_one_filter": lambda w, path: (w, w.detach()[1]),
+        "view_in_a_graph": lambda w, path: (w, w.view(-1)),
+        "graph_of_product_with_view": graph_of_product_with_view,
+        "state_dict": lambda w, path: (w, layer_of(w).state_dict()["weight"]),
+        "second_parameter": lambda w, path: (w, nn.Parameter(w.data)),
+        "numpy_export": lambda w, path: (w, w.detach().numpy()),
+        "dlpack_of_detach": lambda w, path: (w, np.from_dlpack(w.detach())),
+        "storage": lambda w, path: (w, w.untyped_storage()),
+        "typed_storage": lambda w, path: (w, read_by(w.storage())),
+        "storage_after_saving": lambda w, path: (saved(w), w.untyped_storage()),
+        "storage_of_another_thread": lambda w, path: (w, in_a_thread(w)),
+        "storage_that_holds_itself": lambda w, path: did(holding_itself, w),
+        "part_of_the_storage": lambda w, path: (w, w.untyped_storage()[4:12]),
+        "view_after_saving": lambda w, path: (saved(w), w.detach().view(-1)),
+        "torch_load_and_its_state_dict": lambda w, path: (
+            nn.Parameter((state := torch.load(saved_state(w, path)))["weight"]),
+            state["weight"],
+        ),
+        "torch_load_of_a_view_as_well": lambda w, path: torch.load(saved_as(path, (w, w.detach()[1]))),
+        "whole_flat_buffer": lambda w, path: in_larger_storage(w, 0, 0),
+        "base_of_a_plain_view": lambda w, path: (w.detach().clone().view(-1).view(w.shape), None),
+        "dense_in_an_odd_order_and_held": lambda w, path: (
+            a := w.detach().transpose(0, 1).contiguous().transpose(0, 1),
+            a.detach(),
+        ),
+    },
     # The memory comes from elsewhere, and its owner is not counted.
-    "from_numpy": (lambda w, path: (torch.from_numpy(a := w.detach().numpy().copy()), a), Outcome.FRESH_FOREIGN),
-    "from_dlpack": (lambda w, path: (torch.from_dlpack(a := w.detach().numpy().copy()), a), Outcome.FRESH_FOREIGN),
-    "frombuffer": (
-        lambda w, path: (nn.Parameter(torch.frombuffer(a := bytearray(raw(w)), dtype=w.dtype).view(w.shape)), a),
-        Outcome.FRESH_FOREIGN,
-    ),
-    "numpy_memory_map": (
-        lambda w, path: on_file(w, path, lambda name: torch.from_numpy(np.memmap(name, np.float32, "r+"))),
-        Outcome.FRESH_FOREIGN,
-    ),
-    "assigned_mapped_torch_load": (
-        lambda w, path: (assigned(w, torch.load(saved_state(w, path), mmap=True)), path / "state.pt"),
-        Outcome.FRESH_FOREIGN,
-    ),
-    "mapped_torch_load": (
-        lambda w, path: (torch.load(saved_state(w, path), mmap=True)["weight"], path / "state.pt"),
-        Outcome.FRESH_FOREIGN,
-    ),
-    "assigned_safetensors": (
-        lambda w, path: (assigned(w, load_file(saved_tensors(w, path))), path / "state.safetensors"),
-        Outcome.FRESH_FOREIGN,
-    ),
-    "shared_by_name": (shared_by_name, Outcome.FRESH_FOREIGN),  # the memory of a manager process of PyTorch's own
-    # It is shared, or mapped by PyTorch.
-    "shared": (lambda w, path: (nn.Parameter(w.detach().clone().share_memory_()), None), Outcome.FRESH_SHARED),
-    "shared_module": (lambda w, path: (layer_of(w).share_memory().weight, None), Outcome.FRESH_SHARED),
-    "sent_to_a_process": (lambda w, path: did(ForkingPickler.dumps, w), Outcome.FRESH_SHARED),
-    "shared_and_held": (
-        lambda w, path: (nn.Parameter(a := w.detach().clone().share_memory_()), a),
-        Outcome.FRESH_SHARED,
-    ),
-    "file_shared": (
-        lambda w, path: on_file(w, path, lambda name: torch.from_file(name, shared=True, size=w.numel())),
-        Outcome.FRESH_SHARED,
-    ),
-    "file_private": (
-        lambda w, path: on_file(w, path, lambda name: torch.from_file(name, shared=False, size=w.numel())),
-        Outcome.FRESH_SHARED,
-    ),
-    # The arrangement decides.
-    "dense_in_an_odd_order": (
-        lambda w, path: strided(w, w.transpose(0, 1).contiguous().transpose(0, 1).stride()),
-        Outcome.REUSED,
-    ),
-    "dense_in_an_odd_order_and_held": (
-        lambda w, path: (a := w.detach().transpose(0, 1).contiguous().transpose(0, 1), a.detach()),
-        Outcome.FRESH_HELD,
-    ),
-    "gaps": (lambda w, path: strided(w, [2 * stride for stride in w.stride()]), Outcome.FRESH),
-    "overlaps": (lambda w, path: (nn.Parameter(w.detach()[:1].clone().expand(w.shape)), None), Outcome.FRESH),
-    "in_format": (lambda w, path: (nn.Parameter(nhwc.convert_weight(w.detach())), None), Outcome.KEPT),
-    "in_format_and_held": (lambda w, path: (a := nhwc.convert_weight(w.detach()), a.detach()), Outcome.KEPT),
-    # A part of something larger.
-    "flat_buffer_slice": (lambda w, path: in_larger_storage(w, 100, 50), Outcome.PART_OF_LARGER_STORAGE),
-    "flat_buffer_head": (lambda w, path: in_larger_storage(w, 0, 50), Outcome.PART_OF_LARGER_STORAGE),
-    "flat_buffer_tail": (lambda w, path: in_larger_storage(w, 1, 0), Outcome.PART_OF_LARGER_STORAGE),
-    "dropped_flat_buffer": (lambda w, path: (in_larger_storage(w, 9, 9)[0], None), Outcome.PART_OF_LARGER_STORAGE),
-    # Wrapped, and no longer so.
-    "ddp": (wrapped, Outcome.WRAPPED),
-    "ddp_undone": (lambda w, path: (unwrapped(w, gradient_as_bucket_view=False), None), Outcome.REUSED),
-    "ddp_undone_but_for_its_gradients": (
-        lambda w, path: (w, unwrapped(w, gradient_as_bucket_view=True).grad.detach()),
-        Outcome.GRADIENT_IN_THE_WAY,
-    ),
+    Outcome.COPIED_FOREIGN: {
+        "from_numpy": lambda w, path: (torch.from_numpy(a := w.detach().numpy().copy()), a),
+        "from_dlpack": lambda w, path: (torch.from_dlpack(a := w.detach().numpy().copy()), a),
+        "numpy_memory_map": lambda w, path: on_file(
+            w, path, lambda name: torch.from_numpy(np.memmap(name, np.float32, "r+"))
+        ),
+        "mapped_torch_load": lambda w, path: (torch.load(saved_state(w, path), mmap=True)["weight"], path / "state.pt"),
+        "assigned_safetensors": lambda w, path: (
+            assigned(w, load_file(saved_tensors(w, path))),
+            path / "state.safetensors",
+        ),
+        "shared_by_name": shared_by_name,
+    },
+    # The memory is shared, or mapped by PyTorch.
+    Outcome.COPIED_SHARED: {
+        "shared": lambda w, path: (nn.Parameter(w.detach().clone().share_memory_()), None),
+        "sent_to_a_process": lambda w, path: did(ForkingPickler.dumps, w),
+        "shared_and_held": lambda w, path: (nn.Parameter(a := w.detach().clone().share_memory_()), a),
+        "file_shared": lambda w, path: on_file(
+            w, path, lambda name: torch.from_file(name, shared=True, size=w.numel())
+        ),
+    },
+    # The strides are not dense.
+    Outcome.COPIED: {
+        "gaps": lambda w, path: strided(w, [2 * stride for stride in w.stride()]),
+        "overlaps": lambda w, path: (nn.Parameter(w.detach()[:1].clone().expand(w.shape)), None),
+    },
+    # The strides are canonical.
+    Outcome.UNCHANGED: {
+        "in_format": lambda w, path: (nn.Parameter(nhwc.convert_weight(w.detach())), None),
+        "in_format_and_held": lambda w, path: (a := nhwc.convert_weight(w.detach()), a.detach()),
+    },
+    Outcome.PART_OF_LARGER_STORAGE: {
+        "flat_buffer_slice": lambda w, path: in_larger_storage(w, 100, 50),
+        "flat_buffer_tail": lambda w, path: in_larger_storage(w, 1, 0),
+        "dropped_flat_buffer": lambda w, path: (in_larger_storage(w, 9, 9)[0], None),
+    },
+    Outcome.WRAPPED: {
+        "ddp": wrapped,
+    },
+    Outcome.GRADIENT_IN_THE_WAY: {
+        "ddp_undone_but_for_its_gradients": lambda w, path: (
+            w,
+            unwrapped(w, gradient_as_bucket_view=True).grad.detach(),
+        ),
+    },
 }
+CASES = {name: (make, outcome) for outcome, cases in BY_OUTCOME.items() for name, make in cases.items()}
 # Those that mean the same wherever the memory is.
 ON_ANY_DEVICE = [
-    *("nothing", "no_parameter", "dropped_view", "dropped_state_dict", "dropped_second_parameter", "deepcopy_of"),
-    *("deepcopied", "deepcopied_module", "copied_state_dict", "copied_torch_load", "assigned_dropped_state_dict"),
-    *("trained", "bfloat16", "float64", "scripted", "graph_of_product", "gradient_held", "detach", "data", "view"),
-    *("view_of_one_filter", "transposed_view", "view_in_a_graph", "graph_of_product_with_view", "state_dict"),
-    *("second_parameter", "storage", "whole_flat_buffer", "base_of_a_plain_view", "torch_save", "dropped_storage"),
-    *("deepcopied_tensor", "deepcopy_of_tensor", "dropped_compiled", "torch_load", "assigned_torch_load"),
-    *("assigned_state_dict", "dense_in_an_odd_order", "dense_in_an_odd_order_and_held", "gaps", "overlaps"),
-    *("in_format", "in_format_and_held", "flat_buffer_slice", "flat_buffer_head", "flat_buffer_tail"),
-    "dropped_flat_buffer",
+    *("nothing", "dropped_view", "deepcopy_of", "deepcopied", "assigned_dropped_state_dict"),
+    *("trained", "bfloat16", "scripted", "graph_of_product", "gradient_held"),
+    *("detach", "view", "view_of_one_filter", "view_in_a_graph", "graph_of_product_with_view"),
+    *("state_dict", "second_parameter", "storage", "whole_flat_buffer", "base_of_a_plain_view"),
+    *("torch_save", "dropped_storage", "torch_load", "assigned_torch_load", "dense_in_an_odd_order"),
+    *("dense_in_an_odd_order_and_held", "gaps", "overlaps", "in_format", "in_format_and_held"),
+    *("flat_buffer_slice", "flat_buffer_tail", "dropped_flat_buffer"),
 ]
 
 # What "auto" does: what "reuse", "fresh" and "detach" do there.
 POLICIES = {
-    Outcome.KEPT: (Outcome.KEPT, Outcome.KEPT, Outcome.KEPT),
-    Outcome.RESTRIDED: (Outcome.RESTRIDED, Outcome.FRESH, Outcome.RESTRIDED),
-    Outcome.REUSED: (Outcome.REUSED, Outcome.FRESH, Outcome.REUSED),
-    Outcome.FRESH: (Outcome.NOT_PERMUTABLE, Outcome.FRESH, Outcome.FRESH),
-    Outcome.FRESH_HELD: (Outcome.HELD, Outcome.FRESH, Outcome.FRESH_HELD),
-    Outcome.FRESH_FOREIGN: (Outcome.FOREIGN, Outcome.FRESH, Outcome.FRESH_FOREIGN),
-    Outcome.FRESH_SHARED: (Outcome.SHARED, Outcome.FRESH, Outcome.FRESH_SHARED),
-    Outcome.PART_OF_LARGER_STORAGE: (Outcome.PART_OF_LARGER_STORAGE, Outcome.FRESH, Outcome.FRESH),
+    Outcome.UNCHANGED: (Outcome.UNCHANGED, Outcome.UNCHANGED, Outcome.UNCHANGED),
+    Outcome.RESTRIDED: (Outcome.RESTRIDED, Outcome.COPIED, Outcome.RESTRIDED),
+    Outcome.IN_PLACE: (Outcome.IN_PLACE, Outcome.COPIED, Outcome.IN_PLACE),
+    Outcome.COPIED: (Outcome.NOT_PERMUTABLE, Outcome.COPIED, Outcome.COPIED),
+    Outcome.COPIED_HELD: (Outcome.HELD, Outcome.COPIED, Outcome.COPIED_HELD),
+    Outcome.COPIED_FOREIGN: (Outcome.FOREIGN, Outcome.COPIED, Outcome.COPIED_FOREIGN),
+    Outcome.COPIED_SHARED: (Outcome.SHARED, Outcome.COPIED, Outcome.COPIED_SHARED),
+    Outcome.PART_OF_LARGER_STORAGE: (Outcome.PART_OF_LARGER_STORAGE, Outcome.COPIED, Outcome.COPIED),
     Outcome.WRAPPED: (Outcome.WRAPPED,) * 3,
     Outcome.GRADIENT_IN_THE_WAY: (Outcome.GRADIENT_IN_THE_WAY,) * 3,
 }
@@ -424,27 +327,27 @@ REFUSALS = {
     Outcome.FOREIGN: "cannot be permuted in place: its memory is not from the device's own allocator",
     Outcome.SHARED: "cannot be permuted in place: its memory is shared or mapped; use storage='auto' or 'fresh'",
     Outcome.NOT_PERMUTABLE: "cannot be permuted in place: its strides are not dense",
-    Outcome.PART_OF_LARGER_STORAGE: r"is part of a larger storage .* ask for storage='fresh'",
+    Outcome.PART_OF_LARGER_STORAGE: r"is part of a larger storage .* pass storage='fresh'",
     Outcome.WRAPPED: r"has post hooks on its gradient accumulator.*convert first, then make the optimizer, then wrap",
     Outcome.GRADIENT_IN_THE_WAY: "has a gradient that cannot follow.*set .grad to None first",
 }
-IN_PLACE = (Outcome.KEPT, Outcome.RESTRIDED, Outcome.REUSED)
+IN_PLACE = (Outcome.UNCHANGED, Outcome.RESTRIDED, Outcome.IN_PLACE)
 
 
 def raw(tensor):
-    """The bytes of a dense tensor as they lie in memory, read without a reference to its storage."""
+    """Return the bytes of a dense tensor in memory order, read without a reference to its storage."""
     if tensor.is_cpu:
         return ctypes.string_at(tensor.data_ptr(), tensor.numel() * tensor.element_size())
     return values_of(tensor.detach().as_strided((tensor.numel(),), (1,)))
 
 
 def values_of(tensor):
-    """The bytes of the elements in logical order. Copied: `reference.bits` may be a view, and hold the storage."""
+    """Return a copy of the elements' bytes in logical order: `reference.bits` may be a view that holds the storage."""
     return reference.bits(tensor).numpy().tobytes()
 
 
 def seen_by(holder):
-    """Where a holder's bytes are and what they are; every way of reading leaves the storage's count as it was."""
+    """Return a holder's address and bytes, without a change of the storage's count."""
     if isinstance(holder, torch.Tensor):
         return holder.data_ptr(), holder.stride(), values_of(holder)
     if isinstance(holder, np.ndarray):
@@ -477,11 +380,11 @@ def test_bytes_move_only_where_nothing_else_can_see_them(case, device, shape, st
     converted = reference.convert_weight(weight.detach())
     gradient = None if weight.grad is None else weight.grad.detach().clone()
     moves_nothing = 1 in shape  # one tap or one channel
-    if moves_nothing and weight.is_contiguous() and expected > Outcome.KEPT:
+    if moves_nothing and weight.is_contiguous() and expected > Outcome.UNCHANGED:
         expected = Outcome.RESTRIDED  # whoever holds the bytes
     expected = dict(zip(("auto", "reuse", "fresh", "detach"), (expected, *POLICIES[expected])))[storage]
 
-    assert nhwc.plan_weights([weight], storage=storage) == [expected]
+    assert nhwc.ops.plan_weights([weight], storage=storage) == [expected]
     assert (weight.stride(), weight.data_ptr()) == (strides, pointer)
     if expected.is_refusal:
         bystander = parameter(shape, device)
@@ -504,9 +407,9 @@ def test_bytes_move_only_where_nothing_else_can_see_them(case, device, shape, st
     assert seen_by(holder) == seen
     if gradient is not None:
         reference.assert_same(weight.grad, reference.convert_weight(gradient))
-    if expected in (Outcome.RESTRIDED, Outcome.REUSED):
+    if expected in (Outcome.RESTRIDED, Outcome.IN_PLACE):
         back = nhwc.convert_weights_([weight], torch.contiguous_format, storage="reuse")
-        assert back == [Outcome.RESTRIDED if moves_nothing else Outcome.REUSED]
+        assert back == [Outcome.RESTRIDED if moves_nothing else Outcome.IN_PLACE]
         assert weight.data_ptr() == pointer
         assert weight.is_contiguous()
         assert values_of(weight) == before
@@ -533,9 +436,9 @@ def test_an_earlier_graph_accumulates_right_gradients(storage, device):
 @pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])
 def test_a_tied_weight_is_converted_once(storage, device):
     weight = parameter(device=device)
-    expected = Outcome.FRESH if storage == "fresh" else Outcome.REUSED
+    expected = Outcome.COPIED if storage == "fresh" else Outcome.IN_PLACE
     converted = reference.convert_weight(weight.detach())
-    assert nhwc.plan_weights([weight, weight], storage=storage) == [expected] * 2
+    assert nhwc.ops.plan_weights([weight, weight], storage=storage) == [expected] * 2
     assert nhwc.convert_weights_([weight, weight], storage=storage) == [expected] * 2
     reference.assert_same(weight, converted)
 
@@ -550,7 +453,7 @@ def test_exact_aliases_stay_aliases_and_others_leave(storage, device):
     assert first.data_ptr() == alias.data_ptr() == other.data_ptr()
     assert first.is_contiguous()
     values, pointer = first.detach().clone(), first.data_ptr()
-    expected = Outcome.FRESH if storage == "fresh" else Outcome.FRESH_HELD
+    expected = Outcome.COPIED if storage == "fresh" else Outcome.COPIED_HELD
     assert nhwc.convert_weights_([first, alias, other], storage=storage) == [expected] * 3
     assert pointer != first.data_ptr() == alias.data_ptr() != other.data_ptr()
     for weight, wanted in ((first, values), (alias, values), (other, values.transpose(0, 1))):
@@ -566,7 +469,7 @@ def test_aliases_that_leave_a_flat_buffer_stay_aliases(device):
     owner, pointwise = parameter(device=device), parameter((4, 3, 1, 1), device)
     first, alias = (nn.Parameter(flat[100:208].view(4, 3, 3, 3)) for _ in range(2))
     outcomes = nhwc.convert_weights_([owner, first, pointwise, alias], storage="detach")
-    assert outcomes == [Outcome.REUSED, Outcome.FRESH, Outcome.RESTRIDED, Outcome.FRESH]
+    assert outcomes == [Outcome.IN_PLACE, Outcome.COPIED, Outcome.RESTRIDED, Outcome.COPIED]
     assert first.data_ptr() == alias.data_ptr()
     assert torch.equal(first, values[100:208].view(4, 3, 3, 3))
     assert torch.equal(flat, values)
@@ -575,16 +478,16 @@ def test_aliases_that_leave_a_flat_buffer_stay_aliases(device):
 def test_a_holder_that_goes_away_gives_the_bytes_back(device):
     weight = parameter(device=device)
     holder = weight.detach()
-    assert nhwc.plan_weights([weight]) == [Outcome.FRESH_HELD]
+    assert nhwc.ops.plan_weights([weight]) == [Outcome.COPIED_HELD]
     del holder
-    assert nhwc.plan_weights([weight]) == [Outcome.REUSED]
+    assert nhwc.ops.plan_weights([weight]) == [Outcome.IN_PLACE]
 
 
 def test_new_storage_has_no_other_holder(device):
     weight = parameter(device=device)
     holder = weight.untyped_storage()
-    assert nhwc.convert_weight_(weight) == Outcome.FRESH_HELD
-    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.REUSED
+    assert nhwc.convert_weight_(weight) == Outcome.COPIED_HELD
+    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.IN_PLACE
     assert holder is not weight.untyped_storage()
 
 
@@ -593,11 +496,11 @@ def test_a_weak_reference_to_the_storage_holds_nothing(refer, device):
     weight = parameter(device=device)
     reference = refer(weight.untyped_storage())
     pointer = weight.data_ptr()
-    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+    assert nhwc.convert_weight_(weight) == Outcome.IN_PLACE
     if refer is weakref.ref:
         assert reference() is weight.untyped_storage()  # what it finds is the weight's own, as the weight has it
     assert weight.data_ptr() == pointer
-    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="fresh") == Outcome.FRESH
+    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="fresh") == Outcome.COPIED
     assert reference() is None if refer is weakref.ref else reference.expired()
 
 
@@ -606,10 +509,10 @@ def test_a_wrapper_that_comes_and_goes_is_told_from_one_that_is_held(device):
     for turn in range(100):
         memory_format = torch.contiguous_format if turn % 2 else torch.channels_last
         holder = weight.untyped_storage()
-        assert nhwc.plan_weights([weight], memory_format) == [Outcome.FRESH_HELD]
+        assert nhwc.ops.plan_weights([weight], memory_format) == [Outcome.COPIED_HELD]
         holder.mark = turn
         del holder
-        assert nhwc.convert_weight_(weight, memory_format) == Outcome.REUSED
+        assert nhwc.convert_weight_(weight, memory_format) == Outcome.IN_PLACE
         assert weight.untyped_storage().mark == turn  # the same wrapper
 
 
@@ -619,36 +522,10 @@ def test_a_storage_outlives_its_weight_and_comes_back(device):
     holder = weight.untyped_storage()
     del weight  # from here on Python alone has the storage
     weight = torch.empty(0, device=device).set_(holder, 0, (4, 3, 3, 3))
-    assert nhwc.plan_weights([weight]) == [Outcome.FRESH_HELD]
+    assert nhwc.ops.plan_weights([weight]) == [Outcome.COPIED_HELD]
     del holder
-    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+    assert nhwc.convert_weight_(weight) == Outcome.IN_PLACE
     assert torch.equal(weight, values)
-
-
-@pytest.mark.exhaustive
-def test_the_holders_are_counted_with_the_lock_of_python(tmp_path):
-    source = """
-        #include <torch_nhwc/ops.h>
-        int64_t convert(at::Tensor weight) {
-          TORCH_CHECK(PyGILState_Check());
-          return static_cast<int64_t>(nhwc::convert_weight_(weight));
-        }
-    """
-    extension = cpp_extension.load_inline(
-        "with_the_lock",
-        source,
-        functions=["convert"],
-        extra_include_paths=nhwc.cpp_extension.include_paths(),
-        extra_cflags=["-std=c++20"],
-        build_directory=str(tmp_path),
-    )
-    weight = parameter()
-    holder = weight.untyped_storage()
-    assert extension.convert(weight) == Outcome.FRESH_HELD
-    del holder
-    weight = parameter()
-    saved(weight)
-    assert extension.convert(weight) == Outcome.REUSED
 
 
 def test_the_holders_are_counted_without_the_lock_of_python(device):
@@ -667,7 +544,7 @@ def test_the_holders_are_counted_without_the_lock_of_python(device):
             holder = weight.untyped_storage()
             if turn % 2:
                 del holder
-            assert nhwc.convert_weight_(weight) == (Outcome.REUSED if turn % 2 else Outcome.FRESH_HELD)
+            assert nhwc.convert_weight_(weight) == (Outcome.IN_PLACE if turn % 2 else Outcome.COPIED_HELD)
     finally:
         may_end.set()
         thread.join()
@@ -676,10 +553,10 @@ def test_the_holders_are_counted_without_the_lock_of_python(device):
 def test_planning_leaves_no_trace_on_the_storage(device):
     weight = parameter(device=device)
     for storage in ("auto", "reuse", "fresh", "detach") * 3:
-        planned = nhwc.plan_weights([weight, weight], storage=storage)
-        assert planned == [Outcome.FRESH if storage == "fresh" else Outcome.REUSED] * 2
+        planned = nhwc.ops.plan_weights([weight, weight], storage=storage)
+        assert planned == [Outcome.COPIED if storage == "fresh" else Outcome.IN_PLACE] * 2
     assert weight.is_contiguous()
-    assert nhwc.convert_weight_(weight) == Outcome.REUSED
+    assert nhwc.convert_weight_(weight) == Outcome.IN_PLACE
 
 
 def test_conversions_leave_no_reference_to_the_storage(device):
@@ -688,8 +565,8 @@ def test_conversions_leave_no_reference_to_the_storage(device):
     before, pointers = weight.detach().clone(), (weight.data_ptr(), weight.grad.data_ptr())
     for turn in range(300):
         memory_format = torch.contiguous_format if turn % 2 else torch.channels_last
-        assert nhwc.plan_weights([weight, weight.grad], memory_format, storage="reuse") == [Outcome.REUSED] * 2
-        assert nhwc.convert_weight_(weight, memory_format) == Outcome.REUSED
+        assert nhwc.ops.plan_weights([weight, weight.grad], memory_format, storage="reuse") == [Outcome.IN_PLACE] * 2
+        assert nhwc.convert_weight_(weight, memory_format) == Outcome.IN_PLACE
     assert (weight.data_ptr(), weight.grad.data_ptr()) == pointers
     assert torch.equal(weight, before)
 
@@ -748,7 +625,7 @@ import torch_nhwc as nhwc
 def memory(field):
     return 1024 * int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1])
 
-# The first of the foreign ones go with their arrays, the others lie in one array that stays.
+# The first foreign ones go with their arrays, the others are slices of one array that stays.
 alone = [torch.from_numpy(torch.randn(512, 512, 3, 3).numpy()) for _ in range(8)]
 array = torch.randn(8, 512, 512, 3, 3).numpy()
 slices = [torch.from_numpy(each) for each in array]

@@ -7,7 +7,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import torch_nhwc as nhwc
-from torch_nhwc import Action, Outcome, Plan, Reason
+from torch_nhwc import Outcome, Plan, Reason
+from torch_nhwc.planning import Action
 
 CL = torch.channels_last
 
@@ -22,7 +23,7 @@ class TestPlan:
         assert_unchanged(model, before)
         assert plan.memory_format is None
         first, pointwise, transposed, volume = plan.rows
-        assert first == nhwc.PlanRow(
+        assert first == nhwc.planning.PlanRow(
             path="first",
             name="weight",
             layer="Conv2d",
@@ -45,6 +46,7 @@ class TestPlan:
         assert (transposed.layer, transposed.groups, transposed.shape) == ("ConvTranspose2d", 2, (8, 2, 3, 3))
         assert (volume.rank, volume.target_strides) == (5, (18, 1, 18, 6, 2))
         assert plan.bytes_to_move == sum(row.bytes_to_move for row in plan.rows)
+        assert {row.outcome for row in plan.rows} == {None}
         with pytest.raises(AttributeError):
             plan.memory_format = "channels_last"
 
@@ -68,6 +70,37 @@ class TestPlan:
         text = nhwc.plan(network()).to_json()
         with pytest.raises(ValueError, match="the text was changed"):
             Plan.from_json(text.replace('"path": "first"', '"path": "second"'))
+
+    @pytest.mark.parametrize(
+        ("old", "new", "message"),
+        [
+            (
+                '"input_format": "channels_last"',
+                '"input_format": "nonsense"',
+                "expected input_format to be 'channels_last'",
+            ),
+            ('"storage": "auto"', '"storage": "somewhere"', "expected one of 'auto', 'fresh'"),
+            ('"memory_format": null', '"memory_format": "nhwc"', "expected memory_format to be None or one of"),
+            ('"action": "CONVERT"', '"action": "BURN"', "'BURN'"),
+            ('"rank": 4', '"rank": "4"', "expected int, got '4'"),
+        ],
+    )
+    def test_of_text_with_a_value_that_is_not_valid_raises(self, old, new, message):
+        text = nhwc.plan(network(), input_format="channels_last").to_json()
+        assert old in text
+        with pytest.raises(ValueError, match=rf"expected what Plan\.to_json writes: {message}"):
+            Plan.from_json(text.replace(old, new))
+
+    @pytest.mark.parametrize("options", [{"input_format": "channels_last"}, {"each_forward": True}, {"preserve": True}])
+    def test_differs_from_one_with_other_options_also_in_its_digest(self, options):
+        def model():
+            return nn.Sequential(network(), nn.GELU())
+
+        plan, other = nhwc.plan(model()), nhwc.plan(model(), **options)
+        assert plan != other
+        assert plan.digest != other.digest
+        assert other == nhwc.plan(model(), **options)
+        assert hash(other) == hash(nhwc.plan(model(), **options))
 
     def test_digest_is_that_of_the_architecture_and_not_of_the_layout(self):
         model, other = network(), network()
@@ -112,7 +145,7 @@ class TestPlan:
         assert how == "meta" or all(torch.equal(p, values[name]) for name, p in model.named_parameters())
         assert report.plan.digest == plan.digest
         if how == "converted":
-            assert set(report.outcomes) == {Outcome.KEPT}
+            assert set(report.outcomes) == {Outcome.UNCHANGED}
 
     def test_decides_what_changes_and_applying_looks_at_nothing_else(self):
         plan = nhwc.plan(network(), filter_fn=lambda module, path: path == "first")

@@ -1,4 +1,4 @@
-"""Looking at a page in a real browser."""
+"""Open a page in a real browser."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ import pytest
 
 
 def opened_in_browser(path, width=1200, url=None):
-    """The document that a page, or what is at a URL, has become in a browser, which has nothing to complain of."""
+    """Return the document of a page, or of a URL, after its scripts have run without a complaint."""
     browser = shutil.which("chromium")
     if browser is None:
         assert os.environ.get("TORCH_NHWC_REQUIRE_BROWSER") != "1", "chromium was promised"

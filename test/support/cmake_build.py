@@ -12,7 +12,7 @@ import torch
 
 import torch_nhwc as nhwc
 
-PREFIXES = [torch.utils.cmake_prefix_path, nhwc.cmake_prefix_path]
+PREFIXES = [torch.utils.cmake_prefix_path, nhwc.cpp_extension.cmake_prefix_path]
 
 
 def cmake():
@@ -22,13 +22,13 @@ def cmake():
 
 
 def configure(source, build, prefixes=PREFIXES):
-    """The command that configures a project."""
+    """Return the command that configures a project."""
     command = [cmake(), "-S", source, "-B", build, f"-DCMAKE_PREFIX_PATH={';'.join(prefixes)}"]
     return command + cuda_options()
 
 
 def cuda_options():
-    """What else configures a project where torch is a CUDA build."""
+    """Return further options of a project where torch is a CUDA build."""
     if not torch.version.cuda:
         return []
     root = cuda_build.toolkit()
@@ -37,7 +37,7 @@ def cuda_options():
 
 
 def make_program(source, build, name):
-    """Configures and builds a project; the path of its program, which needs no Python."""
+    """Configure and build a project. Return the path of its program, which needs no Python."""
     subprocess.run(configure(source, build), check=True)
     subprocess.run([cmake(), "--build", build], check=True)
     assert_needs_no_python(build / name)
@@ -51,7 +51,7 @@ def assert_needs_no_python(program, of_ours=True):
 
 
 def run_program(*command, **options):
-    # The search path that CMake leaves in the program will do; only what torch needs for CUDA may lie elsewhere.
+    # CMake's search path in the program suffices; only torch's CUDA libraries may be elsewhere.
     return subprocess.run(command, check=True, env=environment(), **options)
 
 
@@ -60,7 +60,7 @@ def environment():
 
 
 def run_typed(lines, folder):
-    """Runs what a document has to type, in a folder, in the environment of the running interpreter."""
+    """Run a document's command lines, in a folder, in the environment of the running interpreter."""
     options = shlex.join(cuda_options())
     typed = [f"{line} {options}" if line.startswith("cmake -S ") else line for line in lines]
     path = f"{Path(sys.executable).parent}:{Path(cmake()).parent}:{os.environ.get('PATH', '')}"

@@ -58,10 +58,6 @@ def layouts(model):
     return {name: (id(tensor), tensor.stride()) for name, tensor in tensors(model).items()}
 
 
-def as_tuple(inputs):
-    return inputs if isinstance(inputs, tuple) else (inputs,)
-
-
 def total(output):
     """A number that depends on every tensor of an output."""
     if isinstance(output, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What C++ programs need beside torch where the library was built for CUDA."""
+"""What C++ programs need in addition to torch where the library was built for CUDA."""
 
 import os
 import subprocess
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def toolkit():
-    """The CUDA toolkit that setup.py would use, or None."""
+    """Return the CUDA toolkit that setup.py would use, or None."""
     sys.path.insert(0, str(ROOT / "tools"))
     try:
         from cuda_toolkit import find_cuda_toolkit
@@ -26,18 +26,18 @@ def toolkit():
 
 
 def required_toolkit() -> Path:
-    """The toolkit; without it the test is skipped, or fails where nvcc is promised."""
+    """Return the toolkit; without it skip the test, or fail where nvcc is required."""
     root = toolkit()
     if root is None:
-        assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is promised here, and not found"
+        assert os.environ.get("TORCH_NHWC_REQUIRE_NVCC") != "1", "nvcc is required here, and not found"
         pytest.skip("needs nvcc")
     return root
 
 
 def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
-    """Compiles with warnings as errors; what the compiler says."""
+    """Compile with warnings as errors. Return the compiler's output."""
     command = [required_toolkit() / "bin/nvcc", "-c", source, f"-std={standard}", "-O3"]
-    command += [f"-I{path}" for path in nhwc.include_paths()]
+    command += [f"-I{path}" for path in nhwc.cpp_extension.include_paths()]
     command += ["--Werror", "all-warnings", "-Xcompiler", "-Wall,-Wextra,-Werror,-fPIC"]
     command += [f"-gencode=arch=compute_{architecture},code=sm_{architecture}"]
     done = subprocess.run([*command, *flags], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
@@ -46,13 +46,13 @@ def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
 
 
 def torch_headers() -> list[str]:
-    """The flags by which torch's headers are found, those of a build for the CPU too."""
+    """Return the flags for torch's headers, also those of a build for the CPU."""
     paths = [*cpp_extension.include_paths(), str(required_toolkit() / "include")]
     return [flag for path in paths for flag in ("-isystem", path)] + ["-DC10_USING_CUSTOM_GENERATED_MACROS"]
 
 
 def library(name):
-    """A CUDA library by its name, from the toolkit or from the packages that torch brings along."""
+    """Return a CUDA library by its name, from the toolkit or from torch's packages."""
     packages = Path(torch.__file__).parent.parent / "nvidia"
     for root in filter(None, (toolkit(), packages)):
         for path in sorted(root.rglob(f"lib{name}.so*")):
@@ -61,7 +61,7 @@ def library(name):
 
 
 def environment():
-    """The environment for programs: a linked library's own needs are not found by the program's search path."""
+    """Return the environment for programs, whose search path does not serve the libraries that they link."""
     folders = [Path(torch.__file__).parent / "lib"]
     if torch.version.cuda:
         folders.append(library("cudart").parent)

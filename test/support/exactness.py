@@ -23,7 +23,7 @@ def check(shape, dtype, to=None, device="cpu"):
             assert_same(nhwc.convert_weight(each, memory_format, dtype=to), expected)
             guarded = random_weight((expected.numel() + 34,), expected.dtype, device)
             before = guarded.clone()
-            nhwc.copy_weight_(guarded[17:-17].as_strided(shape, expected.stride()), each)
+            nhwc.ops.copy_weight_(guarded[17:-17].as_strided(shape, expected.stride()), each)
             assert_same(guarded[17:-17].as_strided(shape, expected.stride()), expected)
             for part in (slice(17), slice(-17, None)):
                 assert torch.equal(bits(guarded[part]), bits(before[part]))

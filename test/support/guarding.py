@@ -1,24 +1,24 @@
-"""Turning the guard at the step off, to see what PyTorch does by itself, and seeing whether it is there."""
+"""Turning the step guard off, to see what PyTorch does by itself, and whether the guard is installed."""
 
 from contextlib import contextmanager
 
 from torch.optim import optimizer as torch_optimizer
 
-import torch_nhwc as nhwc
+from torch_nhwc.training import set_step_guard
 
 
 @contextmanager
 def unguarded(is_unguarded=True):
     """Without the guard."""
-    nhwc.set_step_guard(not is_unguarded)
+    set_step_guard(not is_unguarded)
     try:
         yield
     finally:
-        nhwc.set_step_guard(True)
+        set_step_guard(True)
 
 
 def hooks():
-    """What PyTorch calls around the steps of all optimizers."""
+    """The guard's hooks around the steps of all optimizers."""
     return [
         hook
         for of_all in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)

@@ -10,8 +10,10 @@ LAYERS = {
     "gelu": (lambda: nn.GELU(), (2, 6, 5, 7)),
     "gelu_tanh": (lambda: nn.GELU("tanh"), (2, 6, 3, 5, 7)),
     "softmax": (lambda: nn.Softmax(1), (2, 6, 3, 5, 7)),
+    "softmax_wide": (lambda: nn.Softmax(1), (2, 18, 3, 5, 2)),
     "softmax2d": (lambda: nn.Softmax2d(), (2, 6, 5, 7)),
     "log_softmax": (lambda: nn.LogSoftmax(-3), (2, 6, 5, 7)),
+    "log_softmax_wide": (lambda: nn.LogSoftmax(1), (2, 18, 5, 7)),
     "avg_pool": (lambda: nn.AvgPool3d(2), (2, 6, 4, 5, 7)),
     "avg_pool_odd": (
         lambda: nn.AvgPool3d((3, 2, 3), (2, 1, 2), (1, 1, 0), ceil_mode=True, count_include_pad=False),
@@ -20,7 +22,6 @@ LAYERS = {
     "avg_pool_divided": (lambda: nn.AvgPool3d(2, padding=1, divisor_override=3), (2, 6, 4, 5, 7)),
     "adaptive_avg_pool": (lambda: nn.AdaptiveAvgPool3d((None, 2, 3)), (2, 6, 4, 5, 7)),
     "adaptive_max_pool": (lambda: nn.AdaptiveMaxPool3d((2, 3, 3)), (2, 6, 4, 5, 7)),
-    "lp_pool": (lambda: nn.LPPool3d(4, (2, 1, 2), 2), (2, 6, 4, 5, 7)),
     "circular_pad": (lambda: nn.CircularPad2d((1, 2, 0, 3)), (2, 6, 5, 7)),
     "circular_pad_3d": (lambda: nn.CircularPad3d((1, 2, 0, 3, 1, 1)), (2, 6, 4, 5, 7)),
     "circular_conv": (lambda: nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular"), (2, 6, 5, 7)),

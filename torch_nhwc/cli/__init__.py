@@ -1,4 +1,4 @@
-"""The command line: its commands, what they are given, the demo, and what a report of a problem needs.
+"""The command line: plans, conversions, traces, measurements and comparisons of a user's model.
 
-Nothing else in the package imports this room; `commands` and `demo_table` need the extra `cli`, the others do without.
+Everything that a command does is done by the public verbs.
 """

@@ -1,32 +1,534 @@
-"""The program `torch-nhwc`: all of its commands. They need the extra `cli`, and built-in models the extra `models`."""
+"""The program `torch-nhwc`. It needs the extra `cli`, and built-in models need the extra `models`."""
 
-import inspect
+import json
 import re
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, redirect_stdout
+from enum import Enum
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
 
-import typer
+import torch
+from rich.console import Console
+from torch import nn
+from typer import Argument, Exit, Option, Typer
 
-from torch_nhwc.cli.command import Command
-from torch_nhwc.cli.demo_and_env import demo, env
-from torch_nhwc.cli.plan_and_convert import convert, plan
-from torch_nhwc.cli.trace_and_audit import audit, trace
-from torch_nhwc.cli.tune import tune
-from torch_nhwc.cli.verify import verify
+import torch_nhwc as nhwc
+from torch_nhwc.cli import environment
+from torch_nhwc.cli.models import MODELS, Example, dtype_of, import_from_here, load_example
+from torch_nhwc.cli.trace_page import write_page
+from torch_nhwc.rendering import paragraphs
+from torch_nhwc.running import Difference, call, compare, copy_inputs, copy_model, evaluation_mode
+from torch_nhwc.serialization import write_whole
+from torch_nhwc.tracing import Trace, assert_layout
+from torch_nhwc.tracing import audit as read_profile
+from torch_nhwc.tuning import Tuning
+from torch_nhwc.tuning.workload import loss_of
 
-HELP = (
-    "This is torch-nhwc, or python -m torch_nhwc: what channels-last does to a model of yours, without a line of code. "
-    "To know whether it helps, start with: torch-nhwc tune --factory module:callable, which names a function of yours "
-    "that returns a model and its inputs."
-    "\n\nA command ends with 0 where all is well; with 1 where weights, layers or outputs differ, or where more is "
-    "lost than --max-losses, --max-mixed or --max-bytes allow; with 2 after an error, which is one line unless --debug "
-    "is given; and with 130 after Ctrl-C."
+_HELP = (
+    "Also `python -m torch_nhwc`: what channels-last does to your model, without a line of code. To know whether it "
+    "helps, start with: torch-nhwc tune --factory module:callable, which names a function of yours that returns a "
+    "model and its inputs."
+    "\n\nA command ends with 0 if all is well; with 1 if weights, layers or outputs differ, or if more is lost than "
+    "--max-losses, --max-mixed or --max-bytes allow; with 2 after an error, which is one line unless --debug is given "
+    "before the command; and with 130 after Ctrl-C."
 )
-app = typer.Typer(add_completion=False, no_args_is_help=True, help=HELP, pretty_exceptions_enable=False)
+_debug = False
+app = Typer(add_completion=False, no_args_is_help=True, help=_HELP, pretty_exceptions_enable=False)
 
 
-def _help_of(command: Command) -> str:
-    """Its docstring, of which the terminal breaks the lines."""
-    return re.sub(r"(?<!\n)\n(?!\n)", " ", inspect.getdoc(command) or "")
+@app.callback()
+def main(debug: Annotated[bool, Option("--debug", help="After an error, print where it happened.")] = False) -> None:
+    """Take the options of all commands."""
+    global _debug
+    _debug = debug
 
 
-for command in (trace, tune, verify, plan, convert, audit, demo, env):
-    app.command(help=_help_of(command))(command)
+class Answer(NamedTuple):
+    """What a command prints, and whether all is well."""
+
+    text: str
+    is_well: bool = True
+
+
+def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
+    """Make a function a command, with its docstring as help.
+
+    Its answer is all that goes to the standard output: what the user's code prints goes to the standard error. An error
+    is one line, which says where it came from if that is the user's code or PyTorch's.
+    """
+
+    @wraps(function)
+    def run(**options: Any) -> None:
+        try:
+            with redirect_stdout(sys.stderr):
+                answer = function(**options)
+        except Exception as error:
+            if _debug:
+                traceback.print_exception(error)
+            else:
+                print(f"torch-nhwc: {_in_a_line(error)}", file=sys.stderr)
+            raise Exit(2) from error
+        print(answer.text.rstrip("\n"))
+        if not answer.is_well:
+            raise Exit(1)
+
+    app.command(help=re.sub(r"(?<!\n)\n(?!\n) *", " ", function.__doc__ or ""))(run)
+    return function
+
+
+class Mode(str, Enum):
+    """How the model runs."""
+
+    INFERENCE = "inference"
+    TRAINING = "training"
+
+
+class InputFormat(str, Enum):
+    """The memory format that a saved model converts its inputs to."""
+
+    CHANNELS_LAST = "channels_last"
+    CHANNELS_LAST_3D = "channels_last_3d"
+
+
+_MODEL, _OUTPUT, _BUDGET = "The model, and its inputs", "Output", "Allowed; ends with 1 beyond it"
+_FACTORY = (
+    "module:callable, in the current folder or installed. It returns a model, or a model and its inputs: a tensor, a "
+    "tuple of positional arguments, or a dict of keyword arguments."
+)
+_INPUT_SHAPE = (
+    "The shape of a random input, such as 1,3,224,224, with a dtype 1,3,224,224:float32, or by name "
+    "pixel_values=1,3,224,224. Once for each input; instead of the inputs that the model comes with."
+)
+_MEMORY_FORMAT = "channels_last (2D only), channels_last_3d or contiguous_format; channels-last by default."
+
+Model = Annotated[str | None, Option(help=f"A built-in model: {', '.join(MODELS)}.", rich_help_panel=_MODEL)]
+Factory = Annotated[str | None, Option(help=_FACTORY, metavar="MODULE:CALLABLE", rich_help_panel=_MODEL)]
+InputShape = Annotated[
+    list[str] | None, Option(help=_INPUT_SHAPE, metavar="[NAME=]SIZES[:DTYPE]", rich_help_panel=_MODEL)
+]
+Device = Annotated[
+    str | None, Option(help="Where to run, such as cuda; by default where the model is.", rich_help_panel=_MODEL)
+]
+Dtype = Annotated[str | None, Option(help="Cast the model first, for example to bfloat16.", rich_help_panel=_MODEL)]
+InMode = Annotated[
+    Mode, Option("--mode", help="Call it in evaluation mode; or in training mode, with a backward through its loss.")
+]
+Autocast = Annotated[str | None, Option(help="Call it in an autocast region of this dtype, such as bfloat16.")]
+MemoryFormat = Annotated[str | None, Option(help=_MEMORY_FORMAT)]
+Preserve = Annotated[bool, Option("--preserve", help="Replace layers that lose channels-last.")]
+EachForward = Annotated[bool, Option("--each-forward", help="Leave the weights, and convert them in each forward.")]
+MaxLosses = Annotated[int | None, Option(min=0, help="Losses, forward and backward.", rich_help_panel=_BUDGET)]
+MaxMixed = Annotated[int | None, Option(min=0, help="Mixed convolutions.", rich_help_panel=_BUDGET)]
+MaxBytes = Annotated[int | None, Option(min=0, help="Bytes of both together.", rich_help_panel=_BUDGET)]
+WithTable = Annotated[bool, Option("--table", help="Also print a line for every weight.", rich_help_panel=_OUTPUT)]
+Json = Annotated[bool, Option("--json", help="Print JSON and nothing else.", rich_help_panel=_OUTPUT)]
+Html = Annotated[Path | None, Option(help="Also write a page for a browser.", metavar="FILE", rich_help_panel=_OUTPUT)]
+
+
+@command
+def trace(
+    model: Model = None,
+    factory: Factory = None,
+    input_shape: InputShape = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    mode: InMode = Mode.INFERENCE,
+    autocast: Autocast = None,
+    convert: Annotated[bool, Option("--convert", help="Convert weights and inputs to channels-last first.")] = False,
+    preserve: Annotated[bool, Option("--preserve", help="Also replace the layers that lose it.")] = False,
+    max_losses: MaxLosses = None,
+    max_mixed: MaxMixed = None,
+    max_bytes: MaxBytes = None,
+    json_output: Json = False,
+    html: Html = None,
+) -> Answer:
+    """See where a model loses channels-last while it runs, operator by operator.
+
+    A contiguous model has nothing to lose: --convert shows what it would lose converted, and --preserve what is left
+    of that if layers are replaced.
+
+    For example: torch-nhwc trace --factory my_model:build --convert --mode training
+    """
+    _check_file("--html", html)
+    is_training, kind = mode is Mode.TRAINING, dtype_of(autocast, "--autocast")
+    example = load_example(model, factory, input_shape, device, dtype)
+    example.require_inputs()
+    if convert or preserve:
+        with _quietly():  # `plan` and `convert` say what is refused
+            nhwc.convert_(example.model, input_format="channels_last", preserve=preserve, example_inputs=example.inputs)
+    example.model.train(is_training)
+    region = _region(example, kind)
+    with _showing(f"Tracing {example.name}"), nhwc.trace(example.model) as traced:
+        with torch.set_grad_enabled(is_training), region:
+            output = call(example.model, example.inputs)
+            loss = loss_of(output) if is_training else None
+        if loss is not None:
+            loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
+    layouts = [layout for module in traced.modules for layout in (*module.inputs, *module.outputs)]
+    if not any((layout.format or "").startswith("channels_last") for layout in layouts):
+        print(
+            "torch-nhwc: the model ran contiguous: see what it would lose by --convert or --preserve", file=sys.stderr
+        )
+    return _answer_of_trace(traced, max_losses, max_mixed, max_bytes, json_output, html)
+
+
+@command
+def tune(
+    model: Model = None,
+    factory: Factory = None,
+    input_shape: InputShape = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    mode: InMode = Mode.INFERENCE,
+    autocast: Autocast = None,
+    budget: Annotated[float, Option(help="How many seconds it may take, roughly.")] = 60,
+    preserve: Annotated[bool, Option("--preserve/--no-preserve", help="Whether layers may be replaced.")] = True,
+    optimizer: Annotated[
+        str | None, Option(help="In training, take steps of this class of torch.optim, such as AdamW.")
+    ] = None,
+    save: Annotated[
+        Path | None, Option(help="Keep the decision as JSON, for convert.", metavar="FILE", rich_help_panel=_OUTPUT)
+    ] = None,
+    json_output: Json = False,
+) -> Answer:
+    """Decide by measurement whether channels-last makes a model faster, and by which plan.
+
+    Give it the shapes, the mode and the dtype that you use in production: they decide. Ctrl-C ends it with the best so
+    far.
+
+    For example: torch-nhwc tune --factory my_model:build --mode training --optimizer AdamW --save tuning.json
+    """
+    _check_file("--save", save)
+    if optimizer is not None and mode is not Mode.TRAINING:
+        raise ValueError("--optimizer: expected --mode training, in which it takes its steps")
+    kind = getattr(torch.optim, optimizer, None) if optimizer else None
+    if optimizer and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise ValueError(f"--optimizer: expected a class of torch.optim, such as AdamW, got {optimizer!r}")
+    region = dtype_of(autocast, "--autocast")
+    example = load_example(model, factory, input_shape, device, dtype)
+    example.require_inputs()
+    tuning = nhwc.tune(
+        example.model,
+        example.inputs,
+        mode="training" if mode is Mode.TRAINING else "inference",
+        budget_seconds=budget,
+        preserve=preserve,
+        autocast=region,
+        optimizer=kind,
+    )
+    if save is not None:
+        with write_whole(save) as temporary:
+            temporary.write_text(tuning.to_json())
+    return Answer(tuning.to_json() if json_output else f"{tuning}{_advice(tuning, save)}")
+
+
+@command
+def verify(
+    model: Model = None,
+    factory: Factory = None,
+    input_shape: InputShape = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    mode: InMode = Mode.INFERENCE,
+    autocast: Autocast = None,
+    memory_format: MemoryFormat = None,
+    preserve: Preserve = False,
+    each_forward: EachForward = False,
+    rtol: Annotated[float | None, Option(help="Allowed, of the largest value; by default by the dtype.")] = None,
+    atol: Annotated[float | None, Option(help="Allowed in addition.")] = None,
+    json_output: Json = False,
+) -> Answer:
+    """Convert a copy of a model, and check layer by layer that it computes what the model does.
+
+    In training mode gradients are compared as well. It takes as long as fifty to a hundred training steps: use small
+    inputs.
+
+    For example: torch-nhwc verify --factory my_model:build --preserve --mode training
+    """
+    kind = dtype_of(autocast, "--autocast")
+    example = load_example(model, factory, input_shape, device, dtype)
+    example.require_inputs()
+    before = example.model.train(mode is Mode.TRAINING)
+    after = copy_model(before)
+    with _quietly(), _showing(f"Verifying {example.name}"):
+        report = nhwc.convert_(
+            after, memory_format, preserve=preserve, each_forward=each_forward, example_inputs=example.inputs
+        )
+        with _region(example, kind):
+            verification = nhwc.verify(
+                before, after, example.inputs, backward=mode is Mode.TRAINING, rtol=rtol, atol=atol
+            )
+    text = verification.to_json() if json_output else f"{_text_of(report, False)}\n\n{verification}"
+    return Answer(text, verification.ok)
+
+
+@command
+def plan(
+    model: Model = None,
+    factory: Factory = None,
+    input_shape: InputShape = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    memory_format: MemoryFormat = None,
+    preserve: Preserve = False,
+    each_forward: EachForward = False,
+    table: WithTable = False,
+    json_output: Json = False,
+) -> Answer:
+    """Print what a conversion would do to a model, and why, without doing it.
+
+    With inputs the model runs once, to see what reaches its convolutions, unless it has lazy layers.
+
+    For example: torch-nhwc plan --factory my_model:build --preserve --table
+    """
+    example = load_example(model, factory, input_shape, device, dtype)
+    inputs = None if example.is_lazy else example.inputs
+    with _showing(f"Planning for {example.name}"):
+        planned = nhwc.plan(
+            example.model, memory_format, preserve=preserve, each_forward=each_forward, example_inputs=inputs
+        )
+    return Answer(planned.to_json() if json_output else _text_of(planned, table))
+
+
+@command
+def convert(
+    path_in: Annotated[Path | None, Argument(help="The file of a saved model.", metavar="IN")] = None,
+    path_out: Annotated[Path | None, Argument(help="The file to write.", metavar="OUT")] = None,
+    model: Model = None,
+    factory: Factory = None,
+    input_shape: InputShape = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    memory_format: MemoryFormat = None,
+    preserve: Preserve = False,
+    each_forward: EachForward = False,
+    from_plan: Annotated[
+        Path | None,
+        Option("--plan", help="What `tune --save` or `plan --json` wrote, instead of these.", metavar="FILE"),
+    ] = None,
+    strict: Annotated[bool, Option("--strict", help="Fail if a weight is refused.")] = False,
+    input_format: Annotated[
+        InputFormat | None,
+        Option(help="Of an archive IN: make its code convert inputs to channels_last or channels_last_3d."),
+    ] = None,
+    allow_pickle: Annotated[bool, Option("--allow-pickle", help="Load IN even if it may run code of its own.")] = False,
+    out: Annotated[
+        Path | None,
+        Option(
+            help="Where to write the archive of a TorchScript model, or the state dict of another one.",
+            metavar="FILE",
+            rich_help_panel=_OUTPUT,
+        ),
+    ] = None,
+    table: WithTable = False,
+    json_output: Json = False,
+) -> Answer:
+    """Convert a model, print the report, and compare its outputs with those from before.
+
+    It ends with 1 if they differ by more than the tolerance, and then writes no model. With files IN and OUT, as in
+    `torch-nhwc convert model.pt converted.pt`, a saved model is converted into a file of the same kind, without running
+    it.
+
+    For example: torch-nhwc convert --factory my_model:build --preserve --out converted.pt
+    """
+    if path_in is not None:
+        if path_out is None or any(
+            (model, factory, input_shape, device, dtype, preserve, each_forward, from_plan, out)
+        ):
+            raise ValueError("a saved model: expected the files IN and OUT, without options for other models")
+        if allow_pickle:
+            import_from_here()  # classes that the file may name
+        with _quietly(), _showing(f"Converting {path_in}"):
+            report = nhwc.convert_saved(
+                path_in,
+                path_out,
+                memory_format=memory_format,
+                input_format=None if input_format is None else getattr(torch, input_format.value),
+                allow_pickle=allow_pickle,
+                strict=strict,
+            )
+        text = paragraphs([f"Written to {path_out}."])
+        return Answer(report.to_json() if json_output else f"{_text_of(report, table)}\n{text}")
+    if input_format is not None or allow_pickle:
+        raise ValueError("--input-format and --allow-pickle are for saved models: name the files IN and OUT")
+    _check_file("--out", out)
+    chosen = None if from_plan is None else _read_plan(from_plan)
+    example = load_example(model, factory, input_shape, device, dtype)
+    before = _outputs(example)
+    with _quietly(), _showing(f"Converting {example.name}"):
+        report = nhwc.convert_(
+            example.model,
+            memory_format,
+            preserve=preserve,
+            each_forward=each_forward,
+            plan=chosen,
+            strict=strict,
+            example_inputs=None if chosen else example.inputs,
+        )
+    difference = None if before is None else compare(_outputs(example), before, example.like.dtype)
+    is_right = difference is None or difference.is_within
+    lines = [_comparison(difference)]
+    if is_right and out is not None:
+        lines.append(f"Written to {out}: {_write(example.model, out)}.")
+    if json_output:
+        described = json.loads(report.to_json()) | {"is_right": is_right, "comparison": lines[0]}
+        return Answer(json.dumps(described, indent=1), is_right)
+    return Answer(f"{_text_of(report, table)}\n{paragraphs(lines)}", is_right)
+
+
+@command
+def audit(
+    path: Annotated[Path, Argument(help="A Chrome trace, which may be compressed with gzip.", metavar="FILE")],
+    max_losses: MaxLosses = None,
+    max_mixed: MaxMixed = None,
+    max_bytes: MaxBytes = None,
+    json_output: Json = False,
+    html: Html = None,
+) -> Answer:
+    """See where channels-last was lost in a profile that torch.profiler saved with record_shapes=True.
+
+    The model is not needed.
+
+    For example: torch-nhwc audit profile.json.gz --max-losses 0
+    """
+    _check_file("--html", html)
+    if not path.is_file():
+        raise ValueError(f"expected a file, got {path}")
+    with _showing(f"Reading {path}"):
+        traced = read_profile(path)
+    return _answer_of_trace(traced, max_losses, max_mixed, max_bytes, json_output, html)
+
+
+@command
+def env(json_output: Json = False) -> Answer:
+    """Show versions, compilers and devices: what a report of a problem needs.
+
+    For example: torch-nhwc env --json
+    """
+    return Answer(json.dumps(environment.describe(), indent=2) if json_output else environment.as_text())
+
+
+def _answer_of_trace(
+    traced: Trace,
+    max_losses: int | None,
+    max_mixed: int | None,
+    max_bytes: int | None,
+    json_output: bool,
+    html: Path | None,
+) -> Answer:
+    """Write the page of a trace, and compare the trace with the budget; what has no limit may be as it is."""
+    if html is not None:
+        write_page(traced, html)
+    losses = len(traced.losses) if max_losses is None else max_losses
+    mixed = len(traced.mixed) if max_mixed is None else max_mixed
+    answer = Answer(traced.to_json() if json_output else _in_options(str(traced)))
+    try:
+        assert_layout(traced, losses, mixed, max_bytes)
+    except AssertionError as error:
+        print(f"torch-nhwc: {error}", file=sys.stderr)
+        return answer._replace(is_well=False)
+    return answer
+
+
+def _advice(tuning: Tuning, save: Path | None) -> str:
+    if tuning.choice == "contiguous":
+        return paragraphs(["Leave the model as it is: no plan is certainly faster here."])
+    kept = f"Tuning.from_json(open({str(save or 'tuning.json')!r}).read())"
+    text = f"Convert the model by the plan {tuning.choice!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
+    return paragraphs([text if save else f"{text}, which --save tuning.json keeps."])
+
+
+def _read_plan(path: Path) -> nhwc.Plan:
+    try:
+        text = path.read_text()
+        is_tuning = "choice" in json.loads(text)
+    except (OSError, TypeError, ValueError) as error:
+        raise ValueError(f"--plan: {path} cannot be read: {error}") from error
+    return Tuning.from_json(text).plan if is_tuning else nhwc.Plan.from_json(text)
+
+
+def _outputs(example: Example) -> Any:
+    """Return what the model returns in evaluation mode; `None` without inputs."""
+    if example.inputs is None:
+        return None
+    torch.manual_seed(0)
+    with torch.no_grad(), evaluation_mode(example.model):
+        return call(example.model, copy_inputs(example.inputs))
+
+
+def _comparison(difference: Difference | None) -> str:
+    if difference is None:
+        return "Outputs were not compared: the model has no inputs here, which --input-shape or a factory gives."
+    return (
+        f"Outputs are {'within' if difference.is_within else 'BEYOND'} the tolerance {difference.tolerance:.2g}: the "
+        f"largest difference is {difference.largest:.2g}, the largest output {difference.of:.2g}."
+    )
+
+
+def _write(model: nn.Module, path: Path) -> str:
+    """Write a TorchScript archive, or the state dict of any other model, and return which it is."""
+    with write_whole(path) as temporary:
+        if isinstance(model, torch.jit.ScriptModule):
+            torch.jit.save(model, str(temporary))  # type: ignore[no-untyped-call, unused-ignore]
+            return "TorchScript archive"
+        torch.save(model.state_dict(), temporary)
+        return "state dict, to be loaded by load_state_dict(..., assign=True)"
+
+
+def _check_file(option: str, path: Path | None) -> None:
+    """Raise a ValueError for a file that cannot be written, before long work is done."""
+    if path is not None and (path.is_dir() or not path.parent.is_dir()):
+        raise ValueError(f"{option}: expected a file in a folder that exists, got {path}")
+
+
+def _region(example: Example, dtype: torch.dtype | None) -> torch.autocast:
+    return torch.autocast(example.like.device.type, dtype=dtype, enabled=dtype is not None)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Leave out warnings whose content is in the report."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _showing(what: str) -> AbstractContextManager[Any]:
+    """Show on a terminal what is being done, while it lasts."""
+    return Console(stderr=True).status(f"{what} ...")
+
+
+def _text_of(printed: nhwc.Report | nhwc.Plan, table: bool) -> str:
+    """Return a report or a plan with the names that arguments have here, and with its table on request."""
+    text = _in_options(str(printed))
+    return (text.replace("(Every row: --table)\n", "") + printed.table() if table else text).rstrip("\n")
+
+
+# How errors and reports name arguments of Python's functions, and what has that name here.
+_OPTIONS: dict[str, Any] = {
+    r"\b(preserve|each_forward|strict|allow_pickle)=True": lambda found: f"--{found[1].replace('_', '-')}",
+    r"\bgive(\s+)example_inputs": r"give\1--input-shape",
+    r", or give loss=": "",
+    r"\bbudget_seconds": "--budget",
+    r"\.table\(\)": "--table",
+}
+
+
+def _in_options(text: str) -> str:
+    for argument, option in _OPTIONS.items():
+        text = re.sub(argument, option, text)
+    return text
+
+
+def _in_a_line(error: Exception) -> str:
+    message = _in_options((str(error).splitlines() or [""])[0].removeprefix("torch_nhwc: "))
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    is_ours = Path(where.filename).is_relative_to(Path(__file__).parent.parent)
+    if is_ours and isinstance(error, (ImportError, OSError, RuntimeError, TypeError, ValueError)):
+        return message
+    return f"{type(error).__name__} in {Path(where.filename).name}, line {where.lineno}: {message}"

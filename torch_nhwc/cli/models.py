@@ -1,65 +1,133 @@
-"""The models of the command line: built in, from a saved file, or from a function of the user's."""
+"""The models of the command line: built-in ones, and those that a function of the user's makes."""
 
 import importlib
-import inspect
 import os
-import pickle
+import re
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
-from torch_nhwc.cli.inputs import InputShape, moved, random_inputs
-from torch_nhwc.running.inputs import arguments_of, call
+from torch_nhwc.running import arguments_of, call
+
+_FLOATING = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_DTYPES = _FLOATING | {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool}
+_SHAPE = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<sizes>\d+(?:,\d+)*)(?::(?P<dtype>\w+))?")
 
 
-@dataclass(frozen=True)
-class Example:
+class Example(NamedTuple):
     """A model with what it is called with."""
 
     name: str
     model: nn.Module
     inputs: Any
-    """A tensor, a tuple of positional arguments, a dict of keyword ones, or `None` where they are not known."""
+    """A tensor, a tuple of positional arguments, a dict of keyword arguments, or `None` if they are not known."""
 
     @property
     def like(self) -> Tensor:
         """A tensor on the model's device and in its dtype."""
         return next((each for each in self.model.parameters() if each.is_floating_point()), torch.empty(0))
 
-    def prepared(
-        self, device: str | None = None, dtype: torch.dtype | None = None, shapes: Sequence[InputShape] = ()
-    ) -> "Example":
-        """This with its model on a device and in a dtype, and its inputs there; random inputs where shapes are given.
-
-        Floating inputs take the dtype of the model, but for random ones whose shape comes with another.
-        """
-        self.model.to(device=device, dtype=dtype)
-        if shapes:
-            return replace(self, inputs=random_inputs(shapes, self.like))
-        return (
-            self if self.inputs is None else replace(self, inputs=moved(self.inputs, self.like.device, self.like.dtype))
-        )
-
-    def expect_to_run(self) -> None:
-        """Has lazy layers get their shapes.
+    def require_inputs(self) -> None:
+        """Check that the model can run, and initialize lazy layers.
 
         Raises:
-            ValueError: there are no inputs.
+            ValueError: There are no inputs.
         """
         if self.inputs is None:
             raise ValueError(f"{self.name} comes without inputs: name a shape with --input-shape, such as 1,3,224,224")
-        if any(map(is_lazy, self.model.parameters())):
+        if self.is_lazy:
             with torch.no_grad():
                 call(self.model, self.inputs)
 
+    @property
+    def is_lazy(self) -> bool:
+        """Whether layers have no weights before the first call."""
+        return any(map(is_lazy, self.model.parameters()))
+
+
+def load_example(
+    model: str | None,
+    factory: str | None,
+    input_shapes: Sequence[str] | None,
+    device: str | None,
+    dtype: str | None,
+) -> Example:
+    """Return the model that the options name, with its inputs, on a device and in a dtype.
+
+    Floating-point inputs get the dtype of the model, except random ones whose shape comes with another dtype.
+
+    Raises:
+        ValueError: An option is not valid.
+    """
+    if (model is None) == (factory is None):
+        raise ValueError("name one model, by --model or --factory")
+    kind = dtype_of(dtype, "--dtype")
+    torch.manual_seed(0)
+    example = _built_in(model) if model is not None else _made_by(factory or "")
+    example.model.to(device=device, dtype=kind)
+    like = example.like
+    if input_shapes:
+        return example._replace(inputs=random_inputs(input_shapes, like))
+
+    def move(tensor: Tensor) -> Tensor:
+        return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
+
+    return example._replace(inputs=tree_map_only(Tensor, move, example.inputs))
+
+
+def dtype_of(text: str | None, option: str) -> torch.dtype | None:
+    """Return the floating-point dtype with a name.
+
+    Raises:
+        ValueError: There is none.
+    """
+    if text is not None and text not in _FLOATING:
+        raise ValueError(f"{option}: expected one of {', '.join(_FLOATING)}, got {text!r}")
+    return None if text is None else _FLOATING[text]
+
+
+def random_inputs(texts: Sequence[str], like: Tensor) -> Any:
+    """Return random inputs with shapes such as `1,3,224,224`, `1,16:int64` or `pixel_values=1,3,224,224`.
+
+    They are on the device of a tensor, and in its dtype if none is named. Integers are 0 or 1. Unnamed inputs are one
+    tensor or a tuple, named ones a dict.
+
+    Raises:
+        ValueError: A text is not such a shape, or some inputs have names and others have none.
+    """
+    named: dict[str | None, Tensor] = {}
+    tensors = []
+    for text in texts:
+        read = _SHAPE.fullmatch(text.replace(" ", ""))
+        if read is None:
+            expected = "sizes such as 1,3,224,224 or pixel_values=1,3,224,224:float32"
+            raise ValueError(f"--input-shape: expected {expected}, got {text!r}")
+        if read["dtype"] not in (None, *_DTYPES):
+            raise ValueError(f"--input-shape: expected a dtype among {', '.join(_DTYPES)}, got {read['dtype']!r}")
+        sizes, dtype = [int(size) for size in read["sizes"].split(",")], _DTYPES.get(read["dtype"], like.dtype)
+        values = torch.randn(sizes) if dtype.is_floating_point else torch.randint(0, 2, sizes)
+        tensors.append(values.to(like.device, dtype))
+        named[read["name"]] = tensors[-1]
+    if None not in named and len(named) == len(tensors):
+        return named
+    if [*named] != [None]:
+        raise ValueError("--input-shape: expected a different name for each input, or none for all of them")
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+
+
+def import_from_here() -> None:
+    """Let modules in the current folder be imported."""
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+
 
 def resnet50() -> Example:
-    """ResNet-50 as transformers builds it, random weights."""
+    """Make ResNet-50 as transformers builds it, with random weights."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     model = ResNetForImageClassification(ResNetConfig())
@@ -67,7 +135,7 @@ def resnet50() -> Example:
 
 
 def unet3d(width: int = 32) -> Example:
-    """A 3D UNet with residual units as monai builds it, random weights; the outermost layers have `width` channels."""
+    """Make a 3D UNet with residual units as monai builds it; the outermost layers have `width` channels."""
     from monai.networks.nets.unet import UNet
 
     channels = [width << depth for depth in range(5)]
@@ -76,7 +144,7 @@ def unet3d(width: int = 32) -> Example:
 
 
 def video_autoencoder(widths: Sequence[int] = (64, 128, 128, 256), layers_per_block: int = 1) -> Example:
-    """A CogVideoX autoencoder as diffusers builds it, a small one by default, random weights."""
+    """Make a CogVideoX autoencoder as diffusers builds it, a small one by default."""
     from diffusers import AutoencoderKLCogVideoX
 
     model = AutoencoderKLCogVideoX(block_out_channels=tuple(widths), layers_per_block=layers_per_block)
@@ -90,25 +158,7 @@ MODELS: dict[str, Callable[[], Example]] = {
 }
 
 
-def load(
-    built_in: str | None, factory: str | None, torchscript: str | None, pickled: str | None, allow_pickle: bool
-) -> Example:
-    """The one model that is named.
-
-    Raises:
-        ValueError: none or several are named, or it cannot be had.
-    """
-    if sum(each is not None for each in (built_in, factory, torchscript, pickled)) != 1:
-        raise ValueError("name one model, by --model, --factory, --torchscript or --pickle")
-    if factory is not None:
-        return load_factory(factory)
-    if torchscript is not None:
-        return load_torchscript(torchscript)
-    return load_built_in(built_in or "") if pickled is None else load_pickle(pickled, allow_pickle)
-
-
-def load_built_in(name: str) -> Example:
-    """One of `MODELS`; a ValueError where it is none, or its package is missing."""
+def _built_in(name: str) -> Example:
     if name not in MODELS:
         raise ValueError(f"--model: expected one of {', '.join(MODELS)}, got {name!r}")
     try:
@@ -117,61 +167,15 @@ def load_built_in(name: str) -> Example:
         raise ValueError(f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`") from error
 
 
-def load_torchscript(path: str) -> Example:
-    """A saved TorchScript model; a ValueError where it cannot be loaded."""
-    try:
-        model = torch.jit.load(path, map_location="cpu")  # type: ignore[no-untyped-call, unused-ignore]
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"{path} is not a TorchScript archive: {str(error).splitlines()[0]}") from error
-    return Example(path, model, None)
-
-
-def load_pickle(path: str, is_allowed: bool) -> Example:
-    """A whole module that torch.save wrote; a ValueError where it is not allowed, or cannot be loaded.
-
-    The module of its class may lie in the current folder.
-    """
-    if not is_allowed:
-        raise ValueError(f"--pickle: loading {path} runs whatever code is in it: trust it by --allow-pickle")
-    look_here_for_modules()
-    try:
-        model = torch.load(path, map_location="cpu", weights_only=False)
-    except (AttributeError, EOFError, ImportError, OSError, RuntimeError, pickle.UnpicklingError) as error:
-        raise ValueError(f"--pickle: {path} cannot be loaded: {str(error).splitlines()[0]}") from error
-    if not isinstance(model, nn.Module):
-        kind = type(model).__name__
-        raise ValueError(f"--pickle: expected a whole module in {path}, got a {kind}: a factory can load a state dict")
-    return Example(path, model, None)
-
-
-def load_factory(factory: str) -> Example:
-    """What `module:callable` makes: a model, or a model and its inputs; a ValueError otherwise.
-
-    The module may lie in the current folder.
-    """
+def _made_by(factory: str) -> Example:
+    """Return what `module:callable` makes, from the current folder or an installed package."""
     module_name, _, function_name = factory.partition(":")
-    if not all(part.isidentifier() for part in module_name.split(".")):
-        raise ValueError(f"--factory: expected module:callable, with a module as import names it, got {factory!r}")
-    look_here_for_modules()
+    import_from_here()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # a path instead of a module's name
         raise ValueError(f"--factory: expected module:callable, got {factory!r}: {error}") from error
-    except SystemExit as error:
-        raise ValueError(f"--factory: the module {module_name} ends the program ({error!r})") from error
-    if isinstance(function, nn.Module) or not callable(function):
-        kind = type(function).__name__
-        raise ValueError(f"--factory: expected module:callable, a function that returns a model, got a {kind}")
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise ValueError(f"--factory: {factory} has to work without arguments: {error}") from error
-    except ValueError:  # one without a signature
-        pass
-    try:
-        made = function()
-    except SystemExit as error:
-        raise ValueError(f"--factory: {factory} ends the program ({error!r})") from error
+    made = function()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):
         raise ValueError(f"--factory: expected {factory} to return a module, or a module and its inputs")
@@ -180,8 +184,3 @@ def load_factory(factory: str) -> Example:
     except TypeError as error:
         raise ValueError(f"--factory: {error}") from error
     return Example(factory, model, inputs)
-
-
-def look_here_for_modules() -> None:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())

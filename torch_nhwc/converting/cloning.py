@@ -1,7 +1,6 @@
-"""Weights that the operators do not take and clones convert, as PyTorch does it: fake tensors, wrapper subclasses."""
+"""Weights that the operators do not take, and that become what their clones are: fake tensors, wrapper subclasses."""
 
 import copyreg
-import time
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -12,89 +11,81 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_nhwc.converting.edits import Edit
-from torch_nhwc.formats import Format
-from torch_nhwc.memory import is_fake, lies_as
-from torch_nhwc.outcomes import Outcome
-from torch_nhwc.planning.deciding import Decision, outcomes_of
-from torch_nhwc.planning.request import Request
-from torch_nhwc.reasons import Reason
+from torch_nhwc.layout import Format, has_strides, is_fake
+from torch_nhwc.ops import Outcome
+from torch_nhwc.planning.deciding import outcomes_of
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.site import Site
 
-# What other owners of a tensor's memory would not see: they keep, or gather from, what it was before.
-_OWNED_ELSEWHERE = (Outcome.FRESH_HELD, Outcome.FRESH_SHARED, Outcome.PART_OF_LARGER_STORAGE, None)
+# Other owners of such a tensor's memory would not see the change.
+_OWNED_ELSEWHERE = {Outcome.COPIED_HELD, Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE, None}
 
 
 @torch.inference_mode(False)  # what is made in inference mode can never train
 @torch.no_grad()
-def clones_of(decision: Decision, request: Request, patience: Iterator[Any]) -> list[Edit] | Reason | None:
-    """The edits by which a site's weight and its gradient take over what their clones in the format are.
+def clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> list[Edit] | Reason:
+    """Return the edits by which a weight and its gradient become their clones in a format, inner tensors included.
 
-    The tensor's class makes the clone. What is inside and need not move stays where it is, and only its strides change.
-    For what is held, there may be a wait of some hundredths of a second, as many as `patience` has items: the threads
-    of torch.distributed let go of a tensor a moment after its collective has ended.
+    The tensor's class makes the clone. Inner tensors that need not move stay where they are, and only their strides
+    change. Strides, values, inner tensors and their strides are all compared, so that no clone is used that only claims
+    to be in the format.
+
+    Args:
+        weight: The weight of the site.
+        site: A site whose weight the operators do not take.
+        reason: Why.
+        wanted: The site's format.
 
     Returns:
-        The edits; the reason where something else owns what would change; or `None` where the clone is not right:
-        strides, values, inner tensors and their strides are all looked at, so that nothing is taken over which only
-        says that it is in the format.
+        The edits, or a reason: `reason` if the clone is not right, another if something else owns what would change.
     """
-    wanted = decision.site.format(request.format)
-    if decision.reason is Reason.WRAPPED:
-        return [] if _is_laid_out(decision.tensor, wanted) else Reason.WRAPPED
-    edits = _cloned(decision, request, wanted)
-    while edits is Reason.INNER_HELD and next(patience, None) is not None:
-        time.sleep(0.01)
-        edits = _cloned(decision, request, wanted)  # of what was perhaps written meanwhile
-    return edits
-
-
-def _cloned(decision: Decision, request: Request, wanted: Format) -> list[Edit] | Reason | None:
-    site = decision.site
+    if reason is Reason.WRAPPED:
+        return [] if _is_in_format(weight, wanted) else reason
     edits: list[Edit] = []
-    for tensor in (decision.tensor, decision.tensor.grad):
+    for tensor in (weight, weight.grad):
         try:
-            if tensor is None or _is_laid_out(tensor, wanted):
+            if tensor is None or _is_in_format(tensor, wanted):
                 continue
             clone = tensor.detach().clone(memory_format=getattr(torch, wanted.name_at(site.rank)))
-            if not (tensor.is_leaf and _is_laid_out(clone, wanted)):
-                return None
+            if not (tensor.is_leaf and _is_in_format(clone, wanted)):
+                return reason
             pairs = list(zip(_memory_of(tensor), _memory_of(clone)))
-            moving = [part for part, copy in pairs if not lies_as(part, copy.stride())]
-            outcomes = outcomes_of(moving, request._replace(storage="auto"))  # before there is a detached copy
-            if tensor is decision.tensor and not set(_OWNED_ELSEWHERE).isdisjoint(outcomes):
+            moving = [part for part, copy in pairs if not has_strides(part, copy.stride())]
+            outcomes = outcomes_of(moving, [wanted] * len(moving), "auto")
+            if tensor is weight and not _OWNED_ELSEWHERE.isdisjoint(outcomes):
                 return Reason.INNER_HELD
-            if not _is_equal(tensor, clone):  # whoever held it has let go of it, and writes no more
-                return None
+            if not _is_equal(tensor, clone):
+                return reason
             if Outcome.PART_OF_LARGER_STORAGE in outcomes:
                 return Reason.GRADIENT_IN_THE_WAY if edits else []
             for part, copy in pairs:
-                if lies_as(part, copy.stride()):
+                if has_strides(part, copy.stride()):
                     copy.data = part.as_strided(part.shape, copy.stride())
         except Exception:  # the code of the class may raise anything
-            return None
-        before = tensor.detach()
+            return reason
         names = _attributes(tensor) & _attributes(clone)
         forth, back = (
             partial(_become, tensor, data, {name: getattr(source, name) for name in names})
-            for data, source in ((clone, clone), (before, tensor))
+            for data, source in ((clone, clone), (tensor.detach(), tensor))
         )
         edits.append(Edit(weakref.ref(site.module), forth, back))
     return edits
 
 
 def _memory_of(tensor: Tensor) -> list[Tensor]:
-    """The tensors that hold the values of a tensor: itself, or those inside of it; none where it is fake."""
+    """Return the tensors that hold the values of a tensor: itself, or its inner tensors; none if it is fake."""
     return [part for part in _parts(tensor) if not (is_fake(part) or is_traceable_wrapper_subclass(part))]
 
 
 def _become(tensor: Tensor, data: Tensor, attributes: dict[str, Any], _: nn.Module) -> None:
-    """Replacing `.data` alone, as PyTorch's converter does, leaves the inner tensors as they were."""
+    """Replace a tensor's data and its inner tensors. Replacing `.data` alone, as PyTorch does, leaves those behind."""
     tensor.data = data
     for name, value in attributes.items():
         setattr(tensor, name, value)
 
 
 def _attributes(tensor: Tensor) -> set[str]:
-    """The names of what a wrapper subclass keeps in Python, its inner tensors among them."""
+    """Return the names of what a wrapper subclass keeps in Python, its inner tensors among them."""
     if is_fake(tensor):
         return set()
     slots = copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
@@ -102,7 +93,7 @@ def _attributes(tensor: Tensor) -> set[str]:
 
 
 def _parts(tensor: Tensor) -> Iterator[Tensor]:
-    """A tensor and all that are inside of it."""
+    """Yield a tensor and all its inner tensors, at any depth."""
     yield tensor
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
@@ -111,15 +102,15 @@ def _parts(tensor: Tensor) -> Iterator[Tensor]:
                 yield from _parts(inner)
 
 
-def _is_laid_out(tensor: Tensor, wanted: Format) -> bool:
-    """Whether a tensor is in the format, and with it those inside, of which one at least has its rank."""
+def _is_in_format(tensor: Tensor, wanted: Format) -> bool:
+    """Return whether a tensor and its inner tensors are in a format; at least one of them must have its rank."""
     alike = [part for part in _parts(tensor) if part.dim() == tensor.dim()]
     has_values = not all(is_traceable_wrapper_subclass(part) for part in alike)
     return has_values and all(part.stride() == wanted.strides(part.shape) for part in alike)
 
 
 def _is_equal(tensor: Tensor, clone: Tensor) -> bool:
-    """Whether a clone has the values of a tensor, bit for bit, in inner tensors like its own."""
+    """Return whether a clone has the values of a tensor, bit for bit, in inner tensors of the same kind."""
     parts, copies = list(_parts(tensor)), list(_parts(clone))
     if [type(part) for part in parts] != [type(copy) for copy in copies]:
         return False

@@ -7,37 +7,35 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from torch_nhwc.converting.cloning import clones_of
-from torch_nhwc.converting.commit import commit_changes
-from torch_nhwc.converting.preparing import prepare
-from torch_nhwc.finding.find import instead_of
-from torch_nhwc.finding.layers import walk_layers
-from torch_nhwc.formats import CHANNELS_LAST, Format
-from torch_nhwc.outcomes import Outcome
-from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import decide, outcomes_of
-from torch_nhwc.planning.following import follow
-from torch_nhwc.planning.request import Request
+from torch_nhwc.converting.applying import change
+from torch_nhwc.converting.cloning import clone_edits
+from torch_nhwc.converting.edits import Edit, edits_of
+from torch_nhwc.layout import CHANNELS_LAST, Format
+from torch_nhwc.ops import Outcome
+from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
+from torch_nhwc.planning.options import Options
 from torch_nhwc.planning.rows import Action
-from torch_nhwc.reasons import Reason
 from torch_nhwc.rendering import warn
+from torch_nhwc.sites.finding import instead_of, walk_layers
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.site import Site
 
 _M = TypeVar("_M", bound=nn.Module)
 
 
 def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
-    """Brings the weight of every `nn.Conv2d` and `nn.ConvTranspose2d` in a module into a memory format, in place.
+    """Convert the weight of every `nn.Conv2d` and `nn.ConvTranspose2d` in a module to a memory format, in place.
 
-    What `torch.nn.utils.convert_conv2d_weight_memory_format` does right happens alike: values, exact strides, the
-    identity of the parameters, recursion, the returned module. Beyond it, everything is checked before anything
-    changes; a weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
-    parametrized, normed, pruned, lazy and scripted layers convert as well, as by `convert_`; and the bytes are permuted
-    in place where nothing else can see them. Fake tensors and wrapper subclasses (DTensor) become what their clones in
-    the format are, inner tensors included; a subclass whose clone is not in the format is refused, as is one whose
-    inner tensors something else holds (FSDP2, another weight).
+    Values, exact strides, the identity of the parameters, recursion and the returned module are the same as with
+    `torch.nn.utils.convert_conv2d_weight_memory_format`. In addition, everything is checked before anything changes; a
+    weight that is in format is left alone; a tied weight is converted once and stays tied; `.grad` follows;
+    parametrized, normed, pruned, lazy and scripted layers are converted as by `convert_`; and the bytes are permuted in
+    place where nothing else can see them. Fake tensors and wrapper subclasses (DTensor) become what their clones in the
+    format are, inner tensors included; a subclass whose clone is not in the format is refused, as is one whose inner
+    tensors something else holds (FSDP2, another weight).
 
     Args:
-        module: a model, or one layer.
+        module: A model, or one layer.
         memory_format: `torch.channels_last` or `torch.contiguous_format`.
 
     Returns:
@@ -45,12 +43,12 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
 
     Raises:
         TypeError: `module` is not a module, or `memory_format` is a number or a name.
-        RuntimeError: the format is neither of the two, and there is a weight to convert; or a weight was refused, with
+        RuntimeError: The format is neither of the two, and there is a weight to convert; or a weight was refused, with
             the reason. The module is then as it was.
 
     Warns:
-        UserWarning: once for each layer that stays as it is because its weight is packed or computed in a way that is
-            not known, and for each weight that leaves a larger storage or shared memory.
+        UserWarning: Once for each layer that stays as it is because its weight is packed, or computed in an unknown
+            way, and for each weight that leaves a larger storage or shared memory.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
@@ -62,7 +60,7 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
 
 
 def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
-    """Does what `convert_conv2d_weight_memory_format` does, for 3D layers and `torch.channels_last_3d`.
+    """Do what `convert_conv2d_weight_memory_format` does, for 3D layers and `torch.channels_last_3d`.
 
     Example:
         >>> layer = torch_nhwc.convert_conv3d_weight_memory_format(torch.nn.Conv3d(3, 8, 3), torch.channels_last_3d)
@@ -72,9 +70,9 @@ def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_
     return _convert(module, memory_format, 5, "convert_conv3d_weight_memory_format")
 
 
-# What the stock converters do not see either, or cannot convert; anything else that is refused raises.
+# What PyTorch's converters skip too, or cannot convert; anything else that is refused raises.
 _SKIPPED = (Reason.COMPUTED, Reason.ON_THE_FLY, Reason.PACKED, Reason.FROZEN, Reason.FAKE)
-# Those that are asked for their clones; hooks stand against that only where there is something to convert.
+# Reasons of tensors that only their class can clone; hooks matter only where there is something to convert.
 _CLONED = (Reason.FAKE, Reason.SUBCLASS, Reason.WRAPPED)
 # PyTorch's own words for a format of another rank, which people search for.
 _REQUIRED = {
@@ -83,12 +81,12 @@ _REQUIRED = {
 }
 _LEAVES = {
     Outcome.PART_OF_LARGER_STORAGE: "the larger storage that it was part of",
-    Outcome.FRESH_SHARED: "the shared memory that it was in",
+    Outcome.COPIED_SHARED: "the shared memory that it was in",
 }
 
 
 def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
-    if torch.compiler.is_compiling():  # the walk is nothing for a graph, and tracing it fails now and then
+    if torch.compiler.is_compiling():  # a graph has no use for the walk, and tracing it sometimes fails
         converted: _M = _convert_outside_of_graphs(module, memory_format, rank, caller)
         return converted
     if not isinstance(module, nn.Module):
@@ -104,36 +102,44 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
             f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
             f"got {memory_format}{_REQUIRED.get(memory_format, '')}"
         )
-    request = Request(Format.of(memory_format), "detach")
-    decisions = decide(found._replace(sites=sites), request)
-    following = follow(found, decisions, [], Sources(), request)
-    to_clone = {id(each.tensor): each for each in decisions if each.reason in _CLONED}  # a tied weight once
-    patience = iter(range(20))  # for all of them
-    clones = {key: clones_of(each, request, patience) for key, each in to_clone.items()}
-    edits = {key: each for key, each in clones.items() if isinstance(each, list)}
-    owned = {key: each for key, each in clones.items() if isinstance(each, Reason)}
-    left = [
-        (decision.site, owned.get(id(decision.site.tensor), reason))
-        for decision in decisions
-        if (reason := decision.reason)
-        and (decision.action is Action.REFUSE or reason is Reason.FAKE)
-        and id(decision.site.tensor) not in edits
-    ]
+    decisions = decide(found._replace(sites=sites), Options(Format.of(memory_format), "detach"))
+    edits, left = _clone(decisions)
     hard = [f"{site}: {reason.value}" for site, reason in left if reason not in _SKIPPED]
     if hard:
         raise RuntimeError(f"{caller}: nothing was changed, because of {'; '.join(hard)}")
-    # Warnings may be errors: they come before anything changes.
-    for site, reason in left:
-        warn(f"{caller}: left {site} as it is: {reason.value}")
-    moving = [each for each in decisions if each.outcome in (Outcome.FRESH, Outcome.FRESH_SHARED)]
-    outcomes = outcomes_of([each.tensor for each in moving], Request(request.format))
-    for decision, outcome in zip(moving, outcomes):
-        if outcome in _LEAVES:
-            warn(f"{caller}: the weight of {decision.site} leaves {_LEAVES[outcome]}")
-    changes = prepare(following, request)
-    changes.edits.extend(edit for each in edits.values() for edit in each)
-    commit_changes(changes, request)
+    _warn(caller, decisions, left)
+    change(decisions, [*edits_of(decisions), *edits])
     return module
 
 
 _convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)
+
+
+def _clone(decisions: Decisions) -> tuple[list[Edit], list[tuple[Site, Reason]]]:
+    """Return the edits by which weights become their clones, and the sites that stay as they are."""
+    clones: dict[int, list[Edit] | Reason] = {}  # of each weight once, by id
+    left = []
+    for site, row in zip(decisions.found.sites, decisions.rows):
+        reason, key = row.reason, id(site.tensor)
+        if reason is None or not (row.action is Action.REFUSE or reason is Reason.FAKE):
+            continue
+        if site.tensor is not None and reason in _CLONED:
+            if key not in clones:
+                clones[key] = clone_edits(site.tensor, site, reason, site.format(decisions.options.format))
+            cloned = clones[key]
+            if isinstance(cloned, list):
+                continue
+            reason = cloned
+        left.append((site, reason))
+    return [edit for edits in clones.values() if isinstance(edits, list) for edit in edits], left
+
+
+def _warn(caller: str, decisions: Decisions, left: list[tuple[Site, Reason]]) -> None:
+    """Warn before anything changes, since warnings may be errors."""
+    for site, reason in left:
+        warn(f"{caller}: left {site} as it is: {reason.value}")
+    changing = decisions.changing
+    formats = [decisions.options.format] * len(changing)
+    for (site, _, _), outcome in zip(changing, outcomes_of([tensor for _, _, tensor in changing], formats, "auto")):
+        if outcome in _LEAVES:
+            warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")

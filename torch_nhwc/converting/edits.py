@@ -1,46 +1,47 @@
-"""What a conversion changes besides tensors: hooks, last steps of computed weights, classes of layers."""
+"""What a conversion changes besides tensors (hooks, steps of parametrizations, classes of layers), and the commit."""
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
-from torch_nhwc.converting.programs import agrees, set_strides, set_values, values_of
-from torch_nhwc.each_forward import exchange as each_forward
-from torch_nhwc.each_forward.exchange import is_in_each_forward
-from torch_nhwc.each_forward.weights import drop_result, is_result_kept, keep_result
-from torch_nhwc.entries import set_input_hook
-from torch_nhwc.finding.exported import Program
-from torch_nhwc.formats import Format
-from torch_nhwc.hooks import ConvertWhenMaterialised, add_hook, find_hook, remove_hook
-from torch_nhwc.modules import computed
-from torch_nhwc.modules.walk import walk
+from torch_nhwc.layout import Strides
+from torch_nhwc.nn.class_swap import Swap, restore_class, swap_class, swapped_class
+from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
+from torch_nhwc.nn.hooks import ConvertWhenMaterialised, add_hook, find_hook, remove_hook
+from torch_nhwc.nn.input_hooks import InputHook, input_hook, set_input_hook
+from torch_nhwc.nn.replacements import Preserving, is_preserving
+from torch_nhwc.ops import Outcome, Storage, set_strides_
 from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import Decision
-from torch_nhwc.planning.following import Following
-from torch_nhwc.planning.request import Request
-from torch_nhwc.planning.rows import Action
-from torch_nhwc.preserving.exchange import bring_back, exchange, is_exchanged
-from torch_nhwc.preserving.find import find_layers
-from torch_nhwc.reasons import Reason
-from torch_nhwc.stepping.guard import is_watched, release, watch
-from torch_nhwc.stepping.loading import (
+from torch_nhwc.planning.deciding import Decisions
+from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.sites import computed_weights as computed
+from torch_nhwc.sites.module_walk import walk
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.replaceable import find_replaceable_layers
+from torch_nhwc.sites.site import Site
+from torch_nhwc.step_guard import (
     align_when_loaded,
     is_aligned_when_loaded,
+    is_watched,
     leave_as_loaded,
     loading_optimizer,
+    release,
+    watch,
 )
 
 
 class Edit(NamedTuple):
-    """A change to a module that the operators do not make. Both ways do nothing where there is nothing to do."""
+    """A reversible change to a module or an optimizer: of a hook, a class or a parametrization."""
 
     module: "weakref.ref[Any]"
-    """Or an optimizer. Weakly, since a report keeps the edit."""
+    """Weak, since a report keeps the edit."""
     forth: Callable[[Any], object]
     back: Callable[[Any], object]
+    """Like `forth`, does nothing where there is nothing to do."""
 
     @property
     def reverse(self) -> "Edit":
@@ -48,129 +49,149 @@ class Edit(NamedTuple):
         return Edit(self.module, self.back, self.forth)
 
     def make(self) -> None:
-        """Changes the module, if it is still there."""
+        """Change the module, if it still exists."""
         module = self.module()
         if module is not None:
             self.forth(module)
 
 
-def edits_of(following: Following, request: Request) -> list[Edit]:
-    """The edits of a conversion: layers exchanged, lazy ones converting later, computed weights and inputs laid out."""
-    sources = following.sources
-    edits = _exchanges(following, request) + _each_forward(following, request)
+def commit(
+    tensors: Sequence[Tensor], strides: Sequence[Strides], edits: Sequence[Edit], storage: Storage = "auto"
+) -> list[Outcome]:
+    """Make the edits, then change the tensors' strides; after an exception everything is as it was before.
+
+    The exception may be a KeyboardInterrupt, which Python also raises when the operator has returned. The operator
+    changes all tensors or none, so their strides show on which side of it the exception came.
+    """
+    before = [tensor.stride() for tensor in tensors]
+    try:
+        for edit in edits:
+            edit.make()
+        return set_strides_(tensors, strides, storage=storage) if tensors else []
+    except BaseException:
+        with suppress(RuntimeError):  # strides that overlapped cannot be restored: then everything stays
+            if any(tensor.stride() != own for tensor, own in zip(tensors, before)):
+                set_strides_(tensors, before)
+            for edit in reversed(edits):
+                edit.reverse.make()
+        raise
+
+
+def edits_of(decisions: Decisions) -> list[Edit]:
+    """Return the edits of a conversion, before anything changes."""
+    edits = _swaps(decisions)
     seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
-    for decision in following.decisions:
-        site = decision.site
+    for site, row in zip(decisions.found.sites, decisions.rows):
         module = site.module
-        if decision.reason is Reason.LAZY or module._forward_pre_hooks:
-            edits += _waiting(decision)
-        if site.name != "weight" and (decision.takes_part or decision.reason is Reason.TIED) and id(module) not in seen:
+        if row.reason is Reason.LAZY or module._forward_pre_hooks:
+            edits += _waiting(site, row)
+        if site.name != "weight" and (row.takes_part or row.reason is Reason.TIED) and id(module) not in seen:
             seen.add(id(module))
-            edits += _steps(decision, sources, request.format)
-    edits += _guarding(following, request) + _describing(following)
-    for entry in following.entries:
-        pairs = (entry.wanted, entry.there), (entry.there, entry.wanted)
-        forth, back = (partial(set_input_hook, wanted=wanted, instead_of=other) for wanted, other in pairs)
-        edits.append(Edit(weakref.ref(entry.module), forth, back))
-    for optimizer in map(loading_optimizer, sources.optimizers):
-        if optimizer is not None and not is_aligned_when_loaded(optimizer):
-            edits.append(Edit(weakref.ref(optimizer), align_when_loaded, leave_as_loaded))
-    return edits
+            edits += _steps(decisions, site, row)
+    return edits + _guarding(decisions) + _input_hooks(decisions) + _loading(decisions.sources)
 
 
-def _describing(following: Following) -> list[Edit]:
-    """What exported programs say of their tensors goes with them."""
-    edits: list[Edit] = []
-    if Program not in following.module_types:
-        return edits
-    decisions = (each for each in following.decisions if each.action is not Action.REFUSE)
-    wanted = {id(each.site.tensor): each.strides for each in decisions if each.strides is not None}
-    for program in (module for _, module, _ in walk(following.model) if isinstance(module, Program)):
-        held = *program._parameters.items(), *program._buffers.items()
-        strides = {name: wanted[id(tensor)] for name, tensor in held if id(tensor) in wanted}
-        if not agrees(program, strides):
-            forth, back = partial(set_strides, strides=strides), partial(set_values, values=values_of(program))
-            edits.append(Edit(weakref.ref(program), forth, back))
-    return edits
-
-
-def _guarding(following: Following, request: Request) -> list[Edit]:
-    """The guard is there for layers that are converted, of a model that trains."""
-    sites = [each.site for each in following.decisions if each.takes_part or each.reason is Reason.LAZY]
-    layers = {id(site.module): site.module for site in sites}.values()
-    if not request.format.is_channels_last:
-        return [Edit(weakref.ref(layer), release, watch) for layer in layers if is_watched(layer)]
-    return [Edit(weakref.ref(layer), watch, release) for layer in layers if following.trains and not is_watched(layer)]
-
-
-def _waiting(decision: Decision) -> list[Edit]:
-    """A lazy layer gets a hook; one from an earlier call, that this call takes the place of, goes."""
-    waiting = find_hook(decision.site.module, ConvertWhenMaterialised)
-    if decision.waits:
-        return [] if waiting else [_hook_edit(decision.site.module, ConvertWhenMaterialised())]
-    is_over = decision.takes_part or decision.reason is Reason.LAZY
-    return [_hook_edit(decision.site.module, waiting).reverse] if waiting and is_over else []
-
-
-def _steps(decision: Decision, sources: Sources, wanted: Format) -> list[Edit]:
-    """The layer's last step, and those of its averaged copies, that bring a computed weight into the format."""
-    module, reason, wanted = decision.site.module, decision.reason, decision.site.format(wanted)
-    if reason is Reason.TIED:
-        is_original = computed.is_original(module, decision.site.name)
-        reason = computed.remark_on(module, decision.site.rank, wanted) if is_original else None
-    name = wanted.name_at(decision.site.rank) if reason is Reason.COPIED_EACH_FORWARD else None
-    current = computed.step_format(module)
-    if name == current:
-        return []
-    forth, back = (partial(computed.set_step, memory_format=each) for each in (name, current))
-    return [Edit(weakref.ref(layer), forth, back) for layer in (module, *sources.layers_at(decision.site.path))]
-
-
-def _exchanges(following: Following, request: Request) -> list[Edit]:
-    """Layers become such as preserve, in averaged copies too; on the way to contiguous they become what they were."""
-    sources = following.sources
-    if not request.format.is_channels_last:
-        is_there = any(is_exchanged(each) or is_in_each_forward(each) for each in following.module_types)
-        paths = [path for path, module, _ in walk(following.model) if request.takes(module, path)] if is_there else []
-        return bring_back_edits(paths, Sources((), (following.model, *sources.copies)))
-    paths = [each.layer.path for each in following.layers if each.row.is_wanted]
-    modules = [each.layer.module for each in following.layers if each.action is Action.EXCHANGE]
-    for copy in sources.copies if paths else ():
-        if isinstance(copy, nn.Module):
-            of_copy = {layer.path: layer for layer in find_layers(copy) if layer.reason is None}
-            modules += [of_copy[path].module for path in paths if path in of_copy]
-    return [Edit(weakref.ref(module), exchange, bring_back) for module in modules]
-
-
-def bring_back_edits(paths: Iterable[str], sources: Sources) -> list[Edit]:
-    """The edits that make exchanged layers what they were, in each of some models."""
+def restoring_edits(paths: Iterable[str], sources: Sources) -> list[Edit]:
+    """Return the edits that restore the original classes of the layers at some paths, in each of some models."""
     edits = []
     for layer in (layer for path in paths for layer in sources.layers_at(path)):
         if is_in_each_forward(type(layer)):
-            again = partial(each_forward.exchange, keep=is_result_kept(layer))
-            edits.append(Edit(weakref.ref(layer), each_forward.bring_back, again))
-        if is_exchanged(type(layer)):
-            edits.append(Edit(weakref.ref(layer), bring_back, exchange))
+            edits.append(_swap_edit(layer, EachForward).reverse)
+        if is_preserving(type(layer)):
+            edits.append(_swap_edit(layer, Preserving).reverse)
     return edits
 
 
-def _each_forward(following: Following, request: Request) -> list[Edit]:
-    """Layers become such as convert their weight in each forward, in averaged copies too."""
-    keep = request.each_forward == "keep"
-    layers: dict[int, nn.Module] = {}  # by identity: one with a computed weight may have several sites
-    for decision in following.decisions:
-        if decision.is_in_each_forward:
-            for layer in (decision.site.module, *following.sources.layers_at(decision.site.path)):
-                layers[id(layer)] = layer
-    edits = []
+def _swaps(decisions: Decisions) -> list[Edit]:
+    """Return the edits of the layers' classes, in averaged copies too."""
+    found, sources = decisions.found, decisions.sources
+    if not decisions.options.format.is_channels_last:
+        if not any(is_preserving(each) or is_in_each_forward(each) for each in found.module_types):
+            return []
+        paths = [path for path, module, _ in walk(found.model) if decisions.options.skip_reason(module, path) is None]
+        return restoring_edits(paths, Sources((), (found.model, *sources.copies)))
+    kept = [row.path for _, row in decisions.layers if row.is_wanted]
+    modules = [layer.module for layer, row in decisions.layers if row.action is Action.EXCHANGE]
+    for copy in sources.copies if kept else ():
+        if isinstance(copy, nn.Module):
+            of_copy = {layer.path: layer.module for layer in find_replaceable_layers(copy) if layer.reason is None}
+            modules += [of_copy[path] for path in kept if path in of_copy]
+    edits = [_swap_edit(module, Preserving) for module in modules]
+    layers: dict[int, nn.Module] = {}  # by id: one with a computed weight may have several sites
+    for site, row in zip(found.sites, decisions.rows):
+        if row.is_in_each_forward:
+            layers |= {id(layer): layer for layer in (site.module, *sources.layers_at(site.path))}
     for layer in layers.values():
         if not is_in_each_forward(type(layer)):
-            each_forward.exchanged_type(type(layer))  # fails here, if ever
-            edits.append(Edit(weakref.ref(layer), partial(each_forward.exchange, keep=keep), each_forward.bring_back))
-        elif keep and not is_result_kept(layer):
-            edits.append(Edit(weakref.ref(layer), keep_result, drop_result))
+            swapped_class(type(layer), EachForward)  # if making the class fails, it fails before anything changes
+            edits.append(_swap_edit(layer, EachForward))
     return edits
+
+
+def _swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:
+    return Edit(weakref.ref(layer), partial(swap_class, kind=kind), partial(restore_class, kind=kind))
+
+
+def _waiting(site: Site, row: PlanRow) -> list[Edit]:
+    """Give a lazy layer the hook that converts it later, and remove one of an earlier call that is not needed."""
+    waiting = find_hook(site.module, ConvertWhenMaterialised)
+    if row.reason is Reason.LAZY and row.action is Action.CONVERT:
+        return [] if waiting else [_hook_edit(site.module, ConvertWhenMaterialised())]
+    is_over = row.takes_part or row.reason is Reason.LAZY
+    return [_hook_edit(site.module, waiting).reverse] if waiting and is_over else []
 
 
 def _hook_edit(module: nn.Module, hook: object) -> Edit:
     return Edit(weakref.ref(module), partial(add_hook, hook=hook), partial(remove_hook, hook=hook))
+
+
+def _steps(decisions: Decisions, site: Site, row: PlanRow) -> list[Edit]:
+    """Edit the last step of a layer, and of its averaged copies, that lays out a computed weight in the format."""
+    module, reason, wanted = site.module, row.reason, site.format(decisions.options.format)
+    if reason is Reason.TIED:
+        is_original = computed.is_original(module, site.name)
+        reason = computed.remark_on(module, site.rank, wanted) if is_original else None
+    name = wanted.name_at(site.rank) if reason is Reason.COPIED_EACH_FORWARD else None
+    current = computed.step_format(module)
+    if name == current:
+        return []
+    forth, back = (partial(computed.set_step, memory_format=each) for each in (name, current))
+    layers = (module, *decisions.sources.layers_at(site.path))
+    return [Edit(weakref.ref(layer), forth, back) for layer in layers]
+
+
+def _guarding(decisions: Decisions) -> list[Edit]:
+    """Keep the step guard installed while a layer of a model that trains is converted."""
+    pairs = zip(decisions.found.sites, decisions.rows)
+    layers = {id(site.module): site.module for site, row in pairs if row.takes_part or row.reason is Reason.LAZY}
+    if not decisions.options.format.is_channels_last:
+        return [Edit(weakref.ref(layer), release, watch) for layer in layers.values() if is_watched(layer)]
+    if not decisions.found.trains:
+        return []
+    return [Edit(weakref.ref(layer), watch, release) for layer in layers.values() if not is_watched(layer)]
+
+
+def _input_hooks(decisions: Decisions) -> list[Edit]:
+    """Edit the hook for the model's inputs; a conversion to contiguous also removes those of modules inside of it."""
+    model = decisions.found.model
+    changes: list[tuple[nn.Module, InputHook | None]] = [(model, decisions.input_hook)]
+    if not decisions.options.format.is_channels_last:
+        changes = [(module, None) for _, module, _ in walk(model)]
+    edits = []
+    for module, wanted in changes:
+        present = input_hook(module)
+        if present != wanted:
+            pairs = (wanted, present), (present, wanted)
+            forth, back = (partial(set_input_hook, wanted=new, instead_of=old) for new, old in pairs)
+            edits.append(Edit(weakref.ref(module), forth, back))
+    return edits
+
+
+def _loading(sources: Sources) -> list[Edit]:
+    """Make the state that optimizers load follow their weights."""
+    loading = (optimizer for optimizer in map(loading_optimizer, sources.optimizers) if optimizer is not None)
+    return [
+        Edit(weakref.ref(each), align_when_loaded, leave_as_loaded)
+        for each in loading
+        if not is_aligned_when_loaded(each)
+    ]

@@ -15,28 +15,28 @@ except ImportError as error:
 
 
 def contiguous_broadcasts_(dataloader: DataLoader[Any]) -> DataLoader[Any]:
-    """Has a prepared loader broadcast contiguous batches, where one process reads them for all.
+    """Make a prepared loader broadcast contiguous batches, if one process reads them for all.
 
-    `Accelerator.prepare` makes such a `DataLoaderDispatcher` of every loader of an `IterableDataset`, and of others by
+    `Accelerator.prepare` makes a `DataLoaderDispatcher` of every loader of an `IterableDataset`, and of others with
     `dispatch_batches=True`. The other processes receive its batches in contiguous memory, whatever their strides are:
-    channels-last ones arrive permuted there, without an error. From here on batches are contiguous in all processes,
-    and `convert_(model, input_format="channels_last")` brings them into the format at the model's entry.
+    channels-last batches arrive permuted there, without an error. With this call batches are contiguous in all
+    processes, and `convert_(model, input_format="channels_last")` converts them at the model's entry.
 
     Args:
-        dataloader: what `Accelerator.prepare` gave. One whose processes read for themselves, or of one process, stays
-            as it is.
+        dataloader: The result of `Accelerator.prepare`. A loader of a single process, or one whose processes read for
+            themselves, is not changed.
 
     Returns:
         The same loader.
 
     Raises:
-        TypeError: it is not a loader.
-        ValueError: it is not prepared.
+        TypeError: It is not a loader.
+        ValueError: It is not prepared.
 
     Example:
         >>> from accelerate import Accelerator
         >>> from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
-        >>> images = torch.utils.data.DataLoader(torch.randn(4, 3, 8, 8), collate_fn=torch_nhwc.collate)
+        >>> images = torch.utils.data.DataLoader(torch.randn(4, 3, 8, 8), collate_fn=torch_nhwc.data.collate)
         >>> images = contiguous_broadcasts_(Accelerator(cpu=True).prepare(images))
     """
     if not isinstance(dataloader, DataLoader):
@@ -47,10 +47,10 @@ def contiguous_broadcasts_(dataloader: DataLoader[Any]) -> DataLoader[Any]:
         inside = dataloader.base_dataloader
         if getattr(inside.collate_fn, "func", None) is not _contiguous_batch:
             inside.collate_fn = partial(_contiguous_batch, inside.collate_fn)  # can be pickled for workers
-            inside._iterator = None  # persistent workers have the function from when they started
+            inside._iterator = None  # persistent workers keep the function that they started with
     return dataloader
 
 
 def _contiguous_batch(collate_fn: Callable[[Any], Any], samples: Any) -> Any:
-    # By accelerate's own function, which goes into the containers that the broadcast goes into.
+    # accelerate's own function visits the same containers as its broadcast.
     return recursively_apply(Tensor.contiguous, collate_fn(samples))

@@ -1,4 +1,10 @@
-"""Deciding what is to happen to every site of a model, and to what follows its weight, before anything is touched.
+"""Decide what happens to every site of a model, and to what follows its weight, before anything is touched.
 
-Carrying it out belongs to `converting`; nothing here writes to a tensor or a module.
+Carrying a plan out belongs to `converting`; nothing here writes to a tensor or a module.
 """
+
+from torch_nhwc.planning.planner import plan
+from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.rows import Action, CompanionRow, LayerRow, PlanRow
+
+__all__ = ["Action", "CompanionRow", "LayerRow", "Plan", "PlanRow", "plan"]

@@ -1,25 +1,27 @@
 """Companions: the gradients, optimizer state and averaged copies that share the layout of a weight, and follow it."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import TensorWeakRef
 
-from torch_nhwc.formats import Strides
-from torch_nhwc.memory import lies_as
-from torch_nhwc.modules.optimizers import state_of
-from torch_nhwc.outcomes import Outcome
-from torch_nhwc.planning.averaging import Copy, averaged_copy, copy_inside, tensor_of
-from torch_nhwc.reasons import Reason
+from torch_nhwc.layout import CHANNELS_LAST, Strides, has_strides, memory_id
+from torch_nhwc.ops import Outcome, plan_weights
+from torch_nhwc.sites.optimizers import state_of
+from torch_nhwc.sites.reasons import Reason
 
+AveragedCopy = nn.Module | Mapping[str, Tensor]
 # Types whose bytes are what they seem.
 _PLAIN = (Tensor, nn.Parameter)
-# Numbers of one byte, which optimizers use as codes.
+# Dtypes of one byte, which optimizers use as codes.
 _CODES = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
 
 
@@ -28,10 +30,10 @@ class Weight:
     """A weight whose companions are looked for."""
 
     name: str
-    """The full one, as in the state dict."""
+    """The weight's name in the state dict."""
     tensor: Tensor
     strides: Strides
-    """Those that it has or is to have, and its companions with it."""
+    """The strides that the weight has or gets, and its companions with it."""
 
 
 @dataclass(slots=True)
@@ -40,54 +42,33 @@ class Companion:
 
     weight: Weight
     label: str
-    """`grad`, `ema`, `ema.grad`, or the name that the optimizer gives to its state."""
+    """`grad`, `ema`, `ema.grad`, or the optimizer's name for its state."""
     tensor: Tensor
     reason: Reason | None = None
-    """Why it stays as it is, `None` where it follows."""
-    outcome: Outcome = Outcome.KEPT
+    """Why it stays as it is; `None` if it follows."""
+    outcome: Outcome = Outcome.UNCHANGED
     """What the operators are to do to it, and then what they did."""
 
     @property
     def changes(self) -> bool:
-        """Whether the operators are to be called."""
-        return self.reason is None and self.outcome is not Outcome.KEPT
-
-
-class CompanionRow(NamedTuple):
-    """A row says what was done to a gradient, a state of an optimizer or an averaged copy.
-
-    Example:
-        >>> model = torch.nn.Conv2d(3, 8, 3)
-        >>> model.weight.grad = torch.zeros(8, 3, 3, 3)
-        >>> torch_nhwc.convert_(model).companions
-        [CompanionRow(site='weight', label='grad', outcome=<Outcome.REUSED: 2>, reason=None)]
-    """
-
-    site: str
-    """The full name of its weight."""
-    label: str
-    """`grad`, `ema`, `ema.grad`, or the name that the optimizer gives to its state."""
-    outcome: Outcome | None
-    """`None` where it stays as it is, and after a dry run."""
-    reason: Reason | None
-    """Why it stays as it is."""
+        """Whether the operators are called for it."""
+        return self.reason is None and self.outcome is not Outcome.UNCHANGED
 
 
 class Sources(NamedTuple):
-    """Where companions come from."""
+    """Where companions come from: optimizers and averaged copies."""
 
     optimizers: tuple[Any, ...] = ()
-    copies: tuple[Copy, ...] = ()
-    """Averaged copies: models like the model, or tensors by the full names of its sites."""
+    copies: tuple[AveragedCopy, ...] = ()
     is_optimizer_unknown: bool = False
-    """Whether nobody has said if there is one."""
+    """Whether the caller has not said if there is an optimizer."""
 
     def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
-        """Raises a ValueError for an optimizer that holds none of a model's parameters: nothing of it would follow.
+        """Raise a ValueError for an optimizer that holds none of a model's parameters, so that no state would follow.
 
         Args:
-            model: whose parameters they should be.
-            weights: those of its sites, which need not be registered parameters.
+            model: The model whose parameters they should be.
+            weights: The weights of its sites, which need not be registered parameters.
         """
         if not self.optimizers:
             return
@@ -99,15 +80,15 @@ class Sources(NamedTuple):
                 )
 
     def joined(self, others: "Sources") -> "Sources":
-        """These and others."""
+        """Return these sources and others."""
         return Sources(self.optimizers + others.optimizers, self.copies + others.copies)
 
     def layers_at(self, path: str) -> list[nn.Module]:
-        """The layers of the averaged copies at a path."""
+        """Return the layers of the averaged copies at a path."""
         return [copy.get_submodule(path) for copy in self.copies if isinstance(copy, nn.Module)]
 
     def weakly(self) -> "Callable[[], Sources]":
-        """A function that gives those again that still exist."""
+        """Return a function that gives those sources that still exist."""
         optimizers = [_reference(optimizer) for optimizer in self.optimizers]
         copies = [
             weakref.ref(copy)
@@ -121,56 +102,36 @@ class Sources(NamedTuple):
         )
 
 
-def held_by(optimizer: Any) -> set[int]:
-    """The identities of an optimizer's parameters."""
-    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def _reference(optimizer: Any) -> Callable[[], Any]:
-    try:
-        return weakref.ref(optimizer)
-    except TypeError:  # a wrapper with slots
-        return lambda: optimizer
-
-
-def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
-    tensors = {name: tensor for name, reference in references.items() if (tensor := reference()) is not None}
-    return tensors or None
+NO_SOURCES = Sources()
 
 
 def sources_of(optimizer: Any, ema: Any, model: nn.Module) -> Sources:
-    """One or several optimizers and averaged copies of a model.
+    """Return one or several optimizers and averaged copies of a model as sources.
 
     Raises:
-        TypeError: something is neither an optimizer, nor what `averaged_copy` takes.
-        ValueError: as `averaged_copy` raises it.
+        TypeError: Something is neither an optimizer nor an averaged copy.
+        ValueError: An averaged copy is the model itself, or tensors that share their memory with others.
     """
     optimizers = _as_tuple(optimizer)
     for each in optimizers:
         if not (hasattr(each, "state") and hasattr(each, "param_groups")):
             raise TypeError(f"expected an optimizer, or a list of them, got {type(each).__name__}")
-    return Sources(optimizers, tuple(averaged_copy(each, model) for each in _as_tuple(ema)), optimizer is None)
-
-
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, Sequence) else (value,)
+    return Sources(optimizers, tuple(_averaged_copy(each, model) for each in _as_tuple(ema)), optimizer is None)
 
 
 def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
-    """The companions of some weights.
+    """Return the companions of some weights.
 
-    Optimizer state belongs to a weight by the identity of the parameter, and follows it where it has its shape.
+    Optimizer state belongs to a weight by the identity of the parameter, and follows it if it has the same shape.
 
     Raises:
-        ValueError: an averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
+        ValueError: An averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
     """
     found = [Companion(weight, "grad", gradient) for weight in weights if (gradient := weight.tensor.grad) is not None]
     by_identity = {id(weight.tensor): weight for weight in weights} if len(sources.optimizers) > 1 else {}
     for optimizer in sources.optimizers:
         states = state_of(optimizer)
-        # One of many optimizers may have a single parameter: not all weights are looked for in each.
+        # One of many optimizers may have a single parameter: not all weights are looked up in each.
         is_small = by_identity and len(states) < len(weights)
         for weight in filter(None, (by_identity.get(id(each)) for each in states)) if is_small else weights:
             state = states.get(weight.tensor)
@@ -186,41 +147,99 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
                         continue
                 found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
     for copy in sources.copies:
-        tensors = [tensor_of(copy, weight.name) for weight in weights]
-        is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)
-        for weight, tensor in zip(weights, tensors):
-            if tensor is None and is_partial:  # buffers and frozen weights are rarely averaged
-                continue
-            shape = weight.tensor.shape
-            if tensor is None or tensor.shape != shape:
-                got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
-                hint = copy_inside(copy, weight.name)
-                raise ValueError(f"the averaged copy has {got} at {weight.name!r}, the model has {tuple(shape)}{hint}")
-            found.append(Companion(weight, "ema", tensor))
-            if tensor.grad is not None:
-                found.append(Companion(weight, "ema.grad", tensor.grad))
+        found += _of_copy(weights, copy)
     return found
 
 
 def find_apart(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
-    """The companions that are to lie as their weights, and do not."""
+    """Return the companions that should have the strides of their weights, and do not."""
     companions = find_companions(weights, sources)
-    return [each for each in companions if each.reason is None and not lies_as(each.tensor, each.weight.strides)]
+    return [each for each in companions if each.reason is None and not has_strides(each.tensor, each.weight.strides)]
+
+
+def held_by(optimizer: Any) -> set[int]:
+    """Return the ids of an optimizer's parameters."""
+    return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def is_plain(parameter: Tensor) -> bool:
-    """Whether what follows a parameter can lie as it does."""
+    """Return whether companions can have the strides of a parameter."""
     return type(parameter) is nn.Parameter and parameter.layout == torch.strided and 0 not in parameter.stride()
 
 
+def _of_copy(weights: Sequence[Weight], copy: AveragedCopy) -> Iterator[Companion]:
+    tensors = [_tensor_of(copy, weight.name) for weight in weights]
+    is_partial = isinstance(copy, Mapping) and any(tensor is not None for tensor in tensors)
+    for weight, tensor in zip(weights, tensors):
+        if tensor is None and is_partial:  # buffers and frozen weights are rarely averaged
+            continue
+        shape = weight.tensor.shape
+        if tensor is None or tensor.shape != shape:
+            got = "nothing" if tensor is None else f"shape {tuple(tensor.shape)}"
+            hint = _child_with(copy, weight.name)
+            raise ValueError(f"the averaged copy has {got} at {weight.name!r}, the model has {tuple(shape)}{hint}")
+        yield Companion(weight, "ema", tensor)
+        if tensor.grad is not None:
+            yield Companion(weight, "ema.grad", tensor.grad)
+
+
+def _averaged_copy(given: Any, model: nn.Module) -> AveragedCopy:
+    if given is model:
+        raise ValueError("expected ema to be an averaged copy of the model, got the model itself")
+    if isinstance(given, AveragedModel):
+        return given.module
+    if isinstance(given, nn.Module):
+        return given
+    if isinstance(given, Mapping):
+        _expect_kept(given)
+        return given
+    raise TypeError(
+        f"expected ema to be a module, or a mapping of names to tensors, got {type(given).__name__}: pass the averaged "
+        "module that a wrapper holds, and dict(zip(names, parameters)) for a list of averaged parameters"
+    )
+
+
+def _expect_kept(copies: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError for views of other tensors: those others would stay as they are, and the views are dropped."""
+    plain = {
+        name: each
+        for name, each in copies.items()
+        if type(each) is Tensor and each.dim() in CHANNELS_LAST and each.layout is torch.strided
+    }
+    places = Counter(map(memory_id, plain.values()))
+    own = {name: each for name, each in plain.items() if places[memory_id(each)] == 1}  # tied ones hold each other
+    for memory_format in (None, torch.contiguous_format):  # at least one of the two would move the bytes
+        for name, outcome in zip(own, plan_weights(list(own.values()), memory_format, storage="reuse")):
+            if outcome is Outcome.HELD:
+                raise ValueError(
+                    f"the averaged copy {name!r} shares its memory with something else, which would not follow, as "
+                    "what a module's state_dict() gives does: pass the module, or dict(module.named_parameters())"
+                )
+
+
+def _tensor_of(copy: Any, name: str) -> Tensor | None:
+    if isinstance(copy, Mapping):
+        return copy.get(name)
+    try:
+        return attrgetter(name)(copy)  # type: ignore[no-any-return]
+    except AttributeError:
+        return None
+
+
+def _child_with(copy: Any, name: str) -> str:
+    """Return a hint for an error: the child of a wrapper that has a tensor which the wrapper lacks."""
+    children = copy.named_children() if isinstance(copy, nn.Module) else ()
+    return next((f": pass its .{child}" for child, module in children if _tensor_of(module, name) is not None), "")
+
+
 def _matching(state: Any, shape: torch.Size, prefix: str = "") -> Iterator[tuple[str, Tensor, Reason | None]]:
-    """The tensors in a weight's state, at any depth, and why some stay as they are."""
+    """Yield the tensors in a weight's state, at any depth, and why some stay as they are."""
     items: Iterable[tuple[object, Any]] = state.items() if isinstance(state, Mapping) else enumerate(state)
     for key, value in items:
         if isinstance(value, Tensor):
             if value.shape == shape:
                 yield f"{prefix}{key}", value, _reason_to_stay(value)
-            elif value.dim() > 0 and value.numel() > 1:  # a count of steps is nothing to speak of
+            elif value.dim() > 0 and value.numel() > 1:  # a count of steps is not worth a row
                 yield f"{prefix}{key}", value, Reason.OTHER_SHAPE
         elif isinstance(value, (Mapping, list, tuple)):
             yield from _matching(value, shape, f"{prefix}{key}.")
@@ -229,6 +248,24 @@ def _matching(state: Any, shape: torch.Size, prefix: str = "") -> Iterator[tuple
 def _reason_to_stay(state: Tensor) -> Reason | None:
     if type(state) not in _PLAIN or state.layout is not torch.strided:
         return Reason.OTHER_KIND
-    # Bytes are codes with a scale for each block of memory: they cannot be permuted, and kernels that read them beside
+    # Bytes are codes with a scale for each block of memory: they cannot be permuted, and kernels that read them with
     # the weight go by memory, too.
     return Reason.STATE_IN_THE_WAY if state.dtype in _CODES else None
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, Sequence) else (value,)
+
+
+def _reference(optimizer: Any) -> Callable[[], Any]:
+    try:
+        return weakref.ref(optimizer)
+    except TypeError:  # a wrapper with slots
+        return lambda: optimizer
+
+
+def _alive(references: Mapping[str, TensorWeakRef]) -> dict[str, Tensor] | None:
+    tensors = {name: tensor for name, reference in references.items() if (tensor := reference()) is not None}
+    return tensors or None

@@ -1,295 +1,467 @@
-"""What is to happen to every site: by what kind of site it is, and by what the operators say of its tensor."""
+"""What happens to every site of a model, and to all that goes with it, decided before anything changes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.each_forward.exchange import is_in_each_forward, is_pickled_otherwise
-from torch_nhwc.finding.layers import is_layer
-from torch_nhwc.finding.site import Found, Site
-from torch_nhwc.formats import Format, Strides
-from torch_nhwc.memory import is_fake, place_of, tied_by_view
-from torch_nhwc.modules import computed, wrapping
-from torch_nhwc.ops import convert_weight, plan_weights
-from torch_nhwc.outcomes import Outcome, Storage
+from torch_nhwc.layout import CONTIGUOUS, Format, Strides, is_fake, is_permuted, memory_id, tied_by_view
+from torch_nhwc.nn.class_swap import is_pickled_otherwise
+from torch_nhwc.nn.each_forward import is_in_each_forward
+from torch_nhwc.nn.hooks import state_dict_hook_key
+from torch_nhwc.nn.input_hooks import InputHook, input_hook
+from torch_nhwc.nn.replacements import is_preserving
+from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
+from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, held_by
+from torch_nhwc.planning.input_hooks import decide_input_hook, remark_on_input_hook
+from torch_nhwc.planning.matching import match_layers
+from torch_nhwc.planning.options import Options
 from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.request import Request
-from torch_nhwc.planning.rows import Action, PlanRow, as_text, as_tuple
-from torch_nhwc.reasons import CONTIGUOUS_ONLY, Kind, Reason
+from torch_nhwc.planning.rows import Action, LayerRow, PlanRow, as_text
+from torch_nhwc.rendering import amount
+from torch_nhwc.sites import computed_weights as computed
+from torch_nhwc.sites import optimizers
+from torch_nhwc.sites import wrappers as wrapping
+from torch_nhwc.sites.finding import is_layer
+from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
+from torch_nhwc.sites.replaceable import ReplaceableLayer, find_replaceable_layers
+from torch_nhwc.sites.site import Found, Site
 
 
 @dataclass(slots=True)
-class Decision:
-    """What is to happen to one site, and in the end what has happened to it."""
+class Decisions:
+    """All that a conversion is to do, with the tensors and modules that it concerns."""
 
-    site: Site
-    action: Action
-    reason: Reason | None
-    strides: Strides | None
-    """Those that the weight is to have, now or once it can; `None` where it is not to change."""
-    outcome: Outcome | None
-    """What the operators are to do to the weight, and then what they did; `None` where they are not called."""
-
-    @property
-    def tensor(self) -> Tensor:
-        """The weight, of a site that has one."""
-        assert self.site.tensor is not None
-        return self.site.tensor
+    found: Found
+    options: Options
+    sources: Sources
+    rows: list[PlanRow]
+    """One for each of `found.sites`."""
+    companions: list[Companion]
+    layers: list[tuple[ReplaceableLayer, LayerRow]]
+    input_hook: InputHook | None
+    """The hook for its inputs that the model is to have."""
+    remarks: list[str]
+    """Sentences on the whole model."""
 
     @property
-    def changes(self) -> bool:
-        """Whether the operators are to be called."""
-        return self.outcome is not None
+    def plan(self) -> Plan:
+        """The part that can be kept, compared and applied."""
+        options, layers = self.options, tuple(row for _, row in self.layers)
+        formats = options.format.name, options.storage, options.input_format
+        return Plan(tuple(self.rows), *formats, layers, self.found.observed)
 
     @property
-    def waits(self) -> bool:
-        """Whether it is done once there is a weight."""
-        return self.reason is Reason.LAZY and self.action is Action.CONVERT
-
-    @property
-    def is_in_each_forward(self) -> bool:
-        """Whether the weight is to be converted in each forward, or is so already."""
-        return self.action is Action.EACH_FORWARD or self.reason is Reason.IN_EACH_FORWARD
-
-    @property
-    def takes_part(self) -> bool:
-        """Whether the site is in the format or will be: its companions are looked after, also where it is in order."""
-        return (
-            self.strides is not None
-            and self.action is not Action.REFUSE
-            and self.reason not in (Reason.FAKE, Reason.TIED)
-        )
-
-    def keep(self, action: Action, reason: Reason | None) -> None:
-        """Leaves the site as it is."""
-        self.action, self.reason, self.outcome = action, reason, None
-
-    @property
-    def row(self) -> PlanRow:
-        """The decision as a plan has it, with the strides that the weight has at the time."""
-        site, tensor = self.site, self.site.tensor
-        if tensor is None:
-            nothing = (None, site.groups, None, None, None, None, 0)
-            return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, self.action, self.reason)
-        strides = tensor.stride() if tensor.layout == torch.strided else None  # a sparse one has none
-        return PlanRow(
-            site.path,
-            site.name,
-            site.layer,
-            site.rank,
-            as_tuple(tensor.shape),
-            site.groups,
-            as_text(tensor.dtype),
-            as_text(tensor.device),
-            self.strides if self.strides == strides else strides,  # one tuple rather than two
-            self.strides,
-            tensor.nbytes if self.action is Action.CONVERT else 0,
-            self.action,
-            self.reason,
-        )
+    def changing(self) -> list[tuple[Site, PlanRow, Tensor]]:
+        """The sites whose weights the operators are called for."""
+        return [
+            (site, row, site.tensor)
+            for site, row in zip(self.found.sites, self.rows)
+            if site.tensor is not None and row.changes
+        ]
 
 
-# Tuples: the members of an enumeration compare fast and hash slowly.
-_CHANGES = (Action.CONVERT, Action.RESTRIDE)
-# Refused for the sake of companions that are not known when a plan is applied again.
-_FOR_COMPANIONS = (Reason.FLATTENING_OPTIMIZER, Reason.BUCKET_VIEW, Reason.STATE_IN_THE_WAY)
-# Why the operators refuse, as a reason.
-_REFUSALS = {outcome: Reason[outcome.name] for outcome in Outcome if outcome.name in Reason.__members__}
-# Those that stand against converting a weight in each forward, too.
-_NOT_SEEN_IN_FORWARD = (
-    *(Reason.NO_WEIGHT, Reason.PACKED, Reason.FROZEN, Reason.COMPILED, Reason.UNSUPPORTED),
-    Reason.PER_SAMPLE_GRADIENTS,
-)
-
-
-def decide(found: Found, request: Request, plan: Plan | None = None) -> list[Decision]:
-    """What is to happen to every site.
+def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: Plan | None = None) -> Decisions:
+    """Decide what happens to every site, and to what goes with it; nothing is written.
 
     Args:
-        found: in a model.
-        request: what is asked for.
-        plan: whose rows are those of the sites, and which says what is to change; what can be done is decided anew.
+        found: The sites of the model. With a plan, in the order of its rows, as `match` gives them.
+        options: The options, checked.
+        sources: The optimizers and averaged copies that follow.
+        plan: A plan that says what is to change; what can be done is decided again.
+
+    Raises:
+        ValueError: An optimizer or an averaged copy is that of another model.
+        RuntimeError: A format of the inputs is requested, and the model takes no hook.
     """
-    sites, wanted = _with_bars(found, request), request.format
-    formats = [site.format(wanted) for site in sites]
-    there = [(site.tensor, each) for site, each in zip(sites, formats) if site.tensor is not None]
-    outcomes = iter(outcomes_of([tensor for tensor, _ in there], request, [each for _, each in there]))
-    first: dict[int, Decision] = {}  # of the sites of one tensor, by its identity
-    remarks: dict[int, Reason | None] = {}  # on computed weights, by the identity of their layer
-    each_forward = [row.is_in_each_forward for row in plan.rows] if plan else [bool(request.each_forward)] * len(sites)
-    decisions = []
-    for site, own_format, in_each_forward in zip(sites, formats, each_forward):
-        tensor, reason = site.tensor, site.reason
-        outcome = None if tensor is None else next(outcomes)
-        is_kept = tensor is not None and outcome is Outcome.KEPT and _stays(found, site, tensor)
-        earlier = None if tensor is None else first.get(id(tensor))
-        strides = None if tensor is None else own_format.strides(tensor.shape)
-        # What was not asked for has no strides to get, and neither have its companions.
-        if not wanted.serves(site.rank):
-            action, reason, strides = Action.KEEP, Reason.OTHER_RANK, None
-        elif reason is not None and reason.kind is Kind.KEPT:
-            action, strides = Action.KEEP, None
-        elif wanted.is_channels_last and is_in_each_forward(type(site.module)):
-            action, reason, strides = Action.KEEP, Reason.IN_EACH_FORWARD, None
-        elif in_each_forward and own_format != wanted and outcome is Outcome.KEPT:
-            action, reason, strides = Action.KEEP, Reason.ONE_CHANNEL, None
-        elif in_each_forward:
-            (action, reason), strides = _judge_layer(site), None
-        elif reason is Reason.LAZY:
-            action = Action.CONVERT if wanted.is_channels_last else Action.KEEP
-        elif tensor is None or (reason is not None and reason.kind is Kind.REFUSED):
-            if reason is Reason.TIED_BY_VIEW and outcome is Outcome.PART_OF_LARGER_STORAGE:
-                reason = Reason.PART_OF_LARGER_STORAGE
-            is_in_format = is_kept and reason not in CONTIGUOUS_ONLY
-            action, reason = (Action.KEEP, Reason.IN_FORMAT) if is_in_format else (Action.REFUSE, reason)
-        elif earlier is not None:
-            is_refused = earlier.action is Action.REFUSE
-            action, reason = (earlier.action, earlier.reason) if is_refused else (Action.KEEP, Reason.TIED)
-        elif is_kept and site.name == "weight":
-            action, reason = Action.KEEP, reason or Reason.IN_FORMAT
-        else:
-            action, reason = _judge(site, tensor, outcome, own_format, remarks)
-        if own_format != wanted and strides is not None and reason in (None, Reason.IN_FORMAT):
-            reason = Reason.ONE_CHANNEL
-        decision = Decision(site, action, reason, strides, outcome if action in _CHANGES else None)
-        if tensor is not None and earlier is None:
-            first[id(tensor)] = decision
-        decisions.append(decision)
-    _keep_aliases(decisions)
-    for planned, decision in zip(plan.rows if plan else (), decisions):
-        if not (planned.is_wanted or planned.is_in_each_forward) or planned.reason in _FOR_COMPANIONS:
-            decision.keep(planned.action, planned.reason)
-            decision.strides = planned.target_strides
+    sources.check_optimizers(found.model, (site.tensor for site in found.sites))
+    rows = _decide_sites(found, options, plan)
+    _refuse_for_optimizers(found.sites, rows, options, sources)
+    companions = companions_of(found.sites, rows, options, sources)
+    layers = _decide_layers(found.model, options, plan)
+    hook = decide_input_hook(found, options)
+    decisions = Decisions(found, options, sources, rows, companions, layers, hook, [])
+    decisions.remarks += _remarks(decisions)
     return decisions
 
 
-def _keep_aliases(decisions: list[Decision]) -> None:
-    """Has what the operators refuse keep all others over the same memory, which would come apart from it."""
-    refused = {
-        place_of(each.site.tensor): each.reason
-        for each in decisions
-        if each.action is Action.REFUSE and each.site.tensor is not None
-    }
-    for each in decisions if refused else ():
-        if each.action in _CHANGES and each.site.tensor is not None:
-            reason = refused.get(place_of(each.site.tensor))
-            if reason is not None:
-                each.keep(Action.REFUSE, reason)
+@dataclass(slots=True)
+class _Case:
+    """A site, and what the tables of decisions ask about it."""
+
+    found: Found
+    site: Site
+    tensor: Any
+    """The site's tensor, or `None`."""
+    wanted: Format
+    """The requested format."""
+    own: Format
+    """What the requested format amounts to for this site."""
+    outcome: Outcome | None
+    """What the operators would do to the tensor; `None` where they do not take it."""
+    reason: Reason | None
+    """What stands against converting, or a remark."""
+    planned: PlanRow | None
+    """The row of the plan that is applied, if it says that the site stays as it is."""
+    earlier: PlanRow | None
+    """The row of an earlier site with the same tensor."""
+    remarks: dict[int, Reason | None]
+    """Remarks on computed weights, by the id of their layer."""
+
+    @property
+    def is_against(self) -> bool:
+        return self.tensor is None or (self.reason is not None and self.reason.kind is Kind.REFUSED)
+
+    @property
+    def is_in_format(self) -> bool:
+        """Whether forward sees the weight in the format, as far as is known: offloading may restore other strides."""
+        site, tensor = self.site, self.tensor
+        if tensor is None or self.outcome is not Outcome.UNCHANGED:
+            return False
+        if site.reason is not Reason.OFFLOADED and not wrapping.is_offloaded(site.module, tensor):
+            return True
+        strides = wrapping.restored_strides(self.found.model, site.full_name, tensor)
+        return strides is None or strides == tensor.stride()
+
+    @property
+    def is_swappable(self) -> bool:
+        """Whether the layer's class can become one that converts its weight in each forward."""
+        module = self.site.module
+        is_replaced = not {"forward", "_conv_forward"}.isdisjoint(vars(module))
+        return is_layer(module) and not is_replaced and not is_pickled_otherwise(type(module))
+
+    @property
+    def takes_operator(self) -> bool:
+        """Whether the operator can convert the tensor in each forward; for a subclass, that is tried."""
+        if self.tensor is None or type(self.tensor) in (Tensor, nn.Parameter) or self.reason in wrapping.REASONS:
+            return True
+        try:
+            convert_weight(self.tensor.detach())
+        except Exception:
+            return False
+        return True
+
+    @property
+    def in_format(self) -> Reason:
+        """The reason for a weight that stays because it is in its format."""
+        return Reason.IN_FORMAT if self.own == self.wanted else Reason.ONE_CHANNEL
+
+    @property
+    def remark(self) -> Reason | None:
+        """What to know about a weight that changes, or is in the format."""
+        known = self.reason or self.computed_remark or (Reason.OVERLAPPING if 0 in self.tensor.stride() else None)
+        return known or (None if self.own == self.wanted else Reason.ONE_CHANNEL)
+
+    @property
+    def computed_remark(self) -> Reason | None:
+        """What to know about a weight that is computed from this tensor."""
+        site, key = self.site, id(self.site.module)
+        if site.name == "weight" or self.reason is not None or not computed.is_original(site.module, site.name):
+            return None
+        if key not in self.remarks:
+            self.remarks[key] = computed.remark_on(site.module, site.rank, self.own)
+        return self.remarks[key]
 
 
-def _with_bars(found: Found, request: Request) -> Sequence[Site]:
-    """The sites, each with the reason that keeps it: what keeps a site keeps all others over the same memory."""
-    sites: Sequence[Site] = found.sites
-    if request.filter_fn is not None or request.differing:
-        bars = [request.bar(site.module, site.path) for site in sites]
-        sites = [site if bar is None else site.because(bar) for site, bar in zip(sites, bars)]
-    if not request.format.is_channels_last:
-        sites = [site.because(None) if site.reason in CONTIGUOUS_ONLY else site for site in sites]
+_Rule = tuple[Callable[[_Case], bool], Action, Callable[[_Case], Reason | None] | Reason | None]
+
+# Reasons that come from optimizers, which need not be the same when a plan is applied again.
+_FROM_OPTIMIZERS = (Reason.FLATTENING_OPTIMIZER, Reason.BUCKET_VIEW, Reason.STATE_IN_THE_WAY)
+# Reasons against converting in each forward, too.
+_NOT_IN_EACH_FORWARD = (
+    *(Reason.NO_WEIGHT, Reason.PACKED, Reason.FROZEN, Reason.COMPILED, Reason.UNSUPPORTED),
+    Reason.PER_SAMPLE_GRADIENTS,
+)
+# Why the operators refuse, as a reason.
+_REFUSALS: dict[Outcome | None, Reason] = {
+    each: Reason[each.name] for each in Outcome if each.is_refusal and each.name in Reason.__members__
+}
+# Rows with these reasons have no target.
+_NOT_REQUESTED = (Reason.OTHER_RANK, Reason.FILTERED, Reason.IN_EACH_FORWARD)
+
+
+def _own(case: _Case) -> Reason | None:
+    return case.reason
+
+
+def _planned(case: _Case) -> Reason | None:
+    return case.planned.reason if case.planned else None
+
+
+def _earlier(case: _Case) -> Reason | None:
+    return case.earlier.reason if case.earlier else None
+
+
+# The tables of decisions: the first condition that holds says what happens to a site, and why. A reason may be a
+# function of the case.
+_REQUESTED: tuple[_Rule, ...] = (
+    (lambda c: c.planned is not None and c.planned.action is Action.REFUSE, Action.REFUSE, _planned),
+    (lambda c: c.planned is not None, Action.KEEP, _planned),
+    (lambda c: not c.wanted.serves(c.site.rank), Action.KEEP, Reason.OTHER_RANK),
+    (lambda c: c.reason is Reason.FILTERED, Action.KEEP, Reason.FILTERED),
+    (
+        lambda c: c.wanted.is_channels_last and is_in_each_forward(type(c.site.module)),
+        Action.KEEP,
+        Reason.IN_EACH_FORWARD,
+    ),
+)
+_CONVERTED: tuple[_Rule, ...] = (
+    *_REQUESTED,
+    (lambda c: c.reason is Reason.LAZY and c.wanted.is_channels_last, Action.CONVERT, Reason.LAZY),
+    (lambda c: c.reason is Reason.LAZY, Action.KEEP, Reason.LAZY),
+    # What stands against converting.
+    (
+        lambda c: c.is_against and c.is_in_format and c.reason not in CONTIGUOUS_ONLY,
+        Action.KEEP,
+        lambda c: c.in_format,
+    ),
+    (
+        lambda c: c.reason is Reason.TIED_BY_VIEW and c.outcome is Outcome.PART_OF_LARGER_STORAGE,
+        Action.REFUSE,
+        Reason.PART_OF_LARGER_STORAGE,
+    ),
+    (lambda c: c.is_against, Action.REFUSE, _own),
+    # Sites that share a tensor.
+    (lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE, Action.REFUSE, _earlier),
+    (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
+    # What the operators say of the tensor.
+    (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.in_format),
+    (lambda c: c.outcome is None, Action.REFUSE, Reason.UNSUPPORTED),
+    (lambda c: c.outcome is Outcome.TRACED and is_fake(c.tensor), Action.KEEP, Reason.FAKE),
+    (lambda c: c.outcome is Outcome.TRACED, Action.REFUSE, Reason.SUBCLASS),
+    (lambda c: c.outcome in _REFUSALS, Action.REFUSE, lambda c: _REFUSALS[c.outcome]),
+    (lambda c: wrapping.is_offloaded(c.site.module, c.tensor), Action.REFUSE, Reason.OFFLOADED),
+    (lambda c: c.computed_remark is Reason.COMPUTED, Action.REFUSE, Reason.COMPUTED),
+    (lambda c: c.outcome is Outcome.UNCHANGED, Action.KEEP, lambda c: c.remark or Reason.IN_FORMAT),
+    (lambda c: c.outcome is Outcome.RESTRIDED and c.tensor.is_meta, Action.RESTRIDE, Reason.META),
+    (lambda c: c.outcome is Outcome.RESTRIDED, Action.RESTRIDE, lambda c: c.remark),
+    (lambda c: True, Action.CONVERT, lambda c: c.remark),
+)
+_IN_EACH_FORWARD: tuple[_Rule, ...] = (
+    *_REQUESTED,
+    (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
+    (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, _own),
+    (lambda c: c.reason is Reason.ON_THE_FLY and not c.is_swappable, Action.REFUSE, Reason.ON_THE_FLY),
+    (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_EXCHANGEABLE),
+    (lambda c: c.tensor is not None and c.tensor.layout is not torch.strided, Action.REFUSE, Reason.UNSUPPORTED),
+    (lambda c: not c.takes_operator, Action.REFUSE, Reason.SUBCLASS),
+    (lambda c: True, Action.EACH_FORWARD, None),
+)
+
+
+def _decide_sites(found: Found, options: Options, plan: Plan | None) -> list[PlanRow]:
+    """Return a row for each site."""
+    wanted, sites = options.format, found.sites
+    formats = [site.format(wanted) for site in sites]
+    there = [(site.tensor, own) for site, own in zip(sites, formats) if site.tensor is not None]
+    seen = iter(outcomes_of([tensor for tensor, _ in there], [own for _, own in there], options.storage))
     tied = tied_by_view(found.tensors, [site.tensor for site in sites])
-    if tied:
-        sites = [
-            site.because(Reason.TIED_BY_VIEW)
-            if id(site.tensor) in tied and (site.reason is None or site.reason.kind is Kind.REMARK)
-            else site
-            for site in sites
-        ]
-    barred = {
-        place_of(site.tensor): site.reason
-        for site in sites
-        if site.tensor is not None and site.reason is not None and site.reason.kind is not Kind.REMARK
+    first: dict[int, PlanRow] = {}  # the first row of each tensor
+    remarks: dict[int, Reason | None] = {}
+    rows: list[PlanRow] = []
+    for index, (site, own) in enumerate(zip(sites, formats)):
+        tensor, reason = site.tensor, options.skip_reason(site.module, site.path) or site.reason
+        outcome = None if tensor is None else next(seen)
+        if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
+            reason = None
+        if id(tensor) in tied and (reason is None or reason.kind is Kind.REMARK):
+            reason = Reason.TIED_BY_VIEW
+        planned = plan.rows[index] if plan else None
+        rules = _IN_EACH_FORWARD if (planned.is_in_each_forward if planned else options.each_forward) else _CONVERTED
+        if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or planned.is_in_each_forward):
+            planned = None
+        earlier = None if tensor is None else first.get(id(tensor))
+        row = _row(_Case(found, site, tensor, wanted, own, outcome, reason, planned, earlier, remarks), rules)
+        if tensor is not None and earlier is None:
+            first[id(tensor)] = row
+        rows.append(row)
+    _refuse_together(sites, rows)
+    return rows
+
+
+def _row(case: _Case, rules: tuple[_Rule, ...]) -> PlanRow:
+    for condition, action, why in rules:  # noqa: B007
+        if condition(case):
+            break
+    reason = why(case) if callable(why) else why
+    site, tensor = case.site, case.tensor
+    if tensor is None:
+        nothing = (None, site.groups, None, None, None, None, 0)
+        return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, action, reason)
+    strides = tensor.stride() if tensor.layout is torch.strided else None  # a sparse one has none
+    target: Strides | None = case.own.strides(tensor.shape)
+    if case.planned is not None:
+        target = case.planned.target_strides
+    elif reason in _NOT_REQUESTED or (rules is _IN_EACH_FORWARD and reason is not Reason.ONE_CHANNEL):
+        target = None
+    return PlanRow(
+        site.path,
+        site.name,
+        site.layer,
+        site.rank,
+        tuple(tensor.shape),
+        site.groups,
+        as_text(tensor.dtype),
+        as_text(tensor.device),
+        target if target == strides else strides,  # one tuple rather than two
+        target,
+        tensor.nbytes if action is Action.CONVERT else 0,
+        action,
+        reason,
+    )
+
+
+def _refuse_together(sites: Sequence[Site], rows: Sequence[PlanRow]) -> None:
+    """Leave all weights as they are that share their memory with one that stays, and would part from it."""
+    staying = {
+        memory_id(site.tensor): row
+        for site, row in zip(sites, rows)
+        if site.tensor is not None and (row.action is Action.REFUSE or row.reason is Reason.FILTERED)
     }
-    if not barred:
-        return sites
-    return [
-        site if site.tensor is None else site.because(barred.get(place_of(site.tensor), site.reason)) for site in sites
-    ]
+    for site, row in zip(sites, rows) if staying else ():
+        other = None if site.tensor is None else staying.get(memory_id(site.tensor))
+        if other is not None and (row.changes or row.reason is Reason.TIED):
+            row.refuse(other.reason, other.action)
+            row.target_strides = None if other.reason is Reason.FILTERED else row.target_strides
 
 
-def _stays(found: Found, site: Site, tensor: Tensor) -> bool:
-    """Whether forward sees a weight in the strides that it has here, as far as is known."""
-    is_offloaded = site.reason is Reason.OFFLOADED or wrapping.is_offloaded(site.module, tensor)
-    return not is_offloaded or wrapping.strides_put_back(found.model, site.full_name, tensor) in (None, tensor.stride())
+def _refuse_for_optimizers(sites: Sequence[Site], rows: Sequence[PlanRow], options: Options, sources: Sources) -> None:
+    """Refuse the weights of optimizers that need contiguous ones."""
+    if not options.format.is_channels_last:
+        return
+    for optimizer in (each for given in sources.optimizers for each in optimizers.with_inner(given)):
+        flattens = optimizers.flattens_parameters(optimizer)
+        if not (flattens or optimizers.keeps_buckets(optimizer)):
+            continue
+        held = held_by(optimizer)
+        for site, row in zip(sites, rows):
+            is_slice = not flattens and row.reason is Reason.PART_OF_LARGER_STORAGE
+            if (is_slice or row.action is Action.CONVERT) and id(site.tensor) in held:
+                row.refuse(Reason.FLATTENING_OPTIMIZER if flattens else Reason.BUCKET_VIEW)
 
 
-def _judge(
-    site: Site, tensor: Tensor, outcome: Outcome | None, wanted: Format, remarks: dict[int, Reason | None]
-) -> tuple[Action, Reason | None]:
-    """What an outcome of `plan_weights` means for a site."""
-    if outcome is None:
-        return Action.REFUSE, Reason.UNSUPPORTED
-    if outcome is Outcome.TRACED:
-        return (Action.KEEP, Reason.FAKE) if is_fake(tensor) else (Action.REFUSE, Reason.SUBCLASS)
-    if outcome.is_refusal:
-        return Action.REFUSE, _REFUSALS[outcome]
-    if wrapping.is_offloaded(site.module, tensor):
-        return Action.REFUSE, Reason.OFFLOADED
-    remark = site.reason
-    if remark is None and site.name != "weight" and computed.is_original(site.module, site.name):
-        if id(site.module) not in remarks:
-            remarks[id(site.module)] = computed.remark_on(site.module, site.rank, wanted)
-        remark = remarks[id(site.module)]
-        if remark is Reason.COMPUTED:
-            return Action.REFUSE, remark
-    if outcome is Outcome.KEPT:
-        return Action.KEEP, remark or Reason.IN_FORMAT
-    if remark is None and 0 in tensor.stride():
-        remark = Reason.OVERLAPPING
-    if outcome is Outcome.RESTRIDED:
-        return Action.RESTRIDE, Reason.META if tensor.is_meta else remark
-    return Action.CONVERT, remark
+def companions_of(
+    sites: Sequence[Site], rows: Sequence[PlanRow], options: Options, sources: Sources
+) -> list[Companion]:
+    """Return what follows the weights, and refuse each weight whose companions should change and cannot.
 
-
-def _judge_layer(site: Site) -> tuple[Action, Reason | None]:
-    """Whether a layer can convert its weight in each forward."""
-    tensor, reason = site.tensor, site.reason
-    if reason in _NOT_SEEN_IN_FORWARD:
-        return Action.REFUSE, reason
-    is_replaced = not {"forward", "_conv_forward"}.isdisjoint(vars(site.module))
-    if not is_layer(site.module) or is_replaced or is_pickled_otherwise(type(site.module)):
-        return Action.REFUSE, Reason.ON_THE_FLY if reason is Reason.ON_THE_FLY else Reason.NOT_EXCHANGEABLE
-    if tensor is not None and tensor.layout is not torch.strided:
-        return Action.REFUSE, Reason.UNSUPPORTED
-    is_ours = tensor is None or type(tensor) in (Tensor, nn.Parameter) or reason in wrapping.REASONS
-    return (Action.EACH_FORWARD, None) if is_ours or _is_taken(tensor) else (Action.REFUSE, Reason.SUBCLASS)
-
-
-def _is_taken(tensor: Any) -> bool:
-    """Whether the class of a tensor takes the operator: what tells is to try."""
-    try:
-        convert_weight(tensor.detach())
-    except Exception:
-        return False
-    return True
-
-
-def outcomes_of(
-    tensors: list[Tensor], request: Request, formats: Sequence[Format] | None = None
-) -> list[Outcome | None]:
-    """What the operators would do to each tensor, in a format of its own where `formats` has them.
-
-    `None` for one that they do not take.
+    Raises:
+        ValueError: An averaged copy is that of another model.
     """
-    if not tensors:
-        return []
-    own = list(set(formats or ())) or [request.format]
-    if formats is None or len(own) == 1:
-        return _planned(tensors, own[0], request.storage)
+    weights = [
+        Weight(row.full_name, site.tensor, row.target_strides)
+        for site, row in zip(sites, rows)
+        if site.tensor is not None and row.target_strides is not None and row.takes_part
+    ]
+    companions = find_companions(weights, sources)
+    apart = [each for each in companions if each.reason is None and each.tensor.stride() != each.weight.strides]
+    # A gradient or a state goes with its weight, whatever that weight's format is.
+    formats = [
+        CONTIGUOUS if each.weight.strides == CONTIGUOUS.strides(each.tensor.shape) else options.format for each in apart
+    ]
+    for companion, outcome in zip(apart, outcomes_of([each.tensor for each in apart], formats, options.storage)):
+        if outcome is None or outcome.is_refusal:
+            companion.reason = Reason.STATE_IN_THE_WAY
+        else:
+            companion.outcome = outcome
+    stuck = [each for each in companions if each.reason is Reason.STATE_IN_THE_WAY]
+    if stuck:
+        # Two parameters over one storage change together or not at all.
+        places = {memory_id(companion.weight.tensor) for companion in stuck}
+        refused = set()
+        for site, row in zip(sites, rows):
+            is_stuck = site.tensor is not None and row.takes_part and memory_id(site.tensor) in places
+            if is_stuck and row.action is not Action.KEEP:
+                row.refuse(Reason.STATE_IN_THE_WAY)
+                refused.add(row.full_name)
+        companions = [companion for companion in companions if companion.weight.name not in refused]
+    return companions
+
+
+def outcomes_of(tensors: Sequence[Tensor], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
+    """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
     outcomes: list[Outcome | None] = [None] * len(tensors)
-    for wanted in own:
-        places = [place for place, each in enumerate(formats) if each == wanted]
-        for place, outcome in zip(places, _planned([tensors[place] for place in places], wanted, request.storage)):
-            outcomes[place] = outcome
+    for wanted in set(formats):
+        indices = [index for index, each in enumerate(formats) if each == wanted]
+        for index, outcome in zip(indices, _in_one_format([tensors[index] for index in indices], wanted, storage)):
+            outcomes[index] = outcome
     return outcomes
 
 
-def _planned(tensors: list[Tensor], wanted: Format, storage: Storage) -> list[Outcome | None]:
+def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> list[Outcome | None]:
     try:
         return list(plan_weights(tensors, wanted.for_operators, storage=storage))
     except (RuntimeError, NotImplementedError):
         if len(tensors) == 1:
             return [None]
         half = len(tensors) // 2
-        return [each for part in (tensors[:half], tensors[half:]) for each in _planned(part, wanted, storage)]
+        return [each for part in (tensors[:half], tensors[half:]) for each in _in_one_format(part, wanted, storage)]
+
+
+def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> list[tuple[ReplaceableLayer, LayerRow]]:
+    """Return the layers that lose channels-last, and what happens to each."""
+    if not options.preserve:
+        return []
+    planned = {row.path: row for row in plan.layers} if plan else {}
+    decided = []
+    for layer in match_layers(plan, model) if plan else find_replaceable_layers(model):
+        reason, row = layer.reason, planned.get(layer.path)
+        if row is not None and not row.is_wanted:
+            reason = row.reason
+        elif reason is None:
+            reason = options.skip_reason(layer.module, layer.path)
+        action = Action.KEEP if reason else Action.EXCHANGE
+        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason)))
+    return decided
+
+
+_NORMS: dict[Reason, tuple[type, ...]] = {
+    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
+    Reason.GROUP_NORM: (nn.GroupNorm,),
+}
+
+
+def _remarks(decisions: Decisions) -> list[str]:
+    """Return what the report says of the whole model."""
+    found, options, rows = decisions.found, decisions.options, decisions.rows
+    remarks = []
+    each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
+    if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
+        remarks += [reason.value for reason in _losing_norms(decisions)]
+    is_saved_as_it_is = state_dict_hook_key(found.model) is None
+    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+        remarks.append(Reason.BROADCAST.value)
+    if each_forward:
+        weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
+        size = amount(sum(tensor.nbytes for tensor in weights.values() if tensor is not None))
+        remarks.append(
+            f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
+        )
+    if options.input_format:
+        remarks.append(remark_on_input_hook(found.model, decisions.input_hook))
+    is_hook_new = decisions.input_hook not in (None, input_hook(found.model))
+    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in decisions.layers):
+        remarks.append(Reason.SAVED_WHOLE.value)
+    if options.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
+        remarks.append(Reason.SCRIPTED_LAYERS.value)
+    return remarks
+
+
+def _losing_norms(decisions: Decisions) -> list[Reason]:
+    """Return why norms that stay as they are will go wrong."""
+    kept = {type(layer.module) for layer, row in decisions.layers if row.action is Action.KEEP}
+    types: set[Any] = kept if decisions.options.preserve else decisions.found.module_types
+    types = {each for each in types if not is_preserving(each)}
+    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
+
+
+def _has_ranks() -> bool:
+    """Return whether this is one of several processes of a group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _is_permuted(row: PlanRow) -> bool:
+    return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())

@@ -1,26 +1,26 @@
-"""Finding the sites of a plan in a model."""
+"""Find the sites of a plan in a model."""
 
 from torch import Tensor, nn
 
-from torch_nhwc.finding.find import find
-from torch_nhwc.finding.site import Found, Site
 from torch_nhwc.planning.plans import Plan, expect_plan
 from torch_nhwc.planning.rows import PlanRow, as_text
-from torch_nhwc.preserving.find import Layer, find_layers
-from torch_nhwc.reasons import Reason
+from torch_nhwc.sites.finding import find
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.replaceable import ReplaceableLayer, find_replaceable_layers
+from torch_nhwc.sites.site import Found, Site
 
 
 def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
-    """The model's sites in the order of a plan's rows.
+    """Return the model's sites in the order of a plan's rows.
 
     Args:
-        plan: of the model, or of another instance of the same architecture.
-        model: the one to find the sites in.
-        any_dtype: whether the weights may be of another dtype than the plan's.
+        plan: A plan for the model, or for another instance of the same architecture.
+        model: The model to find the sites in.
+        any_dtype: Whether the weights may have another dtype than in the plan.
 
     Raises:
-        TypeError: it is not a plan.
-        ValueError: naming the first site that differs.
+        TypeError: `plan` is not a plan, or `model` not a module.
+        ValueError: The model differs from the plan; the first site that differs is named.
     """
     rows = expect_plan(plan).rows
     found = find(model)
@@ -43,17 +43,17 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
     return found._replace(sites=matched, observed=plan.observed)
 
 
-def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:
-    """The model's layers that lose, in the order of a plan's rows; none where the plan has none.
+def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
+    """Return the model's layers that lose channels-last, in the order of a plan's rows; none if the plan has none.
 
-    A layer that is kept is not compared: it may have another class by now, or be another, or none that loses.
+    A layer that is kept is not compared: it may have another class since, or be another layer.
 
     Raises:
-        ValueError: naming the first layer to exchange that differs.
+        ValueError: The model differs from the plan; the first replaced layer that differs is named.
     """
     if not plan.layers:
         return []
-    layers = {layer.path: layer for layer in find_layers(model)}
+    layers = {layer.path: layer for layer in find_replaceable_layers(model)}
     matched = []
     for row in plan.layers:
         layer = layers.pop(row.path, None)
@@ -69,7 +69,7 @@ def match_layers(plan: Plan, model: nn.Module) -> list[Layer]:
 
 
 def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
-    """The site of a row that only example inputs have shown."""
+    """Return the site of a row that only example inputs have shown."""
     try:
         module = model.get_submodule(row.path)
     except AttributeError:

@@ -1,4 +1,36 @@
-"""Seeing where a model loses channels-last: every operator that runs is looked at, and what it lost is told by module.
+"""See where a model loses channels-last while it runs, operator by operator.
 
-Nothing here changes a model, and what to do about a loss is decided elsewhere.
+A trace changes nothing in a model.
 """
+
+from torch_nhwc.tracing.activation_formats import Layout
+from torch_nhwc.tracing.auditing import audit
+from torch_nhwc.tracing.recorder import trace
+from torch_nhwc.tracing.traces import (
+    FormatLoss,
+    Gain,
+    MixedConvolution,
+    OperatorRow,
+    Phase,
+    Reorder,
+    Trace,
+    TracedModule,
+    Unseen,
+    assert_layout,
+)
+
+__all__ = [
+    "FormatLoss",
+    "Gain",
+    "Layout",
+    "MixedConvolution",
+    "OperatorRow",
+    "Phase",
+    "Reorder",
+    "Trace",
+    "TracedModule",
+    "Unseen",
+    "assert_layout",
+    "audit",
+    "trace",
+]

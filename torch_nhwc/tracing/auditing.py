@@ -1,45 +1,41 @@
-"""The losses in a profile that was saved, without the model: what strides of inputs tell."""
+"""`audit`: the losses in a profile that was saved, from the strides of the operators' inputs."""
 
 import gzip
 import json
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch_nhwc.finding.convolutions import OPERATORS
-from torch_nhwc.tracing.layouts import AMBIGUOUS, CONTIGUOUS, OTHER, Layout, format_of_strides, is_channels_last
-from torch_nhwc.tracing.record import Trace
-from torch_nhwc.tracing.reorders import KERNELS
-from torch_nhwc.tracing.rows import Loss, MixedConvolution, Phase, Reorder, Unseen
-from torch_nhwc.tracing.tallies import Tallies
+from torch_nhwc.sites.convolutions import OPERATORS
+from torch_nhwc.tracing.activation_formats import CONTIGUOUS, Layout, format_of_strides, is_channels_last
+from torch_nhwc.tracing.traces import FormatLoss, MixedConvolution, Phase, Reorder, Trace, TraceWriter
 
 _BACKWARD = "autograd::engine::evaluate_function"
-_BYTES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
-# Where the input of a convolution stands, before its weight.
+_ELEMENT_SIZES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
+# The position of a convolution's input; the weight is the next argument.
 _CONVOLVED = {**dict.fromkeys(OPERATORS, 0), "aten::convolution_backward": 1}
-
-
-class _Event(NamedTuple):
-    """An operator in the profile."""
-
-    name: str
-    start: float
-    end: float
-    inputs: tuple[Layout | None, ...]
-    sizes: tuple[int, ...]
-    """Of an element of each input, in bytes."""
+# Kernels of cuDNN and CUTLASS that change formats.
+_REORDERS = re.compile(
+    r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|convertTensor|transpose_readWrite|ncdhw2ndhwc|ndhwc2ncdhw"
+)
+_UNSEEN = "a profile has no strides of outputs: a loss shows only if the next operator reads it"
 
 
 def audit(path: str | Path) -> Trace:
-    """Reads where channels-last was lost from a Chrome trace that `torch.profiler` saved with `record_shapes=True`.
+    """Read where channels-last was lost from a Chrome trace that `torch.profiler` saved with `record_shapes=True`.
 
-    The strides of inputs are in it, those of outputs are not: a loss shows as a copy from channels-last to contiguous,
-    or by what the next operator reads. Paths are the classes that a profile `with_stack=True` has, and empty without.
+    Such a file has the strides of inputs, and not those of outputs: a loss shows as a copy from channels-last to
+    contiguous, or by what the next operator reads. The paths are the classes of modules if the profile was taken
+    `with_stack=True`, and empty otherwise.
 
     Args:
-        path: of the file, which may be compressed with gzip.
+        path: The file, which may be compressed with gzip.
 
     Raises:
-        ValueError: it is no such file, or has no strides.
+        ValueError: The file is not such a profile, or has no strides.
 
     Example:
         >>> import tempfile
@@ -48,7 +44,7 @@ def audit(path: str | Path) -> Trace:
         ...     _ = x.contiguous()
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     profile.export_chrome_trace(f"{folder}/trace.json")
-        ...     trace = torch_nhwc.audit(f"{folder}/trace.json")
+        ...     trace = torch_nhwc.tracing.audit(f"{folder}/trace.json")
         >>> [(loss.operator, loss.bytes) for loss in trace.losses]
         [('aten::contiguous', 1536)]
     """
@@ -59,101 +55,110 @@ def audit(path: str | Path) -> Trace:
     except (EOFError, KeyError, TypeError, ValueError, gzip.BadGzipFile) as error:
         raise ValueError(f"audit: expected a Chrome trace that torch.profiler saved: {path}: {error!r}") from error
     if not any("Input Strides" in each.get("args", {}) for each in events):
-        raise ValueError(f"audit: expected strides, which torch.profiler has with record_shapes=True, in {path}")
-    tallies = Tallies()
-    counter = tallies.counter()
-    threads: dict[Any, list[dict[str, Any]]] = {}
+        raise ValueError(f"audit: expected strides, which torch.profiler records with record_shapes=True, in {path}")
+    writer = TraceWriter()
+    threads: dict[Any, list[dict[str, Any]]] = defaultdict(list)
+    kernels: dict[str, list[float]] = defaultdict(list)
     for each in events:
         if each.get("cat") in ("cpu_op", "python_function"):
-            threads.setdefault(each.get("tid"), []).append(each)
-        elif each.get("cat") == "kernel" and KERNELS.search(each["name"]):
-            tallies.add(Reorder("", "forward", each["name"]), each["dur"] / 1000, 1)
+            threads[each.get("tid")].append(each)
+        elif each.get("cat") == "kernel" and _REORDERS.search(each["name"]):
+            kernels[each["name"]].append(each["dur"] / 1000)
+    writer.trace.reorders = tuple(Reorder(name, sum(times), len(times)) for name, times in kernels.items())
     for thread in threads.values():
-        _read(thread, tallies, counter)
-    tallies.add(Unseen("", "a profile has no strides of outputs: what a later operator does not read is not known"))
-    return Trace(tallies)
+        _read(thread, writer)
+    writer.add_unseen("", _UNSEEN)
+    return writer.trace
 
 
-def _read(events: list[dict[str, Any]], tallies: Tallies, counter: list[int]) -> None:
-    """Goes through the events of a thread in their order, with those around each."""
+class _Operator:
+    """A call of an operator, by its event and the events around it."""
+
+    def __init__(self, event: dict[str, Any], around: list[dict[str, Any]]) -> None:
+        self.name: str = event["name"]
+        self.outer = [each["name"] for each in around if _is_operator(each)]
+        self.path = ".".join(
+            each["name"].removeprefix("nn.Module: ") for each in around if "nn.Module: " in each["name"]
+        )
+        self.phase: Phase = "backward" if any(each["name"].startswith(_BACKWARD) for each in around) else "forward"
+        arguments = event.get("args", {})
+        pairs = zip(arguments.get("Input Dims", []), arguments.get("Input Strides", []))
+        self.inputs = [_layout(dims, strides) for dims, strides in pairs]
+        self.types = arguments.get("Input type", [])
+
+    def bytes(self, index: int) -> int:
+        """Return the size of an input."""
+        layout = self.inputs[index]
+        size = _ELEMENT_SIZES.get(self.types[index], 4) if index < len(self.types) else 4
+        return size * math.prod(layout.shape) if layout else 0
+
+
+def _read(events: list[dict[str, Any]], writer: TraceWriter) -> None:
+    """Add what the operators of a thread lost."""
     around: list[dict[str, Any]] = []
-    last: tuple[_Event, str, Phase] | None = None
-    for each in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
-        while around and each["ts"] >= around[-1]["ts"] + around[-1]["dur"]:
+    before: _Operator | None = None
+    for event in sorted(events, key=lambda each: (each["ts"], -each["dur"])):
+        while around and event["ts"] >= around[-1]["ts"] + around[-1]["dur"]:
             around.pop()
-        operators = [outer for outer in around if outer["cat"] == "cpu_op" and "::" in outer["name"]]
-        operators = [outer for outer in operators if not outer["name"].startswith("autograd::")]
-        is_backward = any(outer["name"].startswith(_BACKWARD) for outer in around)
-        modules = [outer["name"].removeprefix("nn.Module: ") for outer in around if "nn.Module: " in outer["name"]]
-        phase: Phase = "backward" if is_backward else "forward"
-        around.append(each)
-        if each["cat"] != "cpu_op" or "::" not in each["name"] or each["name"].startswith("autograd::"):
-            continue
-        event, path = _event(each), ".".join(modules)
-        if not operators:
-            counter[is_backward] += 1
-            if last is not None:
-                _compare(*last, event, tallies)
-            last = event, path, phase
-        outermost = operators[0]["name"] if operators else event.name
-        if event.name == "aten::copy_" and _copies(event):
-            target, source = event.inputs[:2]
-            row = Loss(path, outermost, phase, _known([source]), _known([target]), None)
-            tallies.add(row, _bytes(event, 0), 1)
-            last = None  # it is told
-        first = _CONVOLVED.get(event.name)
-        operands = event.inputs[first : first + 2] if first is not None else ()
-        formats = [layout and layout.format for layout in operands]
-        is_inner = any(outer["name"] in _CONVOLVED for outer in operators)
-        if CONTIGUOUS in formats and any(map(is_channels_last, formats)) and not is_inner:
-            copied = _bytes(event, (first or 0) + formats.index(CONTIGUOUS))
-            tallies.add(MixedConvolution(path, event.name, phase, _known(operands), (), None), copied, 1)
+        if _is_operator(event):
+            operator = _Operator(event, around)
+            if not operator.outer:
+                writer.trace.operators[operator.phase] += 1
+                if before is not None:
+                    _add_inferred_loss(before, operator, writer)
+                before = operator
+            if _add_copy(operator, writer):
+                before = None
+            _add_mixed(operator, writer)
+        around.append(event)
 
 
-def _compare(before: _Event, path: str, phase: Phase, after: _Event, tallies: Tallies) -> None:
-    """Tells a loss by what the next operator reads: a shape in contiguous format that was not there before."""
+def _is_operator(event: dict[str, Any]) -> bool:
+    return event["cat"] == "cpu_op" and "::" in event["name"] and not event["name"].startswith("autograd::")
+
+
+def _add_inferred_loss(before: _Operator, after: _Operator, writer: TraceWriter) -> None:
+    """Add a loss if an operator reads a contiguous activation that the one before it had not read."""
     if before.name in _CONVOLVED or not any(layout and is_channels_last(layout.format) for layout in before.inputs):
         return
-    read = next((index for index, layout in enumerate(after.inputs) if layout is not None), None)
-    layout = None if read is None else after.inputs[read]
-    if read is not None and layout is not None and layout.format == CONTIGUOUS and layout not in before.inputs:
-        is_of_rank = any(each and len(each.shape) == len(layout.shape) for each in before.inputs)
-        if is_of_rank:
-            row = Loss(path, before.name, phase, _known(before.inputs), (layout,), None)
-            tallies.add(row, _bytes(after, read), 1)
+    for index, layout in enumerate(after.inputs):
+        if layout is not None:
+            is_of_rank = any(each and len(each.shape) == len(layout.shape) for each in before.inputs)
+            if layout.format == CONTIGUOUS and layout not in before.inputs and is_of_rank:
+                layouts = _known(before.inputs), (layout,)
+                writer.add(FormatLoss(before.path, before.name, before.phase, *layouts, None, after.bytes(index), 1))
+            return
 
 
-def _event(each: dict[str, Any]) -> _Event:
-    arguments = each.get("args", {})
-    dims, strides = arguments.get("Input Dims", []), arguments.get("Input Strides", [])
-    types = arguments.get("Input type", [])
-    layouts = tuple(_layout(*pair) for pair in zip(dims, strides))
-    sizes = tuple(_BYTES.get(name, 4) for name in types)
-    return _Event(each["name"], each["ts"], each["ts"] + each["dur"], layouts, sizes)
+def _add_copy(operator: _Operator, writer: TraceWriter) -> bool:
+    """Add the outermost operator around a copy from channels-last to contiguous; return whether this is one."""
+    target, source = (*operator.inputs, None, None)[:2]
+    if operator.name != "aten::copy_" or not target or not source or target.shape != source.shape:
+        return False
+    if not is_channels_last(source.format) or target.format != CONTIGUOUS:
+        return False
+    name = (*operator.outer, operator.name)[0]
+    writer.add(FormatLoss(operator.path, name, operator.phase, (source,), (target,), None, operator.bytes(0), 1))
+    return True
+
+
+def _add_mixed(operator: _Operator, writer: TraceWriter) -> None:
+    first = _CONVOLVED.get(operator.name)
+    if first is None or any(name in _CONVOLVED for name in operator.outer):
+        return
+    operands = operator.inputs[first : first + 2]
+    formats = [layout and layout.format for layout in operands]
+    if CONTIGUOUS in formats and any(map(is_channels_last, formats)):
+        size = operator.bytes(first + formats.index(CONTIGUOUS))
+        writer.add(MixedConvolution(operator.path, operator.name, operator.phase, _known(operands), (), None, size, 1))
 
 
 def _layout(dims: Any, strides: Any) -> Layout | None:
-    """Of a tensor; lists of tensors are nested deeper."""
+    """Return the layout of a tensor of 4 or 5 dimensions; lists of tensors are nested deeper."""
     if len(dims) not in (4, 5) or len(strides) != len(dims) or not all(isinstance(size, int) for size in dims):
         return None
     return Layout(format_of_strides(dims, strides), tuple(dims))
 
 
-def _copies(event: _Event) -> bool:
-    """Whether an activation is copied out of channels-last."""
-    target, source = (*event.inputs, None, None)[:2]
-    if target is None or source is None or target.shape != source.shape:
-        return False
-    return is_channels_last(source.format) and target.format not in (AMBIGUOUS, OTHER) and target.format == CONTIGUOUS
-
-
-def _bytes(event: _Event, index: int) -> int:
-    layout = event.inputs[index]
-    count = event.sizes[index] if index < len(event.sizes) else 4
-    for size in layout.shape if layout else ():
-        count *= size
-    return count
-
-
-def _known(layouts: Any) -> tuple[Layout, ...]:
+def _known(layouts: Iterable[Layout | None]) -> tuple[Layout, ...]:
     return tuple(layout for layout in layouts if layout is not None)

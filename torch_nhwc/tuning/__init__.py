@@ -1,4 +1,9 @@
-"""Deciding by measurement: which plan makes a model fastest on this machine, and how sure that is.
+"""Decide by measurement which plan makes a model fastest on this machine, and how certain that is.
 
-What a plan may hold, and applying one, belongs to `planning` and `converting`.
+Plans are made by `planning` and applied by `converting`.
 """
+
+from torch_nhwc.tuning.decision import Tuning, TuningRow
+from torch_nhwc.tuning.tuner import tune
+
+__all__ = ["Tuning", "TuningRow", "tune"]

@@ -1,25 +1,26 @@
 """`tune`: which plan makes a model fastest, found by measuring it."""
 
 import math
-from collections.abc import Callable, Sequence
+import statistics
+import sys
+import time
 from contextlib import ExitStack
 from typing import Any, Literal, get_args
 
 import torch
-from torch import Tensor, nn
+from torch import nn
+from torch.nn.parameter import is_lazy
 
-from torch_nhwc.rendering import first_line
-from torch_nhwc.running.copying import copy_of_inputs
-from torch_nhwc.running.inputs import arguments_of
-from torch_nhwc.running.modes import modes_of
-from torch_nhwc.running.outputs import tensors_of
-from torch_nhwc.tuning.conditions import machine
-from torch_nhwc.tuning.policies import fixed_policies
-from torch_nhwc.tuning.progress import Progress
-from torch_nhwc.tuning.standing_in import StandIn, optimizer_for, stand_in_for
-from torch_nhwc.tuning.trials import Trials
-from torch_nhwc.tuning.tunings import Tuning
-from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of
+from torch_nhwc.planning import Plan, plan
+from torch_nhwc.running import arguments_of, copy_inputs, machine, preserved_state, tensors_in
+from torch_nhwc.tuning.decision import Tuning, TuningRow
+from torch_nhwc.tuning.race import Race
+from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
+
+CONTIGUOUS = "contiguous"
+WEIGHTS = "weights only"
+FULL = "full"
+PRESERVED = "full, preserved"
 
 
 def tune(
@@ -33,39 +34,36 @@ def tune(
     optimizer: Any = None,
     loss: Loss | None = None,
 ) -> Tuning:
-    """Finds by measurement which plan makes a model fastest on this machine.
+    """Find by measurement which plan makes a model fastest on this machine.
 
-    `convert_(model, plan=tuning.plan)` applies it. The contiguous model, its weights alone in channels-last, its inputs
-    too, and with layers exchanged that would lose the format are timed in turns; then what a search finds: weights that
-    are better left contiguous, and parts of the model in one format and parts in the other. The ones that lose drop
-    out, and what is left is compared in pairs of one round. A plan that is not faster with its whole interval is not
-    the answer: in doubt it is the contiguous model, which changes nothing. Neither is one with which the model computes
-    something else.
+    `convert_(model, plan=tuning.plan)` applies it. Four candidates are timed in turns: the contiguous model,
+    channels-last weights, channels-last weights and inputs, and the same with layers replaced that would lose the
+    format. Clearly slower ones drop out, and the others are compared in pairs of one round. A plan that is not
+    certainly faster is not chosen: in doubt the model stays contiguous. Neither is a plan under which the model
+    computes something else.
 
-    A deep copy of the model is tuned. Where memory does not allow one, it is the model itself, which is brought back
-    afterwards; only weights that something else holds, such as a state dict, lie in new storage then. Ctrl-C ends the
-    tuning, with the best so far.
+    A deep copy is tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
 
     Args:
-        model: any module that `convert_` takes, on its device and in its dtype.
-        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones, as the model is called in
-            earnest: their shapes decide.
+        model: Any module that `convert_` takes, on its device and in its dtype.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with the shapes that
+            the model is called with in production.
         mode: `"inference"` times calls without gradients, `"training"` forward, backward and a step of the optimizer.
-            Modules that are in another mode are put into it; where the model itself is in that mode, all of them stay
-            as they are.
-        budget_seconds: how long it may take, roughly: the first call under each plan is never left out.
-        preserve: whether layers that lose on channels-last may be exchanged.
-        autocast: the dtype of the autocast region in which the model is called; `None` is that of the region around
+            A model that is in another mode is copied and put into this one.
+        budget_seconds: How long it may take, roughly. The first round is never cut short.
+        preserve: Whether layers that lose channels-last may be replaced.
+        autocast: The dtype of the autocast region in which the model is called; `None` is that of the region around
             this call, or none.
-        optimizer: for training, one whose kind and groups are taken, or its class, or what makes one of parameters. It
-            takes its steps on the copy, with a learning rate of zero; `None` leaves them out.
-        loss: for training, what makes a loss of the model's output; `None` takes the output's `loss`, or the mean of
-            its squares. Weights that it holds itself get gradients.
+        optimizer: For training, an optimizer, whose class and groups are used, or a function of parameters that makes
+            one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
+        loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
+            or the mean of its squares. Weights that it holds itself get gradients.
 
     Raises:
-        ValueError: an argument is none of those; a layer is lazy, or on the meta device.
-        TypeError: `model` is not a module, or a shape was given where tensors are wanted.
-        Exception: what the contiguous model raises on these inputs.
+        ValueError: An argument is none of these; a layer is lazy, or on the meta device.
+        TypeError: `model` is not a module, or a shape was given instead of tensors.
+        RuntimeError: The model cannot be copied.
+        Exception: What the contiguous model raises on these inputs.
 
     Example:
         >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
@@ -73,54 +71,205 @@ def tune(
         >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
         ('contiguous', True)
     """
-    _expect(mode, budget_seconds, autocast, optimizer, loss)
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"tune: expected a torch.nn.Module, got {type(model).__name__}")
-    arguments_of(model, example_inputs)
-    device = _device_of(model, example_inputs)
-    if device.type == "meta":
-        raise ValueError("tune: expected a model whose weights have values, which are on the meta device")
+    _check(model, mode, budget_seconds, autocast, optimizer, loss)
+    arguments_of(model, example_inputs)  # raises for a shape
+    tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "meta" or any(map(is_lazy, model.parameters())):
+        raise ValueError("tune: expected a model whose weights have values, not a lazy layer or one on the meta device")
     if autocast is None and torch.is_autocast_enabled(device.type):
         autocast = torch.get_autocast_dtype(device.type)
     with ExitStack() as stack:
-        progress = stack.enter_context(Progress(budget_seconds))
+        budget = stack.enter_context(_Budget(budget_seconds))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.autocast(device.type, enabled=False))
-        inputs = copy_of_inputs(example_inputs)
-        trial = stand_in_for(stack, model)
-        if modes_of(trial.model) and trial.model.training != (mode == "training"):
-            trial.model.train(mode == "training")
-        notes = _notes_on(trial, optimizer)
-        steps = None if optimizer is None or trial.why_itself else optimizer_for(trial, model, optimizer)
-        given = list(zip(tensors_of(inputs), tensors_of(example_inputs)))
-        workload = Workload(trial.model, inputs, given, mode, device, autocast, loss or loss_of, steps)
-        stack.callback(workload.put_back)
+        stack.enter_context(preserved_state())  # the random generators
+        copied = tuning_copy(model, mode)
+        steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
+        workload = Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
         with workload.region():
-            fixed = fixed_policies(trial.model, inputs, preserve)
-        trials = Trials(workload, progress, fixed)
-        try:
-            trials.run()
-        except KeyboardInterrupt:
-            if not trials.race.measured:
-                raise
-            notes.append("It was interrupted: this is the best so far.")
-        choice = trials.race.winner(trials.fixed)
-        table = trials.rows()
-        stack.close()
+            candidates = _Candidates(workload, policies(copied, copy_inputs(example_inputs), preserve), budget)
+        candidates.race_to_the_end()
+        choice = candidates.race.winner()
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
         return Tuning(
-            plan=trials.plans[choice],
+            plan=candidates.plans[choice],
             choice=choice,
-            table=table,
-            notes=(*trials.remarks(choice), *trials.notes, *notes),
-            seconds=progress.seconds,
-            workload=_describe(workload, model, optimizer),
+            table=candidates.rows(),
+            notes=(*candidates.remarks(choice), *candidates.notes),
+            seconds=budget.spent,
+            workload={
+                "model": type(model).__name__,
+                "mode": mode,
+                "dtype": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})),
+                "autocast": str(autocast).removeprefix("torch.") if autocast else None,
+                "shapes": ["x".join(map(str, each.shape)) for _, each in tensors_in(example_inputs)],
+                "optimizer": None if optimizer is None else name,
+                "device": str(device),
+            },
             machine=machine(device),
-            device=str(device),
         )
 
 
-def _expect(mode: Any, budget: Any, autocast: Any, optimizer: Any, loss: Any) -> None:
-    """Raises a ValueError for an argument that is of no use."""
+def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> dict[str, Plan]:
+    """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing.
+
+    Args:
+        model: The model to plan for.
+        example_inputs: What it runs on, to see which tensors reach its convolutions.
+        preserve: Whether layers that lose channels-last may be replaced.
+    """
+
+    def planned(memory_format: torch.memory_format | None = None, **options: Any) -> Plan:
+        return plan(model, memory_format, example_inputs=example_inputs, **options)
+
+    plans = {CONTIGUOUS: planned(torch.contiguous_format)}
+    weights = planned()
+    if any(row.is_wanted for row in weights.rows):
+        plans[WEIGHTS] = weights
+    if not isinstance(model, torch.jit.ScriptModule):  # which cannot have a hook for its inputs
+        if WEIGHTS in plans:
+            plans[FULL] = planned(input_format="channels_last")
+        preserved = planned(input_format="channels_last", preserve=True) if preserve else None
+        if preserved and any(row.is_wanted for row in preserved.layers):
+            plans[PRESERVED] = preserved
+    return plans
+
+
+class _Candidates:
+    """The plans of the policies, and their race."""
+
+    def __init__(self, workload: Workload, plans: dict[str, Plan], budget: "_Budget") -> None:
+        self.workload, self.plans, self.budget = workload, plans, budget
+        self.race = Race(plans)
+        self.notes: list[str] = []
+        self.expected: Any = None
+        self.is_random = False
+        self.differences: dict[str, float] = {}
+
+    def race_to_the_end(self) -> None:
+        """Run rounds until the budget is spent, the race is over, or the user interrupts it.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted the first measurement.
+        """
+        try:
+            while self.race.rounds == 0 or not (self.budget.is_spent() or self.race.is_over()):
+                self.race.run_round(self._measure, self.budget.is_spent)
+        except KeyboardInterrupt:
+            if not self.race.measured:
+                raise
+            self.notes.append("It was interrupted: this is the best so far.")
+
+    def rows(self) -> tuple[TuningRow, ...]:
+        """Return what was measured."""
+        return tuple(map(self._row, self.plans))
+
+    def remarks(self, choice: str) -> list[str]:
+        """Return what there is to say about the choice."""
+        race, best = self.race, self.race.best()
+        if len(self.plans) == 1:
+            return ["There is nothing to decide: no plan changes anything in this model."]
+        if choice != CONTIGUOUS:
+            won = race.compare(choice, CONTIGUOUS)
+            least = f"at least {1 / won.high:.2f} times" if won.is_faster else "by more than a quarter in every round"
+            return [f"{choice!r} is {1 / won.ratio:.2f} times as fast as contiguous, {least}."]
+        spread = _spread(race.samples(CONTIGUOUS))
+        noise = f"the contiguous model's own calls spread by {spread:.0%}"
+        if best == CONTIGUOUS and race.rounds == 1:
+            return ["Nothing was faster than the contiguous model in a single round: a larger budget would say more."]
+        if best == CONTIGUOUS:
+            return [f"Nothing was faster than the contiguous model; {noise}."]
+        of_best = race.compare(best, CONTIGUOUS)
+        text = f"{best!r} came out {1 / of_best.ratio:.2f} times as fast as contiguous"
+        if not of_best.is_known:
+            return [f"{text}, in too few rounds to say anything: give it a larger budget."]
+        limits = f"{1 / of_best.high:.2f} to {1 / of_best.low:.2f} times"
+        return [f"{text}, {limits}: the noise is larger than the gain ({noise}), and so the model stays contiguous."]
+
+    def _measure(self, name: str) -> float:
+        self.budget.show(f"{name}; best so far: {self.race.best() if self.race.measured else name}")
+        if self.race.rounds == 0:
+            self._compare_output(name)
+        return self.workload.sample(self.plans[name])
+
+    def _compare_output(self, name: str) -> None:
+        """Note how far a plan's output is from the contiguous one's.
+
+        Raises:
+            ValueError: It is farther away than the dtype allows.
+        """
+        output = self.workload.output(self.plans[name])
+        if name == CONTIGUOUS:
+            self.expected = output
+            self.is_random = not self.workload.compare(self.workload.output(self.plans[name], seed=1), output).is_within
+            if self.is_random:
+                self.notes.append("The model returns something else each time: outputs were not compared.")
+        if self.is_random:
+            return
+        difference = self.workload.compare(output, self.expected)
+        self.differences[name] = difference.largest / (difference.of or 1.0)
+        if not difference.is_within:
+            raise ValueError(f"its output is off by {self.differences[name]:.0e} of the largest")
+
+    def _row(self, name: str) -> TuningRow:
+        race, difference = self.race, self.differences.get(name)
+        if name not in race.measured:
+            remark = race.failures.get(name, "not measured")
+            return TuningRow(name, None, None, 0, None, None, None, None, difference, remark)
+        samples, over = race.samples(name), race.compare(name, CONTIGUOUS)
+        low, high = (over.low, over.high) if over.is_known else (None, None)
+        regret = max(0.0, race.compare(name, race.best()).ratio - 1)
+        median, spread = statistics.median(samples), _spread(samples)
+        return TuningRow(name, median, spread, len(samples), over.ratio, low, high, regret, difference, "")
+
+
+class _Budget:
+    """The seconds that a tuning may take, with a progress bar on a terminal if tqdm is installed."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+        self._bar = _progress_bar(seconds) if sys.stderr.isatty() else None
+
+    def __enter__(self) -> "_Budget":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+    @property
+    def spent(self) -> float:
+        return time.monotonic() - self._start
+
+    def is_spent(self) -> bool:
+        return self.spent >= self.seconds
+
+    def show(self, what: str) -> None:
+        if self._bar is not None:
+            self._bar.n = min(round(self.spent, 1), self.seconds)
+            self._bar.set_description(what)
+
+
+def _progress_bar(seconds: float) -> Any:
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=seconds, unit="s", leave=False, bar_format="{desc} |{bar}| {n:.0f} of {total:.0f} s")
+
+
+def _spread(samples: list[float]) -> float:
+    """Return the distance of the quartiles in units of the median."""
+    low, median, high = statistics.quantiles(samples, n=4) if len(samples) > 1 else [samples[0]] * 3
+    return (high - low) / median
+
+
+def _check(model: Any, mode: Any, budget: Any, autocast: Any, optimizer: Any, loss: Any) -> None:
+    """Raise an error for an argument that is not valid."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"tune: expected a torch.nn.Module, got {type(model).__name__}")
     if mode not in get_args(Mode):
         raise ValueError(f"tune: expected mode to be 'inference' or 'training', got {mode!r}")
     if not isinstance(budget, (int, float)) or not 0 < budget < math.inf:
@@ -130,31 +279,4 @@ def _expect(mode: Any, budget: Any, autocast: Any, optimizer: Any, loss: Any) ->
     if mode == "inference" and (optimizer is not None or loss is not None):
         raise ValueError("tune: an optimizer and a loss are for mode='training'")
     if optimizer is not None and not (callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
-        raise ValueError(f"tune: expected an optimizer, its class, or what makes one, got {optimizer!r}")
-
-
-def _notes_on(trial: StandIn, optimizer: Any) -> list[str]:
-    if trial.why_itself is None:
-        return []
-    text = f"The model itself was tuned, and brought back: {first_line(trial.why_itself)}."
-    left_out = " The steps of the optimizer were left out, since they would change its weights."
-    return [text + (left_out if optimizer is not None else "")]
-
-
-def _device_of(model: nn.Module, inputs: Any) -> torch.device:
-    tensors: Sequence[Tensor] = [*model.parameters(), *model.buffers(), *tensors_of(inputs)]
-    return tensors[0].device if tensors else torch.device("cpu")
-
-
-def _describe(workload: Workload, model: nn.Module, optimizer: Any) -> dict[str, Any]:
-    """What was timed, as plain data."""
-    name: Callable[[Any], str] = lambda each: getattr(each, "__name__", type(each).__name__)  # noqa: E731
-    dtypes = {str(each.dtype).removeprefix("torch.") for each in model.parameters()}
-    return {
-        "model": type(model).__name__,
-        "mode": workload.mode,
-        "dtype": ", ".join(sorted(dtypes)),
-        "autocast": str(workload.autocast).removeprefix("torch.") if workload.autocast else None,
-        "shapes": ["x".join(map(str, each.shape)) for _, each in workload.given],
-        "optimizer": name(optimizer) if workload.optimizer is not None else None,
-    }
+        raise ValueError(f"tune: expected an optimizer, its class, or a function that makes one, got {optimizer!r}")

@@ -1,128 +1,121 @@
-"""What is timed: one call of a model, or one step of its training, under one plan or another."""
+"""What is timed: a call of a model, or a step of its training, converted by one plan or another."""
 
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.converting.conversion import convert_
-from torch_nhwc.converting.report import Report
-from torch_nhwc.planning.plans import Plan
-from torch_nhwc.running.inputs import call
-from torch_nhwc.running.modes import in_evaluation
-from torch_nhwc.running.outputs import first_tensor, tensors_of
-from torch_nhwc.running.rehearsal import restore_afterwards
-from torch_nhwc.running.timing import seconds
+from torch_nhwc.converting import convert_
+from torch_nhwc.planning import Plan
+from torch_nhwc.rendering import first_line
+from torch_nhwc.running import (
+    Difference,
+    call,
+    compare,
+    copy_inputs,
+    copy_model,
+    evaluation_mode,
+    preserved_state,
+    seconds,
+    tensors_in,
+)
 
 Mode = Literal["inference", "training"]
 Loss = Callable[[Any], Tensor]
 
-# A call that takes this long, in seconds, does not depend on what the caches have from the turn before, and makes a
-# turn by itself. Of shorter ones a turn has some, of which the least time counts: what disturbs a call only adds to it.
+# A call that takes this many seconds does not depend on what the turn before has left in the caches: one is a turn.
 _LONG = 0.2
+# Shorter calls are repeated for about this time in each turn, within limits. The fastest one counts, because whatever
+# disturbs a call makes it longer.
 _TURN = 0.05
 _CALLS = range(3, 50)
 
 
 @dataclass
 class Workload:
-    """A model with what it is called with, and how."""
+    """A copy of a model, what it is called with, and how.
+
+    Each call gets a fresh copy of the inputs, to which a model may write.
+
+    Attributes:
+        model: The copy, in the mode that is timed.
+        inputs: The caller's example inputs.
+        mode: Whether calls without gradients are timed, or steps of training.
+        device: Where it runs.
+        autocast: The dtype of the autocast region, or `None`.
+        loss: Computes the loss from the model's output.
+        optimizer: Takes the steps; `None` leaves them out.
+    """
 
     model: nn.Module
     inputs: Any
-    given: list[tuple[Tensor, Tensor]]
-    """The tensors among the inputs, each with the caller's, whose values it has before each call."""
     mode: Mode
     device: torch.device
     autocast: torch.dtype | None
-    """The dtype that an autocast region computes in."""
     loss: Loss
-    optimizer: Any
-    """`None` where no step is taken."""
-    report: Report | None = None
-    """Of the plan under which the model is."""
-    seconds_of: dict[int, float] = field(default_factory=dict)
-    """Of a call, by the identity of its plan, for those that have been measured."""
-    versions: dict[int, int] = field(default_factory=dict)
-    """Of the tensors among the inputs, by identity, since they last had their values."""
+    optimizer: Any = None
+    _durations: dict[int, float] = field(default_factory=dict)
 
-    def __call__(self) -> object:
-        """One call or one step."""
-        return self.run() if self.mode == "inference" else self._step()
+    def sample(self, plan: Plan) -> float:
+        """Return the seconds of a call or a step under a plan, after one that warms up. Buffers are restored."""
+        with preserved_state(self.model), self._converted(plan):
+            taken = self._durations.get(id(plan), 0.0)
+            if taken < _LONG:
+                taken = self._measure()  # loads the caches
+            calls = 1 if taken >= _LONG else min(max(_CALLS.start, math.ceil(_TURN / taken)), _CALLS.stop)
+            taken = min(self._measure() for _ in range(calls))
+        self._durations[id(plan)] = taken
+        return taken
 
-    def run(self) -> Any:
-        """One call, without gradients."""
-        self._bring_inputs_back()
-        with torch.no_grad(), self.region():
-            output = call(self.model, self.inputs)
-        torch.clear_autocast_cache()  # as the end of the outermost region would
-        return output
+    def output(self, plan: Plan, seed: int = 0) -> Any:
+        """Return the model's output in evaluation mode under a plan."""
+        with preserved_state(self.model), evaluation_mode(self.model), self._converted(plan):
+            torch.manual_seed(seed)
+            return self._infer(copy_inputs(self.inputs))
+
+    def compare(self, output: Any, reference: Any) -> Difference:
+        """Return how far an output is from another one, with the tolerance of the dtypes that the model computes in."""
+        dtypes = [each.dtype for each in self.model.parameters()] + ([self.autocast] if self.autocast else [])
+        if self.device.type == "cuda":  # which may compute products with fewer bits than their dtype has
+            dtypes.append(torch.float16)
+        return compare(output, reference, *dtypes)
 
     def region(self) -> torch.autocast:
-        """The autocast region of a call."""
+        """Return the autocast region of a call."""
         return torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None)
 
     @contextmanager
-    def under(self, plan: Plan) -> Iterator[None]:
-        """Has the model converted as a plan says."""
+    def _converted(self, plan: Plan) -> Iterator[None]:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what is refused, `convert_` will tell the caller
-            self.report = convert_(self.model, plan=plan, optimizer=self.optimizer)
+            warnings.simplefilter("ignore")  # `convert_` will warn the caller of what is refused
+            report = convert_(self.model, plan=plan, optimizer=self.optimizer)
         try:
             yield
         finally:
-            self.put_back()
-
-    def put_back(self) -> None:
-        """Ends what a plan has changed; to be called again where an interrupt ended it."""
-        if self.report is not None:
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            self.report.revert()
-            self.report = None
-
-    def sample(self, plan: Plan) -> float:
-        """The seconds of a call under a plan: the least of some calls. Buffers are brought back."""
-        with ExitStack() as stack:
-            restore_afterwards(stack, self.model)
-            stack.enter_context(self.under(plan))
-            before = self.seconds_of.get(id(plan))
-            if before is None or before < _LONG:
-                before = self._measure()  # what it needs gets into the caches
-            calls = 1 if before >= _LONG else min(max(_CALLS.start, math.ceil(_TURN / before)), _CALLS.stop)
-            taken = min(self._measure() for _ in range(calls))
-        self.seconds_of[id(plan)] = taken
-        return taken
-
-    def output(self, plan: Plan, seed: int = 0) -> Tensor:
-        """The first tensor that the model returns in evaluation, under a plan; an empty one where there is none."""
-        with ExitStack() as stack:
-            restore_afterwards(stack, self.model)
-            stack.enter_context(in_evaluation(self.model))
-            stack.enter_context(self.under(plan))
-            torch.manual_seed(seed)
-            return _comparable(self.run())
+            self.model.zero_grad(set_to_none=True)
+            report.revert()
 
     def _measure(self) -> float:
-        return seconds(self, str(self.device))
+        job = partial(self._infer if self.mode == "inference" else self._step, copy_inputs(self.inputs))
+        return seconds(job, str(self.device))
 
-    def _bring_inputs_back(self) -> None:
-        for tensor, values in self.given:
-            if tensor._version != self.versions.get(id(tensor), 0):  # the model has written to it
-                tensor.detach().copy_(values)
-                self.versions[id(tensor)] = tensor._version
+    def _infer(self, inputs: Any) -> Any:
+        with torch.no_grad(), self.region():
+            output = call(self.model, inputs)
+        torch.clear_autocast_cache()  # as the end of the outermost region does
+        return output
 
-    def _step(self) -> Tensor:
-        self._bring_inputs_back()
+    def _step(self, inputs: Any) -> Tensor:
         with torch.enable_grad():
             self.model.zero_grad(set_to_none=True)
             with self.region():
-                loss = self.loss(call(self.model, self.inputs))
+                loss = self.loss(call(self.model, inputs))
             torch.clear_autocast_cache()
             with torch.autocast(self.device.type, enabled=False):
                 loss.backward()  # type: ignore[no-untyped-call, unused-ignore]
@@ -131,24 +124,70 @@ class Workload:
         return loss.detach()
 
 
-def _comparable(output: Any) -> Tensor:
-    try:
-        found = first_tensor(output)
-    except ValueError:  # there is none
-        return torch.empty(0)
-    return found.detach().to("cpu", torch.float64, memory_format=torch.contiguous_format)
-
-
 def loss_of(output: Any) -> Tensor:
-    """The output's own `loss`, or the mean of the squares of all that it has a gradient for.
+    """Return the output's own `loss`, or the mean of the squares of all tensors in it that have a gradient.
 
     Raises:
-        ValueError: there is no such tensor.
+        ValueError: There is no such tensor.
     """
     own = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if isinstance(own, Tensor):
         return own
-    tensors = [each for each in tensors_of(output) if each.requires_grad]
+    tensors = [each for _, each in tensors_in(output) if each.requires_grad]
     if not tensors:
         raise ValueError("tune: in training mode the model has to return a tensor with a gradient, or give loss=")
     return torch.stack([each.float().square().mean() for each in tensors]).sum()
+
+
+def tuning_copy(model: nn.Module, mode: Mode) -> nn.Module:
+    """Return a deep copy in a mode, without gradients.
+
+    Modules keep modes of their own if the model itself is in that mode.
+
+    Raises:
+        RuntimeError: The model cannot be copied.
+    """
+    try:
+        copied = copy_model(model)
+    except Exception as error:  # the code of any module may raise
+        raise RuntimeError(
+            f"tune: expected a model that can be copied, because a copy is tuned, got {type(error).__name__}: "
+            f"{first_line(str(error))}"
+        ) from error
+    copied.zero_grad(set_to_none=True)
+    is_training = mode == "training"
+    if getattr(copied, "training", is_training) != is_training:  # a frozen TorchScript module has no mode
+        copied.train(is_training)
+    return copied
+
+
+def optimizer_for(copied: nn.Module, model: nn.Module, optimizer: Any) -> Any:
+    """Return an optimizer for a copy of a model. Its steps do all their work, with a learning rate of zero.
+
+    Args:
+        copied: The copy.
+        model: The model whose parameters the caller's optimizer holds.
+        optimizer: The caller's optimizer, whose class and groups are used, or a function of parameters that makes one,
+            such as a class.
+
+    Raises:
+        ValueError: The optimizer holds none of the model's parameters, or is LBFGS.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        twins = {id(parameter): twin for parameter, twin in zip(model.parameters(), copied.parameters())}
+        groups = [
+            {**group, "params": [twins[id(each)] for each in group["params"] if id(each) in twins]}
+            for group in optimizer.param_groups
+        ]
+        if not any(group["params"] for group in groups):
+            raise ValueError(f"tune: the {type(optimizer).__name__} holds none of the model's parameters")
+        kind: Any = type(optimizer)
+        made = kind(groups)
+    else:
+        made = optimizer([parameter for parameter in copied.parameters() if parameter.requires_grad])
+    if isinstance(made, torch.optim.LBFGS):
+        raise ValueError("tune: LBFGS calls the model several times in a step: tune without an optimizer")
+    for group in made.param_groups:
+        if group.get("lr") is not None:
+            group["lr"] = group["lr"] * 0
+    return made

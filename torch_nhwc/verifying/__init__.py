@@ -1,4 +1,9 @@
-"""Proving that numbers held: two models are compared layer by layer, each layer on the input that the reference had.
+"""Prove that a model computes what another one does: layer by layer on the reference's inputs, and as a whole.
 
-It knows of no plan and no report; a conversion that is to prove itself calls it from above.
+Nothing here knows of plans: a conversion is verified after it, and reverted where something differs.
 """
+
+from torch_nhwc.verifying.verification import Verdict, Verification, VerificationRow
+from torch_nhwc.verifying.verifier import verify
+
+__all__ = ["Verdict", "Verification", "VerificationRow", "verify"]

@@ -1,35 +1,15 @@
-"""`verify`: whether a model computes what another one computes, layer by layer."""
+"""`verify`: whether a model computes what another one computes."""
 
 import time
-from collections.abc import Iterable, Iterator
-from functools import cache, partial
 from typing import Any
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.modules.walk import walk
-from torch_nhwc.running.copying import copy_of_inputs
-from torch_nhwc.running.inputs import arguments_of
-from torch_nhwc.verifying.alone import Results, repeatable
-from torch_nhwc.verifying.between import PassageError, Replay, Values, Visit, run_between
-from torch_nhwc.verifying.differences import can_have_gradient, rtol_for
-from torch_nhwc.verifying.inputs import (
-    AS_GIVEN,
-    LARGE_MEAN,
-    ROUNDINGS,
-    Change,
-    Inputs,
-    as_it_is,
-    variants,
-    with_large_mean,
-)
-from torch_nhwc.verifying.layers import Noise, Options, Place, compare_layer, raised, uncompared
-from torch_nhwc.verifying.verification import Verdict, Verification, VerificationRow, worst_of
-
-Placed = tuple[float, VerificationRow]
-"""A row, and its position in order of execution."""
+from torch_nhwc.running import ModuleStack, arguments_of, copy_inputs
+from torch_nhwc.verifying.reference import Options, compare_module, compare_parameter
+from torch_nhwc.verifying.repeatable_run import Inputs, repeatable
+from torch_nhwc.verifying.verification import Verdict, Verification, VerificationRow
 
 
 def verify(
@@ -41,35 +21,37 @@ def verify(
     rtol: float | None = None,
     atol: float | None = None,
 ) -> Verification:
-    """Compares a model with its reference layer by layer, each layer on the input that the reference's layer had.
+    """Compare a model with its reference: each layer by itself, on the inputs of the reference's layer, and the whole.
 
-    Every layer runs in both formats, on the inputs as they are and on changed ones: with a large mean, with a constant
+    Layers run in both formats, on the inputs as they are and on changed ones: with a large mean, with a constant
     channel, as a batch of 1 and of 2. Outputs, gradients of inputs and parameters, and buffers are compared by
-    position. So is what the code between the layers computes, on the reference's values in the formats that the layers
-    of the model really make. Where a difference is larger than rounding should be, a noise floor tells whether the
-    reference itself is as far from its own float64 run, from another run, or from one on inputs changed by a rounding.
+    position, in each layer and in the whole model. Where a difference is larger than rounding errors usually are, a
+    noise floor decides: how far the reference is from its own float64 run, from another run, and from one on inputs
+    that change by a rounding error.
 
     Both models run several times, in the caller's autocast region if there is one. Buffers, random generators,
-    gradients and the example inputs are afterwards what they were. It takes the time of fifty to a hundred
-    training steps, and a few times the memory of one: small inputs do.
+    gradients and the example inputs stay as they are. It takes as long as fifty to a hundred training steps, and the
+    memory of a few: small inputs are enough.
 
     Args:
-        before: the reference, such as a deep copy that was made before a conversion.
-        after_or_report: the model to be verified, or the report of its conversion.
-        example_inputs: a tensor, a tuple of positional arguments, or a dict of keyword ones.
-        backward: whether gradients are compared as well.
-        rtol: how large a difference may be in units of the largest value in the same channel; `None` goes by the dtype:
-             1e-10 in float64, 1e-4 in float32, 4e-3 in float16, 2e-2 in bfloat16.
-        atol: what is added to that.
+        before: The reference, such as a deep copy made before a conversion.
+        after_or_report: The model to verify, or the report of its conversion.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        backward: Whether to compare gradients.
+        rtol: How large a difference may be in units of the largest value in the same channel. `None` depends on the
+            dtype: 1e-10 in float64, 1e-4 in float32, 4e-3 in float16, 2e-2 in bfloat16; see
+            `torch_nhwc.running.TOLERANCES`, also for the whole model, whose gradients are compared in float32 and
+            float64 only.
+        atol: What is added to that.
 
     Returns:
         A row for everything that was compared; true where nothing differs.
 
     Raises:
-        TypeError: a model is none.
-        ValueError: both are the same model, are built differently, are in different modes, have lazy layers or are on
-            the meta device; the model of the report is gone.
-        Exception: whatever the reference raises on the example inputs.
+        TypeError: One of the models is not a module.
+        ValueError: Both are the same model, have different modules or parameters, are in different modes, have lazy
+            layers or are on the meta device, or the model of the report no longer exists.
+        Exception: Whatever the reference raises on the example inputs.
 
     Example:
         >>> import copy
@@ -83,192 +65,109 @@ def verify(
     start = time.perf_counter()
     is_module = isinstance(after_or_report, nn.Module) or not hasattr(after_or_report, "model")
     after = after_or_report if is_module else after_or_report.model
-    _expect_alike(before, after)
-    inputs = Inputs(*arguments_of(before, copy_of_inputs(example_inputs)))
-    run = _Comparison(before, after, Options(backward, rtol, atol or 0.0))
+    _expect_comparable(before, after)
+    inputs = Inputs(*arguments_of(before, copy_inputs(example_inputs)))
+    options = Options(backward, rtol, atol or 0.0)
     with repeatable(before, after):
-        rows = worst_of(run.rows(inputs))
-    return Verification(tuple(rows), run.not_run(), time.perf_counter() - start)
+        calls = _layer_calls(before, inputs)
+        layers = {path for path, _ in calls}
+        rows = _parameter_rows(before, after)
+        theirs = _modules(after)
+        for path, given in calls:
+            rows += compare_module(path, before.get_submodule(path), theirs[path], given, options)
+        rows += compare_module("", before, after, inputs, options, is_model=True)
+    not_run = tuple(
+        path for path, module in _modules(before).items() if module._parameters and layers.isdisjoint(_and_above(path))
+    )
+    return Verification(_in_order(rows, calls), not_run, time.perf_counter() - start)
 
 
-class _Comparison:
-    """Two models, while they are compared."""
+def _layer_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
+    """Run the model and return the calls of its layers, the modules that call no other module, with their inputs."""
+    calls: list[tuple[str, Inputs]] = []
+    containers: set[str] = set()
 
-    def __init__(self, before: nn.Module, after: nn.Module, options: Options) -> None:
-        self.before, self.after, self.options = before, after, options
-        self.modules = _modules(before)
-        self.paths = {id(module): path for path, module in self.modules.items()}
-        self.modules_after = _modules(after)
-        self.paths_after = {id(module): path for path, module in self.modules_after.items()}
-        self.buffers = {name: buffer.detach().clone() for name, buffer in before.named_buffers()}
-        self.first_call: dict[str, int] = {}
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        containers.update(outer.path for outer in stack.running[:-1])
+        calls.append((stack.path, Inputs(args, kwargs).mapped(Tensor.clone)))  # before the module writes to them
 
-    def rows(self, inputs: Inputs) -> Iterator[Placed]:
-        """All rows, those on one thing several times."""
-        layers: list[Placed] = []
-
-        def visit(path: str, layer: nn.Module, given: Inputs, position: int) -> None:
-            self.first_call.setdefault(path, position)
-            for name, buffer in layer.named_buffers(prefix=path):  # which the layer may have changed by now
-                if name in self.buffers and buffer.shape == self.buffers[name].shape:
-                    buffer.detach().copy_(self.buffers[name])
-            rows = compare_layer(path, layer, self.modules_after[path], given, self.options)
-            layers.extend((position, row) for row in rows)
-
-        for label, changed in variants(inputs, of_model=True):
-            yield from self._between(label, changed, visit if label == AS_GIVEN else None)
-        yield from self._parameters()
-        yield from layers
-
-    def not_run(self) -> tuple[str, ...]:
-        """The layers with parameters of their own that were not called, nor were modules around them, as a layer."""
-        called = set(self.first_call)
-        return tuple(
-            path
-            for path, module in self.modules.items()
-            if module._parameters and not module._modules and called.isdisjoint(_and_above(path))
-        )
-
-    def _parameters(self) -> Iterator[Placed]:
-        """Whether the parameters are equal, bit for bit."""
-        for path, module in self.modules.items():
-            theirs = dict(self.modules_after[path].named_parameters())
-            for name, parameter in module.named_parameters(recurse=isinstance(module, torch.jit.ScriptModule)):
-                pair = parameter.detach(), theirs[name].detach()
-                rtol = 0.0 if pair[0].dtype == pair[1].dtype else rtol_for(pair)
-                place = Place(path, type(module).__name__, name, "")
-                row = Noise({name: pair[0]}, weights={name}, rtol=rtol, atol=0.0).judge(place, name, pair[1])
-                yield self.first_call.get(path, len(self.modules)) - 0.25, row
-
-    def _between(self, label: str, inputs: Inputs, visit: Visit | None) -> Iterator[Placed]:
-        """The rows of the code between the layers, on the layers' outputs as they are and with a large mean."""
-        try:
-            recorded = run_between(self.before, self.paths, inputs, visit=visit, backward=False)
-        except PassageError as error:
-            if label == AS_GIVEN:
-                raise error.cause from None
-            return  # it does not take such a batch
-        outputs = recorded.outputs
-        shifted = {call: [with_large_mean("", each) for each in tensors] for call, tensors in outputs.items()}
-        for path, returned in recorded.without_tensors.items():
-            note = f"no tensor is found in what it returns, which is of the class {returned}"
-            place = Place(path, type(self.modules[path]).__name__, "output", label)
-            yield self.first_call.get(path, len(outputs)), uncompared(place, Verdict.NOT_COMPARED, note)
-        yield from self._compare_between(label, inputs, outputs, formats=(False, True))
-        yield from self._compare_between(f"{label}, {LARGE_MEAN} between layers", inputs, shifted, formats=(True,))
-
-    def _compare_between(self, label: str, inputs: Inputs, replay: Replay, formats: Iterable[bool]) -> Iterator[Placed]:
-        """The rows of the code between the layers where these give what they are told to."""
-        reference = _Between.of(self, inputs, replay, has_large_mean=LARGE_MEAN in label)
-        if reference is None:
-            return
-        run = partial(run_between, self.after, self.paths_after, inputs, replay=replay, backward=reference.backward)
-        on_channels_last = cache(reference.on_channels_last)
-        for channels_last in formats:
-            where = f"{label}, channels-last" if channels_last else label
-            try:
-                found = run(channels_last=channels_last).values
-            except PassageError as error:
-                row = raised(error.path, type(self.modules[error.path]).__name__, where, error.cause)
-                before_differs = channels_last and on_channels_last() is None
-                yield error.position, row._replace(before_differs=before_differs)
-                continue
-            for key, (position, _) in reference.values.items():
-                path, what = key
-                place = Place(path, type(self.modules[path]).__name__, what, where)
-                result = found[key][1] if key in found else None
-                own = on_channels_last if channels_last else None
-                yield position, reference.judge(place, key, result, own, always_repeats=label == AS_GIVEN)
+    stack = ModuleStack(model)
+    # A TorchScript module refuses hooks, but calls those that it has.
+    handles = [
+        nn.Module.register_forward_pre_hook(module, note, with_kwargs=True) for module in _modules(model).values()
+    ]
+    try:
+        with repeatable(model), stack:
+            given = inputs.mapped(Tensor.clone)
+            model(*given.args, **given.kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [(path, given) for path, given in calls if path not in containers]
 
 
-class _Between(Noise):
-    """What the code between the layers of the reference computes."""
-
-    def __init__(self, run: _Comparison, inputs: Inputs, replay: Replay, backward: bool, has_large_mean: bool) -> None:
-        self.run, self.inputs, self.replay, self.backward = run, inputs, replay, backward
-        self.values = self._run()
-        results = _tensors(self.values)
-        rtol = rtol_for(results.values(), has_large_mean) if run.options.rtol is None else run.options.rtol
-        weights = {
-            (path, f"gradient of {name}")
-            for path, module in run.modules.items()
-            for name, _ in module.named_parameters(recurse=False)
-        }
-        super().__init__(results, weights, rtol, run.options.atol)
-
-    @classmethod
-    def of(cls, run: _Comparison, inputs: Inputs, replay: Replay, has_large_mean: bool) -> "_Between | None":
-        """With gradients where there are any; `None` where the code does not take such values."""
-        for backward in (True, False) if run.options.backward else (False,):
-            try:
-                return cls(run, inputs, replay, backward, has_large_mean)
-            except PassageError:
-                continue
-        return None
-
-    def again(self) -> Results:
-        """The results of another run."""
-        return _tensors(self._run())
-
-    def after_rounding(self) -> list[tuple[Results, Results]]:
-        """Those on values, and gradients, that are changed by a rounding; in 16 bit that is too much to tell."""
-        if any(tensor.dtype.itemsize < 4 for tensor in self.results.values() if can_have_gradient(tensor)):
-            return []
-        return [(_tensors(self._run(change=change)), self.results) for change in ROUNDINGS]
-
-    def on_channels_last(self) -> Results | None:
-        """The results where the model's images come in channels-last; `None` where it raises then."""
-        try:
-            return _tensors(self._run(channels_last=True))
-        except PassageError:
-            return None
-
-    def _run(self, channels_last: bool = False, change: Change = as_it_is) -> Values:
-        run = partial(run_between, self.run.before, self.run.paths, self.inputs, replay=self.replay)
-        return run(backward=self.backward, channels_last=channels_last, change=change).values
+def _parameter_rows(before: nn.Module, after: nn.Module) -> list[VerificationRow]:
+    modules, theirs = _modules(before), dict(after.named_parameters())
+    rows = []
+    for name, parameter in before.named_parameters():
+        path = next(each for each in _and_above(name) if each in modules)
+        what = name.removeprefix(f"{path}.")
+        rows.append(compare_parameter(path, modules[path], what, parameter.detach(), theirs[name].detach()))
+    return rows
 
 
-def _tensors(values: Values) -> Results:
-    return {key: tensor for key, (_, tensor) in values.items()}
+def _in_order(rows: list[VerificationRow], calls: list[tuple[str, Inputs]]) -> tuple[VerificationRow, ...]:
+    """Return the worst row about each thing: layers as they ran, layers that did not run, and the model."""
+    worst: dict[tuple[str, str], VerificationRow] = {}
+    for row in rows:
+        key = row.path, row.what
+        worst[key] = max(worst.get(key, row), row, key=_severity)
+    order = {path: index for index, path in reversed([*enumerate(path for path, _ in calls)])}
+    last = len(calls)
+    return tuple(sorted(worst.values(), key=lambda row: order.get(row.path, last if row.path else last + 1)))
+
+
+def _severity(row: VerificationRow) -> tuple[int, float]:
+    share = row.error / row.tolerance if row.tolerance else row.error and float("inf")
+    if row.verdict is Verdict.DIFFERS:
+        return 2 + (not row.before_differs), share
+    return int(row.verdict is not Verdict.EQUAL), share
 
 
 def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules by their paths; what computes a parametrized weight belongs to its layer."""
-    return {path: module for path, module, _ in walk(model) if "parametrizations" not in path.split(".")}
+    """Return the modules by path; those that compute a parametrized weight count as part of their layer."""
+    return {path: module for path, module in model.named_modules() if "parametrizations" not in path.split(".")}
 
 
-def _and_above(path: str) -> Iterator[str]:
-    """A path, and those of the modules around it."""
-    while path:
-        yield path
-        path = path.rpartition(".")[0]
-    yield ""
+def _and_above(path: str) -> list[str]:
+    """Return a path and those of the modules around it."""
+    names = path.split(".") if path else []
+    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
 
 
-def _expect_alike(before: Any, after: Any) -> None:
-    """Raises where two models cannot be compared."""
+def _expect_comparable(before: Any, after: Any) -> None:
+    """Raise where two models cannot be compared."""
     if after is None:
-        raise ValueError("verify: the model of the report is gone")
+        raise ValueError("verify: the model of the report no longer exists")
     for model in (before, after):
         if not isinstance(model, nn.Module):
             raise TypeError(f"verify: expected two modules, or a module and a report, got {type(model).__name__}")
     if before is after:
-        raise ValueError(
-            "verify: before and after are the same model: give a deep copy that was made before converting"
-        )
-    ours, theirs = _modules(before), _modules(after)
-    for path in (*ours, *theirs):
-        if path not in ours or path not in theirs:
-            raise ValueError(f"verify: the models are built differently: only one of them has {path!r}")
-        if ours[path].training != theirs[path].training:
-            raise ValueError(f"verify: {path!r} is in training mode in one model alone")
-    named = [dict(model.named_parameters()) for model in (before, after)]
-    for name, parameter in (*named[0].items(), *named[1].items()):
+        raise ValueError("verify: before and after are the same model: give a deep copy made before the conversion")
+    ours, theirs = _description(before), _description(after)
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            both = f"{ours.get(name, 'absent')} in one, {theirs.get(name, 'absent')} in the other"
+            raise ValueError(f"verify: the models do not have the same {name}: {both}")
+
+
+def _description(model: nn.Module) -> dict[str, str]:
+    """Return what two models that can be compared have in common."""
+    described = {}
+    for path, module in _modules(model).items():
+        described[f"module {path!r}"] = "training" if getattr(module, "training", False) else "evaluation"
+    for name, parameter in model.named_parameters():
         if is_lazy(parameter) or parameter.is_meta:
             raise ValueError(f"verify: {name!r} has no values yet: run the model once, or load its weights")
-    for name in (*named[0], *named[1]):
-        first, second = (parameters.get(name) for parameters in named)
-        if first is None or second is None or first.shape != second.shape:
-            raise ValueError(f"verify: the models are built differently: they disagree on {name!r}")
-        if first.requires_grad != second.requires_grad:
-            raise ValueError(f"verify: {name!r} requires a gradient in one model alone")
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
+    return described

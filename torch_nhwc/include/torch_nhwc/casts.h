@@ -31,7 +31,7 @@ struct FloatToBFloat16 {
   void operator()(const float* source, std::uint16_t* destination, std::int64_t count) const {
     std::int64_t i = 0;
 #if NHWC_X86_LEVEL >= 5
-    // The instruction takes subnormals for zero. Where a result is zero, the run is looked at again.
+    // The instruction treats subnormals as zero. If a result is zero, the run is checked again.
     constexpr std::int64_t run = 512;
     for (std::int64_t end; (end = i + run < count ? i + run : count / 16 * 16) > i; i = end) {
       __m256i least = _mm256_set1_epi16(0x7FFF);
@@ -65,7 +65,7 @@ struct FloatToHalf {
   NHWC_ALWAYS_INLINE std::uint16_t operator()(float value) const {
     const auto bits = detail::bits_as<std::uint32_t>(value);
     const std::uint32_t sign = bits >> 16 & 0x8000, magnitude = bits & 0x7FFFFFFF;
-    // Adding one half leaves a subnormal half's units in the last places, and rounds as the addition does.
+    // Adding one half moves a subnormal half's units to the last places, and rounds them.
     const std::uint32_t subnormal =
         detail::bits_as<std::uint32_t>(detail::bits_as<float>(magnitude) + 0.5f) - 0x3F000000;
     const std::uint32_t normal = (magnitude - (112u << 23) + 0xFFF + (magnitude >> 13 & 1)) >> 13;

@@ -25,7 +25,7 @@ namespace cuda {
 
 namespace detail {
 
-// Whose registers they fill: with 48 for a thread, or 64 where a thread holds more.
+// Blocks per processor, limited by registers: with 48 for a thread, or 64 where a thread holds more.
 constexpr unsigned blocks_of_a_processor(Elements elements) {
   return destination_bytes(elements) > source_bytes(elements) || source_bytes(elements) == 8 ? 4 : 5;
 }
@@ -53,7 +53,7 @@ inline cudaError_t prepare(const void* kernel, const Limits& limits) {
 }
 
 inline cudaError_t run(const void* kernel, const Launch& launch, void* scratch, cudaStream_t stream) {
-  // The lists of all capacities begin alike, and the runtime copies as much as the kernel takes.
+  // Lists of all capacities have the same beginning, and the runtime copies as much as the kernel takes.
   FilterList<capacity_of(large_argument_bytes)> list;
   list.size = static_cast<std::uint32_t>(launch.filters.size());
   std::copy(launch.filters.begin(), launch.filters.end(), list.filters);
@@ -72,7 +72,7 @@ inline cudaError_t run(const void* kernel, const Launch& launch, void* scratch, 
 /// @param source       `filters * rows * columns` elements, read only, aligned to their size.
 /// @param destination  as many elements; must not overlap `source`.
 /// @return cudaErrorInvalidValue for misaligned pointers, one memory for both, or filters of 2^31 elements and more;
-///         else what CUDA says of the launch.
+///         otherwise the result of the launch.
 template <Elements elements>
 cudaError_t filter_transpose(const void* source, void* destination, std::int64_t filters, std::int64_t rows,
                              std::int64_t columns, cudaStream_t stream = nullptr) {

@@ -1,4 +1,4 @@
-// The filter transpose: the one kernel behind every layout conversion of a convolution weight on a CPU.
+// The filter transpose: the kernel of every layout conversion of a convolution weight on a CPU.
 //
 // A weight [O, I, *kernel] is O filters. In contiguous format a filter is a row-major matrix of I rows (channels) and K
 // columns (taps, the product of the kernel's sizes); in channels-last format it is the transpose, K rows and I columns,
@@ -8,8 +8,8 @@
 //   back:              filter_transpose(source, destination, O, K, I)
 //
 // Needs C++17 and no other library. No allocation, no threads, no static state: split `filters` to use several threads.
-// The code is for the instruction set that the file is compiled for, see cpu/level.h; cpu/matrix_transpose.h has the
-// ways through a matrix, cpu/zip_network.h the shuffles.
+// The code uses the instruction set that the including file is compiled for, see cpu/level.h. cpu/matrix_transpose.h
+// cuts matrices into tiles, cpu/zip_network.h has the shuffles.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +23,11 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-/// How results are written. `non_temporal` stores go past the caches: for destinations much larger than those, whose
-/// pages are resident already. They take effect where registers of 64 bytes meet aligned rows of whole cache lines.
+/// How results are written. `non_temporal` stores bypass the caches: for destinations much larger than the caches whose
+/// pages are resident already. They are used with registers of 64 bytes, for aligned rows of whole cache lines.
 enum class Stores { cached, non_temporal };
 
-/// The default conversion of one element: the language's own.
+/// Converts one element as the language does.
 template <typename To>
 struct StaticCast {
   template <typename From>
@@ -38,7 +38,7 @@ struct StaticCast {
 
 namespace detail {
 
-/// Whether non-temporal stores can serve: aligned registers of 64 bytes everywhere, and no tile overlaps another.
+/// Returns whether non-temporal stores can serve: all registers of 64 bytes are aligned, and no tiles overlap.
 template <int size, int register_bytes>
 bool can_stream(const void* destination, Index rows, Index columns) {
   const Index short_side = rows < columns ? rows : columns, long_side = rows < columns ? columns : rows;
@@ -50,14 +50,14 @@ bool can_stream(const void* destination, Index rows, Index columns) {
 #endif
 }
 
-/// Orders non-temporal stores before whatever follows.
+/// Orders non-temporal stores before all that follows.
 inline void finish_stream() {
 #if NHWC_X86_LEVEL >= 3
   _mm_sfence();
 #endif
 }
 
-/// A linear copy that fetches what lies `ahead` bytes further on, into the second-level cache: the first is full.
+/// Copies linearly, and prefetches what is `ahead` bytes further into the second-level cache: the first is full.
 inline void copy_and_prefetch(const char* from, char* to, Index bytes, Index ahead) {
   constexpr Index line = 64;
   Index i = 0;
@@ -99,10 +99,11 @@ void filter_transpose(const Element* source, Element* destination, std::int64_t 
                                             detail::Keep<Element>{});
 }
 
-/// The same, with every element converted by `cast` on the way.
+/// Transposes, and converts every element by `cast`.
 ///
-/// @param cast  `To cast(From)`, called at least once for each element, in unspecified order; or, for casts that have a
-///              faster way for many elements, `cast(const From* source, To* destination, std::int64_t count)`.
+/// @param cast  `To cast(From)`, called at least once for each element, in unspecified order; or, if many elements can
+/// be
+///              cast faster, `cast(const From* source, To* destination, std::int64_t count)`.
 template <typename From, typename To, typename Cast = StaticCast<To>, int register_bytes = NHWC_REGISTER_BYTES,
           typename = std::enable_if_t<!std::is_same_v<Cast, Stores>>>
 void filter_transpose(const From* source, To* destination, std::int64_t filters, std::int64_t rows,

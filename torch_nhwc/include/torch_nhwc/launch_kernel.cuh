@@ -26,7 +26,7 @@ namespace nhwc {
 namespace cuda {
 namespace detail {
 
-// Filters that no shared memory holds, in place.
+// Permutes filters in place that are too long for shared memory.
 template <Elements elements, unsigned capacity>
 __global__ void __launch_bounds__(threads_of_a_block, /*blocks of a processor=*/1)
     permute_long_filters(const __grid_constant__ FilterList<capacity> list, char* scratch,
@@ -75,7 +75,7 @@ inline const void* kernel_of(const Launch& launch) {
 
 }  // namespace detail
 
-/// What the current device and its driver allow.
+/// Reads what the current device and its driver allow.
 inline cudaError_t limits_of_device(Limits& limits) {
   int device = 0, shared_bytes = 0, processors = 0, driver = 0;
   cudaError_t error = cudaGetDevice(&device);
@@ -91,8 +91,8 @@ inline cudaError_t limits_of_device(Limits& limits) {
   return cudaSuccess;
 }
 
-/// What the first launch of a kernel on a device needs: so much shared memory as a launch that was planned with
-/// `limits` may ask for. Whatever can fail without the device failing, fails here.
+/// Prepares the first launch of a kernel on a device: it requests as much shared memory as a launch that was planned
+/// with `limits` may need. Everything that can fail while the device works fails here.
 inline cudaError_t prepare_kernel(const Launch& launch, const Limits& limits) {
   return detail::prepare(detail::kernel_of(launch), limits);
 }

@@ -1,8 +1,8 @@
-// Whole models in C++: the convolution weights of a torch::nn::Module or a torch::jit::Module, converted in one call.
+// Converts the convolution weights of a torch::nn::Module or a torch::jit::Module in one call.
 //
-// Everything here is inline over ops.h, and the library has to be loaded or linked as it says there. The including file
-// needs LibTorch's C++ API (torch/torch.h) or TorchScript's (torch/script.h), whichever its model is made of.
-// module/convert_sites.h has the options of a conversion, module/report.h what it reports.
+// Everything here is inline over ops.h, which says how to load or link the library. The including file needs LibTorch's
+// C++ API (torch/torch.h) or TorchScript's (torch/script.h), whichever its model uses. module/convert_sites.h has the
+// options of a conversion, module/report.h its report.
 #pragma once
 
 #include <torch/csrc/jit/api/module.h>
@@ -15,13 +15,13 @@
 #include <vector>
 
 #include "torch_nhwc/module/convert_sites.h"
-#include "torch_nhwc/module/graph_walk.h"
 #include "torch_nhwc/module/report.h"
+#include "torch_nhwc/module/script_walk.h"
 
 namespace nhwc {
 namespace module_detail {
 
-// The weight of a module that is, or derives from, one of the layers, and the layer's groups; null for others.
+// Returns the weight of a module that is, or derives from, one of the layers, and sets the groups; null for others.
 template <typename... Layers>
 const at::Tensor* weight_of(const torch::nn::Module& module, std::int64_t& groups) {
   const at::Tensor* weight = nullptr;
@@ -32,7 +32,7 @@ const at::Tensor* weight_of(const torch::nn::Module& module, std::int64_t& group
   return weight;
 }
 
-// By hand, since named_modules wants modules that a shared_ptr owns, and lists one that is held twice two times.
+// Not by named_modules, which requires modules that a shared_ptr owns, and lists a module that is held twice two times.
 inline void find_sites(const torch::nn::Module& module, const std::string& path,
                        std::unordered_set<const torch::nn::Module*>& seen, std::vector<Site>& sites) {
   using namespace torch::nn;
@@ -48,7 +48,7 @@ inline void find_sites(const torch::nn::Module& module, const std::string& path,
   }
 }
 
-// The parameters and buffers of a module of either kind.
+// Returns the parameters and buffers of a module of either kind.
 template <typename Module>
 std::vector<at::Tensor> tensors_of(const Module& module) {
   std::vector<at::Tensor> tensors;
@@ -59,27 +59,26 @@ std::vector<at::Tensor> tensors_of(const Module& module) {
 
 }  // namespace module_detail
 
-/// Brings the weights of all convolution layers of a module into a memory format: `Conv2d`, `Conv3d`, their transposed
-/// kinds and what derives from them, the module itself included. Weights change as by `convert_weights_` of ops.h, in
-/// one call of it and all or nothing: `.grad` follows, shared weights stay shared, and what is in format is left alone.
-/// A weight that shares memory with another parameter or buffer in another view cannot be converted.
+/// Converts the weights of all convolution layers of a module to a memory format: `Conv2d`, `Conv3d`, their transposed
+/// kinds and classes that derive from them, the module itself included. Weights change as by `convert_weights_` of
+/// ops.h, in one call of it and all or nothing: `.grad` follows, shared weights stay shared, and weights that are in
+/// format stay untouched. A weight that shares memory with another parameter or buffer in another view is refused.
 ///
-/// @returns what became of each site; sites that cannot be converted are left as they are, with the reason.
-/// @throws c10::Error, before anything is touched: under `strict`, where a site that was asked for cannot be converted;
-///         for another storage or memory format. From within the conversion, as `convert_weights_` of ops.h.
-inline ModuleReport convert_weights_(torch::nn::Module& module, const ModuleOptions& options = {}) {
+/// @returns what happened to each site; a site that cannot be converted is unchanged, and its row has the reason.
+/// @throws c10::Error, before anything is touched: under `strict`, where a requested site cannot be converted; for
+///         another storage or memory format. From within the conversion, as `convert_weights_` of ops.h.
+inline ModuleReport convert_module_(torch::nn::Module& module, const ModuleOptions& options = {}) {
   std::vector<module_detail::Site> sites;
   std::unordered_set<const torch::nn::Module*> seen;
   module_detail::find_sites(module, "", seen, sites);
   return module_detail::convert_sites(sites, module_detail::tensors_of(module), options);
 }
 
-/// The same for TorchScript: scripted, traced or loaded from an archive. The sites are the tensors that the module's
-/// graphs pass to a convolution as its weight, in whatever layer, parameter or buffer. Those that a graph computes or
-/// has as constants (a frozen module) are refused, and packed ones (quantized, or for oneDNN); what a method takes as
-/// an argument is its caller's.
-inline ModuleReport convert_weights_(torch::jit::Module& module, const ModuleOptions& options = {}) {
-  return module_detail::convert_sites(module_detail::GraphWalk(module).sites(), module_detail::tensors_of(module),
+/// The same for TorchScript: scripted, traced or loaded from an archive. The sites are the parameters and buffers that
+/// a method passes to a convolution unchanged. Weights that a graph computes, holds as constants (a frozen module) or
+/// packs (a quantized one) are no sites: convert before freezing or quantizing, or from Python, which reports them.
+inline ModuleReport convert_module_(torch::jit::Module& module, const ModuleOptions& options = {}) {
+  return module_detail::convert_sites(module_detail::ScriptWalk(module).sites(), module_detail::tensors_of(module),
                                       options);
 }
 

@@ -1,8 +1,8 @@
 // The instruction set that a source file is compiled for.
 //
-// All code that depends on it lives in an inline namespace named after it. Functions of one name that are compiled for
-// several instruction sets and linked into one program would otherwise be merged into one of the versions, and an older
-// CPU would meet instructions that it does not know.
+// All code that depends on it is in an inline namespace with its name. Otherwise functions of one name that are
+// compiled for several instruction sets and linked into one program would be merged into one version, and an older CPU
+// would execute instructions that it does not have.
 #pragma once
 
 #if defined(__x86_64__)
@@ -10,7 +10,7 @@
 #endif
 
 // On x86-64: 1 SSE2, 2 AVX2 with F16C, 3 AVX-512 (F, BW, DQ, VL), 4 with VBMI, 5 with BF16; elsewhere 0. A file that
-// chooses its instruction set by a pragma or an attribute defines it by itself, as compilers do not then define theirs.
+// chooses its instruction set by a pragma or an attribute must define the level, since compilers define nothing there.
 #if !defined(NHWC_X86_LEVEL)
 #if !defined(__x86_64__)
 #define NHWC_X86_LEVEL 0
@@ -27,7 +27,7 @@
 #endif
 #endif
 
-// The size in bytes of the smallest element that registers can shuffle, or 0 where plain loops must do: without
+// The size in bytes of the smallest element that registers can shuffle, or 0 for plain loops: without
 // __builtin_shufflevector (GCC before 12, and compilers that are neither GCC nor Clang). SSE2 has no shuffle of bytes.
 #if !defined(__has_builtin) || defined(__CUDACC__)
 #define NHWC_SMALLEST_SHUFFLED 0

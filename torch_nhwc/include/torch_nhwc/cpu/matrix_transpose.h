@@ -25,7 +25,7 @@ using Index = std::int64_t;
 // Room on the stack, well within a first-level cache.
 constexpr Index buffer_bytes = 8192;
 
-/// Elements that stay what they are.
+/// Elements that are not cast.
 template <typename Element>
 struct Keep {
   using From = Element;
@@ -35,7 +35,7 @@ struct Keep {
   }
 };
 
-/// Elements that are cast on their way, one by one or, where the cast has a way for that, many at a time.
+/// Elements that are cast, one by one or, if the cast supports it, many at a time.
 template <typename FromType, typename ToType, typename Function>
 struct Cast {
   using From = FromType;
@@ -53,7 +53,7 @@ struct Cast {
   }
 };
 
-/// `count` matrices of `rows` x `columns` elements, one behind the other, and where their transposes go. A pitch is the
+/// `count` consecutive matrices of `rows` x `columns` elements, and where their transposes go. A pitch is the
 /// distance in elements between consecutive rows of a matrix.
 struct Matrices {
   const char* source;
@@ -67,7 +67,7 @@ struct Matrices {
   Index long_side() const { return is_wide() ? columns : rows; }
 };
 
-/// Short strips of rows, so that the cache lines that they share stay in cache from column to column.
+/// Transposes short strips of rows, so that cache lines that they share stay in cache from column to column.
 template <typename Way>
 void transpose_by_loops(const Matrices& matrices, const Way& way) {
   constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To), strip = 64;
@@ -90,10 +90,10 @@ void transpose_by_loops(const Matrices& matrices, const Way& way) {
 
 #if NHWC_SMALLEST_SHUFFLED > 0
 
-// A side of this length or shorter is as many registers of one tile.
+// Sides up to this length are the registers of one tile.
 constexpr int longest_short_side = 27;
 
-// The same for elements of a size: those of 16 bytes are rare, and well served by squares.
+// The same by the size of elements: those of 16 bytes are rare, and squares serve them well.
 constexpr int longest_strip_of(int size) { return size < 16 ? longest_short_side : 16; }
 
 /// Loads a tile's registers from `count` rows that are `step` bytes apart, or from consecutive elements.
@@ -136,7 +136,7 @@ NHWC_ALWAYS_INLINE void store_tile(const Vector* tile, char* destination, Index 
   for (int v = 0; v < count; ++v, destination += step) std::memcpy(destination, &tile[v], sizeof(Vector));
 }
 
-/// Tiles along the long side. The last one overlaps the one before it.
+/// Transposes tiles along the long side. The last one overlaps the one before it.
 template <typename Way, int width, int tile_columns, bool is_wide>
 void transpose_strips(const Matrices& matrices, const Way& way) {
   constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
@@ -175,17 +175,18 @@ auto strips_of(const Matrices& matrices) {
   return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest - 1>{});
 }
 
-// A part is at least one register long, whatever the short side and the elements, up to twice as large as their casts.
+// A part is at least one register long, for all short sides and all elements up to twice as large as their casts.
 static_assert(buffer_bytes / (longest_short_side * 2 * 16) >= 64 / 16 && buffer_bytes / (longest_short_side * 2) >= 64);
 
-/// The size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 where that fits.
+/// Returns the size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 if that
+/// fits.
 inline Index even_part(Index length, Index room) {
   const Index parts = (length + room - 1) / room, even = (length + parts - 1) / parts;
   const Index rounded = (even + 63) / 64 * 64;
   return rounded <= room && rounded <= length ? rounded : even;
 }
 
-/// Strips in parts: the rows far apart are gathered or scattered by linear copies from or to a buffer.
+/// Transposes strips in parts: distant rows are gathered or scattered by linear copies from or to a buffer.
 template <typename Way, int width>
 void transpose_in_parts(const Matrices& matrices, const Way& way) {
   constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
@@ -219,7 +220,7 @@ void transpose_in_parts(const Matrices& matrices, const Way& way) {
   }
 }
 
-/// Copies `bytes` bytes, or as many as `at_once` where there is room for them.
+/// Copies `bytes` bytes, or `at_once` if there is room for them.
 template <int at_once>
 NHWC_ALWAYS_INLINE void copy_piece(const char* from, char* to, Index bytes, bool has_room) {
   if (has_room) {
@@ -229,12 +230,12 @@ NHWC_ALWAYS_INLINE void copy_piece(const char* from, char* to, Index bytes, bool
   }
 }
 
-/// Dense matrices that are shorter than a register: the rows of many together are one long strip each, in a buffer.
+/// Transposes dense matrices that are shorter than a register: rows of many matrices form long strips in a buffer.
 template <typename Way, int width>
 void transpose_together(const Matrices& matrices, const Way& way) {
   constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
-  // Pieces are moved as whole registers, in ascending order, so that each covers what the one before it left behind
-  // its end; the buffer's rows have room for that.
+  // Pieces are moved as whole registers, in ascending order, so that each overwrites what the one before it wrote
+  // beyond its end; the buffer's rows have room for that.
   constexpr Index room = width / to_size;
   constexpr Index larger = from_size < to_size ? to_size : from_size;
   const bool is_wide = matrices.is_wide();
@@ -270,8 +271,8 @@ void transpose_together(const Matrices& matrices, const Way& way) {
   }
 }
 
-/// Whether lines that are `pitch` bytes apart fall into so few sets of a first-level cache, of 8 ways of 4096 bytes as
-/// most have, that they push each other out before they are complete.
+/// Returns whether lines that are `pitch` bytes apart use so few sets of a first-level cache (8 ways of 4096 bytes, as
+/// most have) that they evict each other before they are complete.
 inline bool lines_collide(Index lines, Index pitch) {
   constexpr Index ways = 8, way_bytes = 4096, line_bytes = 64;
   if (lines * pitch < ways * way_bytes) return false;
@@ -280,8 +281,9 @@ inline bool lines_collide(Index lines, Index pitch) {
   return in_first_set >= ways;
 }
 
-/// Square tiles, one row in each register. Blocks of whole cache lines are read and written at once. They run along the
-/// short side, which makes one side of the copy linear, unless that is the source and the destination's lines collide.
+/// Transposes square tiles, one row in each register. Blocks of whole cache lines are read and written at once. They
+/// run along the short side, which makes one side of the copy linear, unless that is the source and the destination's
+/// lines collide.
 template <typename Way, int width>
 void transpose_squares(const Matrices& matrices, const Way& way) {
   constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
@@ -321,7 +323,7 @@ void transpose_squares(const Matrices& matrices, const Way& way) {
 
 #endif  // NHWC_SMALLEST_SHUFFLED > 0
 
-/// Whether there is a network for an element of this size.
+/// Returns whether there is a network for an element of this size.
 constexpr bool is_shuffled(int size) {
   return NHWC_SMALLEST_SHUFFLED > 0 && size >= NHWC_SMALLEST_SHUFFLED && size <= 16 && (size & (size - 1)) == 0;
 }

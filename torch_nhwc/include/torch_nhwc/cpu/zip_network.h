@@ -55,7 +55,7 @@ struct Round {
     return turn == Turn::zip ? e % radix * pile + e / radix : e % pile * radix + e / pile;
   }
 
-  /// The registers from which register `v` of the result takes its elements, in the order of their first use.
+  /// Lists the registers that contain the elements of register `v` of the result, in the order of their first use.
   struct Origins {
     int registers[radix + 1] = {};
     int count = 0;
@@ -71,8 +71,8 @@ struct Round {
     return found;
   }
 
-  /// Where lane `lane` of result `v` comes from when its `k`-th origin joins those before: an index into the lanes of
-  /// the two operands, -1 for a lane that a later origin fills.
+  /// Returns the origin of lane `lane` of result `v` when its `k`-th register joins those before: an index into the
+  /// lanes of the two operands, -1 for a lane that a later register fills.
   static constexpr int lane_origin(int v, int k, int lane) {
     const int from = origin(v * Register::elements + lane / Register::lanes_of_element);
     const int from_register = from / Register::elements;
@@ -107,12 +107,12 @@ constexpr int smallest_factor(int n) {
   return factor;
 }
 
-/// Shuffles for one register to carry the digits of `n` around: a round of radix p for each prime factor p.
+/// Returns the shuffles per register that move the digits of `n` around: a round of radix p for each prime factor p.
 constexpr int shuffles_by_factors(int n) {
   return n == 1 ? 0 : smallest_factor(n) - 1 + shuffles_by_factors(n / smallest_factor(n));
 }
 
-/// Rounds that carry all digits of `carried` around, lowest prime factor first. All factors of a row are 2.
+/// Runs the rounds that move all digits of `carried` around, lowest prime factor first. All factors of a row are 2.
 template <typename Register, int columns, Turn turn, int carried>
 NHWC_ALWAYS_INLINE void carry_digits(typename Register::Vector* tile) {
   if constexpr (carried > 1) {

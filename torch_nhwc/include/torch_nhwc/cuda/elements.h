@@ -1,4 +1,4 @@
-// Elements on their way through a GPU, as bits: cast one by one, and packed into what one access moves.
+// Elements on a GPU, as bits: cast one by one, and packed into the vectors that one access moves.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 namespace nhwc {
 namespace cuda {
 
-/// What one access moves at the most.
+/// The largest vector that one access moves.
 struct alignas(16) Quad {
   std::uint32_t words[4];
 };
@@ -31,7 +31,7 @@ using Bits = std::conditional_t<
     std::conditional_t<bytes == 2, std::uint16_t,
                        std::conditional_t<bytes == 4, std::uint32_t, std::conditional_t<bytes == 8, Pair, Quad>>>>;
 
-// One element on its way, as bits.
+// Converts one element, as bits.
 template <Elements elements>
 NHWC_HOST_DEVICE Bits<destination_bytes(elements)> cast(const Bits<source_bytes(elements)>& bits) {
   if constexpr (elements == Elements::bfloat16_to_float) {
@@ -56,7 +56,7 @@ NHWC_HOST_DEVICE Bits<destination_bytes(elements)> cast(const Bits<source_bytes(
   }
 }
 
-// An element in its place in a vector of 16 bytes, as words.
+// Reads and writes an element in its place in a vector of 16 bytes, as words.
 template <unsigned bytes>
 NHWC_HOST_DEVICE void insert(Quad& vector, unsigned index, const Bits<bytes>& element) {
   if constexpr (bytes == 16) {

@@ -1,9 +1,9 @@
-// A launch of the kernels on a GPU: the list of weights that it takes, and how these are cut and lie in shared memory.
+// A launch of the kernels on a GPU: its list of weights, and how they are cut and laid out in shared memory.
 //
 // A tile is what one block of threads moves through its shared memory, about 16 KB. Weights are cut into tiles by
 // bytes, and the tiles of all weights that the same kernel moves are one launch: each weight knows the number of its
-// first block, and a block finds its weight by a binary search. The list travels as the kernel's argument, by value, so
-// that nothing is allocated or copied for it, and a CUDA graph can record the launch.
+// first block, and a block finds its weight by a binary search. The list is the kernel's argument, by value, so that
+// nothing is allocated or copied for it, and a CUDA graph can record the launch.
 //
 // Needs C++17 and no other library, CUDA's included.
 #pragma once
@@ -22,7 +22,7 @@
 namespace nhwc {
 namespace cuda {
 
-/// What happens to the elements on the way: they are moved, by their size in bytes, or cast.
+/// What happens to the elements: they are moved, by their size in bytes, or cast.
 enum class Elements : std::uint8_t {
   bytes1,
   bytes2,
@@ -47,8 +47,8 @@ NHWC_HOST_DEVICE constexpr unsigned destination_bytes(Elements elements) {
 
 /// `filters` consecutive row-major matrices of `rows` x `columns` that become `columns` x `rows`. From contiguous to
 /// channels-last the rows are the channels and the columns the taps; back it is the other way round. With one row or
-/// column the elements keep their order. Where `source` equals `destination` each filter is permuted in its own bytes;
-/// else the two must not overlap. Pointers are aligned to their elements.
+/// column the elements keep their order. If `source` equals `destination`, each filter is permuted in its own bytes;
+/// otherwise the two must not overlap. Pointers are aligned to their elements.
 struct Weight {
   const void* source;
   void* destination;
@@ -56,13 +56,13 @@ struct Weight {
   Elements elements;
 };
 
-/// What one kernel's arguments may take: anywhere, and from CUDA 12.1, its drivers and sm_70 on.
+/// The bytes that one kernel's arguments may have: everywhere, and with CUDA 12.1, its drivers and sm_70 or later.
 constexpr unsigned small_argument_bytes = 4 << 10, large_argument_bytes = (32 << 10) - 4;
 
-/// The shared memory that every device gives a block without being asked.
+/// The shared memory of a block on every device without opting in.
 constexpr unsigned plain_shared_bytes = 48 << 10;
 
-/// What the device and its driver allow.
+/// The limits of the device and its driver.
 struct Limits {
   unsigned shared_bytes = plain_shared_bytes;  ///< of one block, after opting in; at least 48 KB
   unsigned argument_bytes = small_argument_bytes;
@@ -71,17 +71,17 @@ struct Limits {
 
 constexpr unsigned threads_of_a_block = 256;
 
-/// The way that a block goes about its tile.
+/// How a block moves its tile.
 ///
 /// The first two move whole bundles. A bundle is so many neighbouring lines of a filter that they fill 16 bytes across:
-/// 4 channels of a float32 weight, with all of their taps. Seen from the one side a bundle is consecutive bytes, seen
-/// from the other 16 bytes of every line. A run of bundles is linear on the one side, over any number of filters, and
-/// on the other made of long pieces, so both are read and written by 16 bytes.
+/// 4 channels of a float32 weight, with all of their taps. On one side a bundle is consecutive bytes, on the other it
+/// is 16 bytes of every line. A run of bundles is linear on one side, over any number of filters, and consists of long
+/// pieces on the other, so both are read and written by 16 bytes.
 enum class Way : std::uint8_t {
   gather,     ///< bundles of rows: in linearly, out by pieces, collected from shared memory
   scatter,    ///< bundles of columns: in by pieces, which are scattered to shared memory, out linearly
   filters,    ///< whole filters, linear on both sides: lines of any length
-  rectangle,  ///< a part of one filter, element by element: what nothing else serves
+  rectangle,  ///< a part of one filter, element by element, if nothing else serves
   copy,       ///< the elements keep their order
 };
 
@@ -104,10 +104,10 @@ struct FilterList {
   Filters filters[capacity];
 };
 
-/// Beside the filters a kernel takes their number and, for long ones, the scratch and its size.
+/// In addition to the filters a kernel takes their number and, for long ones, the scratch and its size.
 constexpr unsigned capacity_of(unsigned argument_bytes) { return (argument_bytes - 24) / sizeof(Filters); }
 
-/// The weight that a block works on: the last that begins at it or before it.
+/// Returns the weight that a block works on: the last one that begins at it or before it.
 NHWC_HOST_DEVICE inline const Filters& filters_of_block(const Filters* filters, std::uint32_t size,
                                                         std::uint32_t block) {
   std::uint32_t first = 0;
@@ -124,7 +124,7 @@ struct Launch {
   std::vector<Filters> filters;
   std::uint32_t blocks;
   std::uint32_t shared_bytes;   ///< of a block
-  std::uint64_t scratch_bytes;  ///< of a block, in global memory, for filters that no shared memory holds; else 0
+  std::uint64_t scratch_bytes;  ///< of a block, in global memory, for filters that no shared memory holds; otherwise 0
 };
 
 /// A filter that is too long for shared memory is permuted by one block, from a copy of it in global memory: `copy`,
@@ -160,10 +160,10 @@ struct LongFilter {
   }
 };
 
-/// How lines lie in a tile: the `n`-th has `length` elements of `element_bytes`, and all follow one another, but for
-/// one unit (a word, or an element where that is longer) that is left free after so many bundles that the banks would
-/// repeat. Then threads that each take an element at one place of consecutive bundles meet different banks, whatever
-/// the length: with `length * 16` bytes from bundle to bundle, banks repeat after 8 / gcd(length, 8) of them.
+/// The layout of lines in a tile: each has `length` elements of `element_bytes`, and they are consecutive, except that
+/// one unit (a word, or an element if that is longer) is free after as many bundles as the banks would repeat. Then
+/// threads that each read an element at one place of consecutive bundles use different banks, for any length: with
+/// `length * 16` bytes from bundle to bundle, banks repeat after 8 / gcd(length, 8) of them.
 struct TileLayout {
   std::uint32_t length, element_bytes;
   std::uint32_t shift;  ///< log2 of the bundles between two gaps
@@ -181,7 +181,7 @@ struct TileLayout {
   /// The chunks of 16 bytes between two gaps: a multiple of 8.
   NHWC_HOST_DEVICE std::uint32_t chunks_between_gaps() const { return length << shift; }
 
-  /// The offset of the first line of a bundle.
+  /// Returns the offset of the first line of a bundle.
   NHWC_HOST_DEVICE std::uint32_t bundle(std::uint32_t index) const {
     return index * length * 16 + (index >> shift) * unit_bytes();
   }

@@ -1,7 +1,6 @@
-// The plan for a GPU: from a list of weights to kernel launches, as few as one for a whole model.
+// Plans kernel launches for a list of weights, as few as one for a whole model.
 //
-// Needs C++17 and no other library, CUDA's included; launch.h has what a launch is, tile.h what a block does with its
-// tile.
+// Needs C++17 and no other library, CUDA's included. launch.h has the launch, tile.h the work of a block.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +25,7 @@ inline std::uint64_t power_of_two_up_to(std::uint64_t limit) {
   return power;
 }
 
-// A weight in tiles of one way. Without any, the way cannot serve it.
+// A weight in tiles of one way; without tiles, the way cannot serve it.
 struct Cut {
   Way way = Way::copy;
   std::uint64_t tiles = 0;
@@ -35,7 +34,7 @@ struct Cut {
   std::uint64_t shared_bytes = 0;
 };
 
-// What a weight's tiles may be: parts of filters, or whole filters, as a permutation in place needs them.
+// Cuts a weight into tiles: parts of filters, or whole filters for a permutation in place.
 class Cutter {
  public:
   Cutter(const Weight& weight, const Limits& limits) : weight_(weight), shared_bytes_(limits.shared_bytes) {}
@@ -45,7 +44,7 @@ class Cutter {
     return {Way::copy, divide_up(filters_ * size_, per_block), filters_ * size_, per_block, 0, 0};
   }
 
-  // A side of whole sectors is bundled before any other, and then the longer one, for the longer pieces.
+  // A side of whole sectors is preferred for bundles, then the longer side, for longer pieces.
   Cut bundles(bool whole_filters) const {
     const bool rows_first = rows_ >= columns_;
     for (const unsigned aligned_to : {32, 16}) {
@@ -57,7 +56,7 @@ class Cutter {
     return {};
   }
 
-  // So many filters that every tile begins aligned.
+  // As many filters as make every tile begin aligned.
   Cut filters(bool is_in_place) const {
     const std::uint64_t narrow = size_ * std::min(from_bytes_, to_bytes_);
     const std::uint64_t step = narrow % 16 == 0 ? 1 : 16 / (narrow & (~narrow + 1));  // of the lowest bit that is set
@@ -72,7 +71,7 @@ class Cutter {
   Cut rectangles(bool whole_filters) const {
     std::uint64_t height = rows_, width = columns_;
     if (!whole_filters) {
-      // Both sides as long as a warp where they can be; the rest goes to the height.
+      // Both sides are as long as a warp if possible; the rest goes to the height.
       const std::uint64_t elements = tile_bytes / to_bytes_;
       width = std::min(width, std::max<std::uint64_t>(32, elements / std::min<std::uint64_t>(height, 128)));
       height = std::min(height, elements / width);
@@ -84,8 +83,8 @@ class Cutter {
   }
 
  private:
-  // Bundles want lines of whole sectors of 32 bytes; in long lines it does not matter that sectors are shared. With a
-  // cast that makes the linear side narrower, two bundles are 16 bytes of it, and so are always together.
+  // Lines of bundles should be whole sectors of 32 bytes; in long lines shared sectors do not matter. If a cast makes
+  // the linear side narrower, two bundles are 16 bytes of it, and always go together.
   Cut bundles_of(bool rows, unsigned aligned_to, bool whole_filters) const {
     const std::uint64_t bytes = rows ? to_bytes_ : from_bytes_;
     const std::uint64_t across = (rows ? rows_ : columns_) * bytes, length = rows ? columns_ : rows_;
@@ -97,11 +96,11 @@ class Cutter {
     if (whole_filters) {
       per_block = of_a_filter * std::max<std::uint64_t>(1, tile_bytes / (size_ * bytes));
     } else {
-      // Eight bundles side by side write whole cache lines, and meet no bank twice.
+      // Eight neighbouring bundles write whole cache lines, without a bank conflict.
       const std::uint64_t wide = std::max(from_bytes_, to_bytes_) / bytes;  // how much more the linear side may be
-      const std::uint64_t wanted = std::max<std::uint64_t>(8, tile_bytes / (16 * length * wide));
+      const std::uint64_t bundles = std::max<std::uint64_t>(8, tile_bytes / (16 * length * wide));
       const std::uint64_t most = std::min<std::uint64_t>(threads_of_a_block, plain_shared_bytes / (16 * length + 16));
-      per_block = power_of_two_up_to(std::min(wanted, most));
+      per_block = power_of_two_up_to(std::min(bundles, most));
       if (most < 2) return {};
     }
     const TileLayout layout(length, bytes);
@@ -120,7 +119,7 @@ class Cutter {
        16) == 0;
 };
 
-// The launches, while they fill.
+// The launches that are being filled.
 class Planner {
  public:
   explicit Planner(const Limits& limits) : limits_(limits), capacity_(capacity_of(limits.argument_bytes)) {}
@@ -132,7 +131,7 @@ class Planner {
     if (keeps_order)
       weight = {weight.source,  weight.destination, weight.filters * weight.rows * weight.columns, 1, 1,
                 weight.elements};
-    // Counts of blocks and of what they share out are kept well below 2^32.
+    // Counts of blocks and of their work stay well below 2^32.
     const std::int64_t size = weight.rows * weight.columns;
     const std::int64_t filters_of_a_part = std::max<std::int64_t>(1, (std::int64_t{1} << 30) / size);
     for (std::int64_t first = 0; first < weight.filters; first += filters_of_a_part) {
@@ -144,7 +143,7 @@ class Planner {
   }
 
   std::vector<Launch> launches() && {
-    // So far long filters have a block each: these have turns.
+    // At this point each long filter has its own block: blocks take turns.
     for (Launch& launch : launches_) {
       if (launch.scratch_bytes != 0) launch.blocks = std::min(launch.blocks, limits_.processors);
     }
@@ -159,7 +158,7 @@ class Planner {
     if (cut.tiles == 0) cut = cutter.filters(is_in_place);
     if (cut.tiles == 0) cut = cutter.rectangles(is_in_place);
     if (cut.tiles != 0) return add(part, cut);
-    // A filter that is too long to be permuted in shared memory: by way of a copy of it.
+    // A filter that is too long to be permuted in shared memory goes through a copy.
     const std::uint64_t size = part.rows * part.columns * source_bytes(part.elements);
     const std::uint64_t scratch_bytes = divide_up(size, 256) * 256;
     cut = cutter.bundles(false);
@@ -181,7 +180,7 @@ class Planner {
     launch.scratch_bytes = std::max(launch.scratch_bytes, scratch_bytes);
   }
 
-  // Blocks with much shared memory leave room for few others, so they are kept apart.
+  // Blocks with much shared memory leave room for few others, so they get their own launches.
   Launch& launch_for(Elements elements, const Cut& cut, std::uint64_t scratch_bytes) {
     const auto is_large = [](std::uint64_t shared_bytes) { return shared_bytes > plain_shared_bytes; };
     for (Launch& launch : launches_) {
@@ -202,8 +201,8 @@ class Planner {
 
 }  // namespace detail
 
-/// Whether the plan can take a weight: pointers aligned to their elements, filters below 2^31 elements, and no cast in
-/// place. Empty weights may have null pointers.
+/// Returns whether a weight can be planned: pointers aligned to their elements, filters below 2^31 elements, and no
+/// cast in place. Empty weights may have null pointers.
 inline bool can_plan(const Weight& weight) {
   const bool is_small = weight.rows == 0 || weight.columns <= ((std::int64_t{1} << 31) - 1) / weight.rows;
   const bool is_in_place = weight.source == weight.destination && weight.source != nullptr;
@@ -213,7 +212,7 @@ inline bool can_plan(const Weight& weight) {
          reinterpret_cast<std::uintptr_t>(weight.destination) % destination_bytes(weight.elements) == 0;
 }
 
-/// The launches that convert the weights, all of which `can_plan`. None where nothing moves.
+/// Returns the launches that convert the weights, all of which `can_plan`. There are none if nothing moves.
 inline std::vector<Launch> plan_launches(const std::vector<Weight>& weights, const Limits& limits = {}) {
   detail::Planner planner(limits);
   for (const Weight& weight : weights) planner.add(weight);

@@ -1,9 +1,9 @@
-// What one block of a GPU's threads does with its tile of a weight.
+// The work of one block of a GPU's threads on its tile of a weight.
 //
 // A tile goes through shared memory in two phases with a barrier between them, each a function of the block and the
-// thread. They are marked for host and device, so that all of it but the barrier can be run, tested and counted without
-// a GPU, by any C++17 compiler. launch_plan.h cuts weights into tiles, and launch.h says how these lie in shared
-// memory; filter_transpose.cuh and launch_kernel.cuh have the kernels.
+// thread. They are marked for host and device, so that everything but the barrier can be run, tested and counted
+// without a GPU, by any C++17 compiler. launch_plan.h cuts weights into tiles, launch.h has their layout in shared
+// memory, and filter_transpose.cuh and launch_kernel.cuh have the kernels.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@
 namespace nhwc {
 namespace cuda {
 
-/// How the phases reach memory: as everyone does. Tests pass one that counts.
+/// Accesses memory plainly. Tests pass a class that counts.
 struct DirectAccess {
   template <typename Value>
   NHWC_HOST_DEVICE Value load(const void* from) const {
@@ -42,7 +42,7 @@ struct DirectAccess {
 
 namespace detail {
 
-// Division by one number, above 1, of many below 2^15.
+// Divides many numbers below 2^15 by one number above 1.
 class Divisor {
  public:
   NHWC_HOST_DEVICE explicit Divisor(std::uint32_t divisor) : reciprocal_(0xFFFFFFFFu / divisor + 1) {}
@@ -58,7 +58,7 @@ class Divisor {
   std::uint32_t reciprocal_;
 };
 
-// values[i] becomes values[(i + by) % count]. All indices are constants, so that the values stay in registers.
+// Moves values[(i + by) % count] to values[i]. All indices are constants, so that the values stay in registers.
 template <typename Value, unsigned count>
 NHWC_HOST_DEVICE void rotate(Value (&values)[count], std::uint32_t by) {
   NHWC_UNROLL
@@ -73,7 +73,7 @@ NHWC_HOST_DEVICE void rotate(Value (&values)[count], std::uint32_t by) {
 
 }  // namespace detail
 
-/// What a block does with one tile of a weight: `load` by all threads, a barrier, `store` by all threads.
+/// One tile of a weight: all threads call `load`, wait at a barrier, and call `store`.
 template <Elements elements, typename Access = DirectAccess>
 class Tile {
  public:
@@ -114,7 +114,7 @@ class Tile {
   NHWC_HOST_DEVICE std::uint32_t count() const { return least(filters_.per_block, filters_.count - first()); }
   NHWC_HOST_DEVICE std::uint64_t filter_size() const { return std::uint64_t{filters_.rows} * filters_.columns; }
 
-  // Loads what lies `pitch` bytes apart, from `begin` on every `stride`-th, and uses it; several loads wait together.
+  // Loads every `stride`-th value from `begin` on, `pitch` bytes apart, and uses it; several loads wait together.
   template <typename Vector, unsigned stride, typename Use>
   NHWC_HOST_DEVICE void load_each(const char* source, std::uint64_t pitch, std::uint32_t begin, std::uint32_t end,
                                   const Use& use) const {
@@ -133,8 +133,8 @@ class Tile {
     }
   }
 
-  // The linear side of a tile, by vectors of 16 bytes. In the tile a vector is so many units, that a warp takes each
-  // at a different rotation: side by side, every fourth word would be in the same bank.
+  // The linear side of a tile, by vectors of 16 bytes. In the tile a vector is several units, which the threads of a
+  // warp access in different rotations: without them, every fourth word would be in the same bank.
   template <unsigned linear_bytes, unsigned tile_bytes>
   struct Linear {
     static constexpr unsigned elements_of_a_vector = 16 / linear_bytes;
@@ -155,7 +155,7 @@ class Tile {
     }
   };
 
-  // `lines` of `length` elements that follow one another, into the tile.
+  // Loads `lines` of `length` consecutive elements into the tile.
   NHWC_HOST_DEVICE void load_linear(std::uint32_t length, std::uint32_t lines, std::uint32_t thread) const {
     using Side = Linear<from_bytes, to_bytes>;
     const TileLayout layout(length, to_bytes);
@@ -177,7 +177,7 @@ class Tile {
     }
   }
 
-  // The tile's bundles of columns, one after the other.
+  // Stores the tile's bundles of columns, one after the other.
   NHWC_HOST_DEVICE void store_linear(std::uint32_t thread) const {
     using Side = Linear<to_bytes, from_bytes>;
     const TileLayout layout(filters_.rows, from_bytes);
@@ -198,7 +198,7 @@ class Tile {
     }
   }
 
-  // Elements from one packing to another, cast: a linear vector is one quad, in the tile it is some units.
+  // Casts elements from one packing to another: a linear vector is one quad, in the tile it is several units.
   template <typename In, unsigned count_in, typename Out, unsigned count_out>
   NHWC_HOST_DEVICE static void convert(const In (&in)[count_in], Out (&out)[count_out]) {
     constexpr unsigned in_a_quad = 16 / sizeof(In), out_a_quad = 16 / sizeof(Out);
@@ -217,7 +217,7 @@ class Tile {
     }
   }
 
-  // The element at which the tile begins on its linear side.
+  // Returns the element at which the tile begins on its linear side.
   NHWC_HOST_DEVICE std::uint64_t linear_begin() const {
     switch (filters_.way) {
       case Way::gather: return std::uint64_t{first()} * (16 / to_bytes) * filters_.columns;
@@ -226,8 +226,8 @@ class Tile {
     }
   }
 
-  // The other side of bundles: 16 bytes of every line, to or from every line's piece in memory. A thread keeps to one
-  // bundle and walks along its lines; where there are fewer bundles than threads, several share the lines out.
+  // The other side of bundles: 16 bytes of every line, to or from the line's piece in memory. A thread stays with one
+  // bundle and walks along its lines; if there are fewer bundles than threads, several threads share the lines.
   template <bool is_load>
   NHWC_HOST_DEVICE void move_bundles(std::uint32_t thread) const {
     constexpr unsigned bytes = is_load ? from_bytes : to_bytes, lines = 16 / bytes;
@@ -263,10 +263,10 @@ class Tile {
     }
   }
 
-  // How threads share out the lines of a tile's bundles. A warp that has fewer bundles than lanes is at several places
-  // of the lines at once; their distance is chosen so that these, too, are in different banks.
+  // Shares the lines of a tile's bundles among threads. A warp with fewer bundles than lanes is at several places of
+  // the lines at once; their distance is chosen so that they are in different banks, too.
   struct Share {
-    std::uint32_t bundles = threads_of_a_block;  // that threads side by side take
+    std::uint32_t bundles = threads_of_a_block;  // of neighbouring threads
     std::uint32_t span;                          // neighbouring places that one thread takes
     NHWC_HOST_DEVICE Share(std::uint32_t length, std::uint32_t bundles_of_a_tile, unsigned bytes, std::uint32_t shift) {
       while (bundles / 2 >= bundles_of_a_tile) bundles /= 2;
@@ -279,7 +279,7 @@ class Tile {
     }
   };
 
-  // Out of whole filters in the tile, linearly: each thread goes down the columns from where its vector begins.
+  // Stores whole filters from the tile, linearly: each thread walks down the columns from the begin of its vector.
   NHWC_HOST_DEVICE void store_filters(std::uint32_t thread) const {
     constexpr unsigned of_a_vector = 16 / to_bytes;
     const TileLayout layout(filters_.columns, to_bytes);
@@ -345,7 +345,7 @@ class Tile {
     }
   }
 
-  // By vectors of 16 bytes of the wider type, where all is aligned.
+  // Copies by vectors of 16 bytes of the wider type if everything is aligned.
   NHWC_HOST_DEVICE void copy(std::uint32_t thread) const {
     constexpr unsigned of_a_vector = 16 / (from_bytes > to_bytes ? from_bytes : to_bytes);
     using FromVector = detail::Bits<of_a_vector * from_bytes>;

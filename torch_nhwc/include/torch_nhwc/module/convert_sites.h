@@ -1,4 +1,4 @@
-// The one way from the weights that a walk over a module has found to their conversion and its report.
+// Converts the weights that a walk over a module has found, and reports what happened to them.
 #pragma once
 
 #include <c10/core/MemoryFormat.h>
@@ -20,37 +20,37 @@
 
 namespace nhwc {
 
-/// Which sites of a module are converted, and how.
+/// The options of `convert_module_`.
 struct ModuleOptions {
-  /// Nothing: channels-last, by the rank of each weight. `ChannelsLast` converts the 4D weights and `ChannelsLast3d`
-  /// the 5D ones, and the others are kept; `Contiguous` goes for both.
+  /// By default channels-last of each weight's rank. `ChannelsLast` converts only the 4D weights, `ChannelsLast3d` only
+  /// the 5D ones, and `Contiguous` both.
   std::optional<at::MemoryFormat> memory_format = std::nullopt;
-  /// Where the bytes go: "auto", "fresh", "reuse" or "detach", see `convert_weights_` of ops.h.
+  /// "auto", "fresh", "reuse" or "detach", see `convert_weights_` of ops.h.
   std::string storage = "auto";
-  /// Raise where a site cannot be converted, instead of leaving it as it is.
+  /// Whether to raise if a requested site cannot be converted.
   bool strict = false;
-  /// Takes the path of a layer and says whether its weight is to be converted. Nothing: all are.
+  /// Returns whether to convert the weight of the layer with this path. By default all are converted.
   std::function<bool(const std::string& path)> filter = nullptr;
 };
 
 namespace module_detail {
 
-// A site as a walk finds it.
+// A site that a walk has found.
 struct Site {
   std::string path;
   std::string name;
   std::string layer;
-  std::int64_t rank;             // of the weight, 0 where nothing tells
-  at::Tensor weight;             // undefined where the walk has none
-  std::string_view reason = "";  // why the weight cannot be converted, where the walk knows of something against it
-  std::int64_t groups = 0;       // of the convolution, 0 where they are not known
+  std::int64_t rank;             // of the weight, 0 if unknown
+  at::Tensor weight;             // undefined if the layer has none
+  std::string_view reason = "";  // why the weight cannot be converted, if the walk knows that it cannot
+  std::int64_t groups = 0;       // of the convolution, 0 if unknown
 };
 
-// What a format comes to for a convolution: contiguous, where filters of one group have one channel. PyTorch computes
-// some of those wrong on channels-last, and nothing would lie elsewhere.
-inline std::optional<at::MemoryFormat> format_of(const Site& site, std::optional<at::MemoryFormat> wanted) {
+// Returns the format for a site: contiguous, if its only group has filters of one channel. PyTorch computes some such
+// convolutions wrong on channels-last, and the order of their elements is the same.
+inline std::optional<at::MemoryFormat> format_of(const Site& site, std::optional<at::MemoryFormat> requested) {
   const bool has_sizes = site.weight.defined() && site.weight.layout() == at::kStrided && site.weight.dim() > 1;
-  return has_sizes && site.groups == 1 && site.weight.size(1) == 1 ? at::MemoryFormat::Contiguous : wanted;
+  return has_sizes && site.groups == 1 && site.weight.size(1) == 1 ? at::MemoryFormat::Contiguous : requested;
 }
 
 inline std::vector<std::int64_t> target_strides_of(at::IntArrayRef sizes,
@@ -59,38 +59,38 @@ inline std::vector<std::int64_t> target_strides_of(at::IntArrayRef sizes,
   return sizes.size() == 5 ? c10::get_channels_last_strides_3d(sizes) : c10::get_channels_last_strides_2d(sizes);
 }
 
-// Whether the format is one that a weight of this rank can have.
+// Returns whether a weight of this rank can have the format.
 inline bool serves_rank(std::optional<at::MemoryFormat> memory_format, std::int64_t rank) {
   if (rank == 0 || !memory_format || memory_format == at::MemoryFormat::Contiguous) return true;
   return rank == (memory_format == at::MemoryFormat::ChannelsLast ? 4 : 5);
 }
 
-// What the operators would raise for every weight alike, and for the lack of the library.
+// Raises what the operators would raise for any weight, and if the library is not loaded.
 inline void check_options(const ModuleOptions& options) {
   const auto format = options.memory_format.value_or(at::MemoryFormat::Contiguous);
   TORCH_CHECK(format == at::MemoryFormat::Contiguous || format == at::MemoryFormat::ChannelsLast ||
                   format == at::MemoryFormat::ChannelsLast3d,
-              "nhwc::convert_weights_: expected contiguous_format, channels_last or channels_last_3d, got ", format);
+              "nhwc::convert_module_: expected contiguous_format, channels_last or channels_last_3d, got ", format);
   plan_weights(at::TensorList(), options.memory_format, options.storage);
 }
 
-// Why the operators refuse a weight, as their errors have it; empty where they do not.
+// Returns why the operators refuse a weight, as in their errors; empty if they do not.
 inline std::string refusal(const at::Tensor& weight, std::optional<at::MemoryFormat> format, const std::string& storage,
                            std::optional<Outcome>& outcome) {
   try {
     outcome = plan_weights({weight}, format, storage).front();
   } catch (const c10::Error& error) {
     const std::string message = error.what_without_backtrace();
-    return message.substr(message.find(": ") + 2);  // behind the operator, which the caller did not call
+    return message.substr(message.find(": ") + 2);  // after the name of an operator that the caller did not call
   }
-  if (*outcome >= Outcome::kept) return "";
+  if (*outcome >= Outcome::unchanged) return "";
   std::string reason = sentence(name_of(*outcome));
   if (reason.rfind("it ", 0) == 0) reason.replace(0, 2, "the weight");
   return c10::str(reason, " (shape ", weight.sym_sizes(), ", strides ", weight.sym_strides(), ", dtype ",
                   weight.scalar_type(), ", device ", weight.device(), ")");
 }
 
-// The row of a site before anything is converted: there is no reason where the operator is to be called.
+// Returns the row of a site before anything is converted. It has no reason if the operator will be called.
 inline SiteReport plan_site(const Site& site, const ModuleOptions& options) {
   SiteReport row{site.path, site.name, site.layer, {}, {}, {}};
   if (site.weight.defined() && site.weight.layout() == at::kStrided) {
@@ -106,7 +106,6 @@ inline SiteReport plan_site(const Site& site, const ModuleOptions& options) {
     if (row.sizes.size() == 4 || row.sizes.size() == 5) {
       row.target_strides = target_strides_of(row.sizes, format);
     }
-    // A constant that was converted before it was frozen is as it should be.
     const bool is_in_format = !row.strides.empty() && row.strides == row.target_strides;
     row.reason = is_in_format || site.reason.empty() ? refusal(site.weight, format, options.storage, row.outcome)
                                                      : sentence(site.reason);
@@ -115,7 +114,7 @@ inline SiteReport plan_site(const Site& site, const ModuleOptions& options) {
   return row;
 }
 
-// The rows of all sites, of which those that share memory with other parameters or buffers may change with them alone.
+// Returns the rows of all sites. A site that shares memory with other parameters or buffers may only change with them.
 inline std::vector<SiteReport> plan_sites(const std::vector<Site>& sites, std::vector<at::Tensor> tensors,
                                           const ModuleOptions& options) {
   std::vector<SiteReport> rows;
@@ -128,7 +127,7 @@ inline std::vector<SiteReport> plan_sites(const std::vector<Site>& sites, std::v
   const Identities tied = tied_by_view(tensors, changing);
   for (size_t index = 0; index < rows.size(); ++index) {
     SiteReport& row = rows[index];
-    if (!row.reason.empty() || row.outcome == Outcome::kept) continue;
+    if (!row.reason.empty() || row.outcome == Outcome::unchanged) continue;
     if (!tied.count(sites[index].weight.unsafeGetTensorImpl())) continue;
     row.action = Action::refuse;
     row.outcome = std::nullopt;
@@ -158,16 +157,16 @@ inline ModuleReport convert_sites(const std::vector<Site>& sites, std::vector<at
       row.reason = sentence("TIED");
     }
   }
-  TORCH_CHECK(!options.strict || refused.str().empty(), "nhwc::convert_weights_: nothing was changed, because of",
+  TORCH_CHECK(!options.strict || refused.str().empty(), "nhwc::convert_module_: nothing was changed, because of",
               refused.str());
-  // Weights in format as well, for their gradients.
-  const auto outcomes = lay_out_weights_(weights, strides, options.storage);
+  // Weights in format are included, for their gradients.
+  const auto outcomes = set_strides_(weights, strides, options.storage);
   for (size_t index = 0; index < rows.size(); ++index) {
     SiteReport& row = report.sites[rows[index]];
     row.outcome = outcomes[index];
     const auto format = format_of(sites[rows[index]], options.memory_format);
     if (format != options.memory_format) row.reason = sentence("ONE_CHANNEL");
-    if (row.outcome == Outcome::kept) {
+    if (row.outcome == Outcome::unchanged) {
       if (row.reason.empty()) row.reason = sentence("IN_FORMAT");
     } else {
       row.action = row.outcome == Outcome::restrided ? Action::restride : Action::convert;

@@ -1,4 +1,4 @@
-// What became of the convolution weights of a module, as data and as text.
+// The report of a conversion, as data and as text.
 #pragma once
 
 #include <c10/util/ArrayRef.h>
@@ -17,32 +17,32 @@ namespace nhwc {
 
 /// What happened to a site.
 enum class Action {
-  convert,   ///< it was brought into the format, and bytes moved
+  convert,   ///< it was converted, and bytes moved
   restride,  ///< only its strides changed
-  keep,      ///< there was nothing to do, or it was not asked for
-  refuse,    ///< it should have changed and could not
+  keep,      ///< there was nothing to do, or it was not requested
+  refuse,    ///< it was requested and cannot be converted
 };
 
-/// What became of one site: one weight of one convolution layer.
+/// The result for one site: one weight of one convolution layer.
 struct SiteReport {
   std::string path;                          ///< of the layer in the module; empty for the module itself
   std::string name;                          ///< of the weight in the layer
   std::string layer;                         ///< the layer's class
-  std::vector<std::int64_t> sizes;           ///< of the weight; empty, like the strides, where there is no strided one
+  std::vector<std::int64_t> sizes;           ///< of the weight; empty, like the strides, without a strided weight
   std::vector<std::int64_t> strides;         ///< before
-  std::vector<std::int64_t> target_strides;  ///< those of the format, empty where the site is not asked for
+  std::vector<std::int64_t> target_strides;  ///< those of the format; empty if the site is not requested
   Action action = Action::keep;
-  std::optional<Outcome> outcome = std::nullopt;  ///< the operators', nothing where they were not asked
-  std::string reason = "";                        ///< why the site was kept or refused, or is contiguous; else empty
+  std::optional<Outcome> outcome = std::nullopt;  ///< of the operator, if it was called
+  std::string reason = "";                        ///< why the site is kept, refused or contiguous; otherwise empty
 };
 
-/// What became of every site of a module.
+/// The results for all sites of a module.
 struct ModuleReport {
-  /// In the order of registration, or of the graphs. A layer that the module holds twice has one site; layers that
-  /// share a weight have one each, and the weight is converted once.
+  /// In the order of registration, or of the graphs. A layer that the module holds twice is one site. Layers that share
+  /// a weight are separate sites, and the weight is converted once.
   std::vector<SiteReport> sites;
 
-  /// The number of sites by what was done to them, in one line.
+  /// Returns the number of sites by their action, in one line.
   std::string summary() const;
 };
 
@@ -71,7 +71,7 @@ inline std::string ModuleReport::summary() const {
   return out.str();
 }
 
-/// One line, without an end.
+/// Writes one line, without a line break.
 inline std::ostream& operator<<(std::ostream& out, const SiteReport& site) {
   out << module_detail::join(site.path, site.name) << " (" << site.layer << ")";
   if (!site.sizes.empty()) out << " " << at::IntArrayRef(site.sizes);
@@ -80,7 +80,7 @@ inline std::ostream& operator<<(std::ostream& out, const SiteReport& site) {
   return out << "strides " << at::IntArrayRef(site.strides) << " to " << at::IntArrayRef(site.target_strides);
 }
 
-/// One line for each site, and the summary.
+/// Writes one line for each site, and the summary.
 inline std::ostream& operator<<(std::ostream& out, const ModuleReport& report) {
   for (const SiteReport& site : report.sites) out << site << "\n";
   return out << report.summary() << "\n";

@@ -1,4 +1,4 @@
-// Which tensors of a module would come apart from others if they changed.
+// Finds tensors of a module that a conversion would separate from others over the same memory.
 #pragma once
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -14,7 +14,7 @@ namespace module_detail {
 
 using Identities = std::unordered_set<const at::TensorImpl*>;
 
-// The memory from a tensor's first element to behind its last one.
+// The memory from a tensor's first element to the end of its last one.
 struct Span {
   const at::Tensor* tensor;
   const char* begin;
@@ -33,7 +33,7 @@ inline Span span_of(const at::Tensor& tensor) {
   return {&tensor, begin, begin + (last + 1) * static_cast<std::int64_t>(tensor.element_size())};
 }
 
-// Whatever the strides are in dimensions of size 1.
+// Strides of dimensions of size 1 do not matter.
 inline bool are_exact_aliases(const at::Tensor& one, const at::Tensor& other) {
   if (one.const_data_ptr() != other.const_data_ptr() || one.scalar_type() != other.scalar_type()) return false;
   if (one.sizes() != other.sizes()) return false;
@@ -43,8 +43,8 @@ inline bool are_exact_aliases(const at::Tensor& one, const at::Tensor& other) {
   return true;
 }
 
-// Those that reach over memory of another tensor, which does not change with them, or reads that memory in another way.
-// The Python walk, memory.py, has the same.
+// Returns the tensors whose memory overlaps that of another tensor which does not change with them, or which reads the
+// memory in another way. The Python walk has the same function.
 inline Identities tied_by_view(const std::vector<at::Tensor>& tensors, const Identities& changing) {
   std::vector<Span> spans;
   Identities seen;
@@ -55,7 +55,7 @@ inline Identities tied_by_view(const std::vector<at::Tensor>& tensors, const Ide
 
   Identities tied;
   for (auto first = spans.begin(), last = first; first != spans.end(); first = last) {
-    // Those that reach over each other, by way of others or not.
+    // A run of tensors that overlap, directly or through others.
     const char* end = first->end;
     for (++last; last != spans.end() && last->begin < end; ++last) end = std::max(end, last->end);
     const auto comes_apart = [&](const Span& span) {

@@ -11,7 +11,7 @@ endif()
 include(CMakeFindDependencyMacro)
 find_dependency(Torch)
 
-# LibTorch's binary interface changes from version to version; what follows the plus sign does not matter here.
+# LibTorch's binary interface changes with every version; the part after the plus sign does not matter here.
 file(READ "${torch_nhwc_PACKAGE}/build_info.json" torch_nhwc_BUILD_INFO)
 string(JSON torch_nhwc_TORCH_VERSION GET "${torch_nhwc_BUILD_INFO}" torch)
 string(REGEX REPLACE "[+].*" "" torch_nhwc_TORCH_VERSION "${torch_nhwc_TORCH_VERSION}")
@@ -30,9 +30,9 @@ if(NOT TARGET torch_nhwc::torch_nhwc)
       IMPORTED_LOCATION "${torch_nhwc_LIBRARY}"
       INTERFACE_INCLUDE_DIRECTORIES "${torch_nhwc_PACKAGE}/include"
       INTERFACE_LINK_LIBRARIES "${TORCH_LIBRARIES}"
-      # The headers need no symbol of the library: linked as usual, it would be dropped, operators and all.
+      # The headers need no symbol of the library, so a linker would drop it, and with it the operators.
       INTERFACE_LINK_OPTIONS "LINKER:--push-state,--no-as-needed,${torch_nhwc_LIBRARY},--pop-state")
-  # What torch's own headers want, which do not say so.
+  # The C++ standard that torch's own headers need, which its package does not set.
   if(Torch_VERSION VERSION_LESS 2.12)
     set_property(TARGET torch_nhwc::torch_nhwc PROPERTY INTERFACE_COMPILE_FEATURES cxx_std_17)
   else()

@@ -1,5 +1,5 @@
-# The version is that of the headers. By their promise, a version serves those that asked for an older one of the same
-# major version, and before 1.0 of the same minor version.
+# The version is that of the headers, which promise that a version replaces older ones of the same major version, and
+# before 1.0 of the same minor version.
 file(READ "${CMAKE_CURRENT_LIST_DIR}/../../../include/torch_nhwc/version.h" header)
 foreach(part IN ITEMS MAJOR MINOR PATCH)
   string(REGEX MATCH "TORCH_NHWC_VERSION_${part} ([0-9]+)" match "${header}")

@@ -1,0 +1,143 @@
+// Registers of numbers, into and from which elements are loaded and stored with a cast.
+#pragma once
+
+#include "torch_nhwc/casts.h"
+
+namespace nhwc {
+inline namespace NHWC_CPU_LEVEL {
+
+struct BFloat16 {
+  std::uint16_t bits;
+};
+struct Half {
+  std::uint16_t bits;
+};
+
+/// The type of sums of an element type.
+template <typename Element>
+struct RealOf {
+  using Type = float;
+};
+template <>
+struct RealOf<double> {
+  using Type = double;
+};
+template <typename Element>
+using Real = typename RealOf<Element>::Type;
+
+template <typename Number>
+struct VectorOf {
+  static constexpr int lanes = NHWC_REGISTER_BYTES / static_cast<int>(sizeof(Number));
+  typedef Number Type __attribute__((vector_size(NHWC_REGISTER_BYTES)));
+};
+template <typename Number>
+using Vector = typename VectorOf<Number>::Type;
+
+/// Two registers of neighbours. The first holds the even bfloat16s and the second the odd ones, since two instructions
+/// separate and join them so; `slot_of` has the order.
+template <typename Number>
+struct Pair {
+  Vector<Number> first, second;
+};
+
+template <typename Element>
+constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
+
+/// Returns the position of element `k` of a row among the numbers of its pairs.
+template <typename Element>
+NHWC_ALWAYS_INLINE constexpr std::int64_t slot_of(std::int64_t k) {
+  if (!std::is_same<Element, BFloat16>::value) return k;
+  constexpr std::int64_t size = pair_size<Element>;
+  const std::int64_t within = k % size;
+  return k - within + within / 2 + (within % 2) * (size / 2);
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Vector<Number> load(const Number* source) {
+  Vector<Number> result;
+  std::memcpy(&result, source, sizeof(result));
+  return result;
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE void store(Number* destination, Vector<Number> value) {
+  std::memcpy(destination, &value, sizeof(value));
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
+  return {load(source), load(source + VectorOf<Number>::lanes)};
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& values) {
+  store(destination, values.first);
+  store(destination + VectorOf<Number>::lanes, values.second);
+}
+
+typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
+
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
+  Bits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
+}
+
+/// Rounded to a bfloat16, in the upper half.
+NHWC_ALWAYS_INLINE Bits rounded(Vector<float> value) {
+  const auto bits = detail::bits_as<Bits>(value);
+  return value == value ? bits + 0x7FFF + (bits >> 16 & 1) : Bits{} + 0x7FC00000;
+}
+
+NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
+  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
+#if NHWC_X86_LEVEL >= 3
+  // Not the plain intrinsic: GCC warns of the register that it leaves uninitialised.
+  const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
+  return reinterpret_cast<Vector<float>>(_mm512_maskz_cvtph_ps(0xFFFF, halves));
+#elif NHWC_X86_LEVEL == 2
+  return reinterpret_cast<Vector<float>>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(source))));
+#else
+  Vector<float> result;
+  for (int lane = 0; lane < VectorOf<float>::lanes; ++lane) result[lane] = HalfToFloat()(source[lane].bits);
+  return result;
+#endif
+}
+
+NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
+#if NHWC_X86_LEVEL >= 3
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination),
+                      _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
+#elif NHWC_X86_LEVEL == 2
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(destination),
+                   _mm256_cvtps_ph(reinterpret_cast<__m256>(value), _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int lane = 0; lane < VectorOf<float>::lanes; ++lane) destination[lane].bits = FloatToHalf()(value[lane]);
+#endif
+}
+
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
+  return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
+}
+
+NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values) {
+  store_halves(destination, values.first);
+  store_halves(destination + VectorOf<float>::lanes, values.second);
+}
+
+NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
+NHWC_ALWAYS_INLINE double load_one(const double* source) { return *source; }
+NHWC_ALWAYS_INLINE float load_one(const BFloat16* source) { return BFloat16ToFloat()(source->bits); }
+NHWC_ALWAYS_INLINE float load_one(const Half* source) { return HalfToFloat()(source->bits); }
+
+NHWC_ALWAYS_INLINE void store_one(float* destination, float value) { *destination = value; }
+NHWC_ALWAYS_INLINE void store_one(double* destination, double value) { *destination = value; }
+NHWC_ALWAYS_INLINE void store_one(BFloat16* destination, float value) { destination->bits = FloatToBFloat16()(value); }
+NHWC_ALWAYS_INLINE void store_one(Half* destination, float value) { destination->bits = FloatToHalf()(value); }
+
+}  // namespace NHWC_CPU_LEVEL
+}  // namespace nhwc

@@ -1,0 +1,65 @@
+#include "layout/channels_last.h"
+
+#include <ATen/ATen.h>
+
+namespace nhwc {
+namespace {
+
+/// Returns the canonical strides of channels-last. Sizes may be symbolic.
+at::SymDimVector canonical_strides(at::SymIntArrayRef sizes) {
+  at::SymDimVector strides(sizes.size());
+  c10::SymInt stride = 1;
+  strides[1] = stride;
+  stride *= sizes[1];
+  for (size_t dim = sizes.size() - 1; dim >= 2; --dim) {
+    strides[dim] = stride;
+    stride *= sizes[dim];
+  }
+  strides[0] = stride;
+  return strides;
+}
+
+/// Returns whether dimensions of size greater than 1 are in the order of channels-last, possibly with gaps.
+bool is_ordered_channels_last(const at::Tensor& input) {
+  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
+  c10::SymInt least = 0;
+  for (size_t step = 0; step < sizes.size(); ++step) {  // channels, the spatial dimensions from the last one, samples
+    const size_t dim = step == 0 ? 1 : step == sizes.size() - 1 ? 0 : sizes.size() - step;
+    if (step == 0 && strides[dim] != 1) return false;
+    if (sizes[dim] == 1) continue;
+    if (strides[dim] < least) return false;
+    least = strides[dim] * sizes[dim];
+    if (strides[dim] == 0) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+bool is_channels_last(const at::Tensor& input) {
+  if (input.dim() < 3 || input.dim() > 5 || input.layout() != at::kStrided || input.is_nested()) return false;
+  if (input.sym_numel() == 0 || !is_ordered_channels_last(input)) return false;
+  if (!input.is_contiguous()) return true;
+  // Ambiguous: contiguous strides take precedence, as in PyTorch.
+  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
+  if (strides != at::SymIntArrayRef(canonical_strides(sizes))) return false;
+  c10::SymInt contiguous = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
+    if (strides[dim] != contiguous) return true;
+  }
+  return false;
+}
+
+at::Tensor to_channels_last(const at::Tensor& input) {
+  const at::SymDimVector strides = canonical_strides(input.sym_sizes());
+  if (input.sym_strides() == at::SymIntArrayRef(strides)) return input;
+  // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
+  const at::Tensor dense = channels_to_end(input).contiguous();
+  return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
+}
+
+at::Tensor empty_channels_last(const at::Tensor& like) {
+  return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), like.options());
+}
+
+}  // namespace nhwc

@@ -1,0 +1,200 @@
+"""Converting a state dict while a checkpoint is loaded."""
+
+import copy
+
+import pytest
+import safetensors.torch
+import torch
+from selection import some_of
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import checkpoint
+
+
+class Net(nn.Module):
+    """2D and 3D, one channel, depthwise, 1x1 and tied layers, and what is no site."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(2, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.depthwise = nn.Conv2d(6, 6, 3, padding=1, groups=6)
+        self.pointwise = nn.Conv2d(6, 4, 1)
+        self.block = nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.ReLU())
+        self.volume = nn.Conv3d(2, 3, (1, 3, 3))
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x):
+        x = self.block(self.pointwise(self.depthwise(self.norm(self.stem(x)))))
+        return self.head(self.volume(x.unflatten(1, (2, 2))).mean((2, 3, 4)))
+
+
+MOVES = {"stem.weight", "block.0.weight", "volume.weight"}
+
+
+def network(seed=0):
+    torch.manual_seed(seed)
+    return Net()
+
+
+def on_meta():
+    with torch.device("meta"):
+        return Net()
+
+
+def from_safetensors(state, path):
+    safetensors.torch.save_file(checkpoint.contiguous_state_dict(state), path / "model.safetensors")
+    return safetensors.torch.load_file(path / "model.safetensors")
+
+
+def from_a_mapped_file(state, path):
+    torch.save(state, path / "model.pt")
+    return torch.load(path / "model.pt", mmap=True, weights_only=True)
+
+
+def from_one_flat_buffer(state, path):
+    flat = torch.cat([tensor.reshape(-1).double() for tensor in state.values()]).float()
+    parts = flat.split([tensor.numel() for tensor in state.values()])
+    return {name: part.view(tensor.shape).to(tensor.dtype) for part, (name, tensor) in zip(parts, state.items())}
+
+
+SOURCES = [from_safetensors, from_a_mapped_file, from_one_flat_buffer]
+
+
+def strides(model):
+    return {name: parameter.stride() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("was_converted", [False, True], ids=["contiguous", "converted"])
+@pytest.mark.parametrize(
+    "source", some_of(SOURCES, from_safetensors, from_one_flat_buffer), ids=lambda function: function.__name__
+)
+def test_a_meta_model_is_loaded_in_format_and_only_what_has_to_move_is_copied(source, was_converted, tmp_path):
+    original = network()
+    expected = copy.deepcopy(original)
+    nhwc.convert_(expected)
+    state = source((expected if was_converted else original).state_dict(), tmp_path)
+    before = {name: (tensor.data_ptr(), tensor.stride(), tensor.clone()) for name, tensor in state.items()}
+
+    model = on_meta()
+    plan = nhwc.plan(model)
+    model.load_state_dict(checkpoint.convert_state_dict(state, plan), assign=True)
+
+    assert nhwc.check(model, plan) == []
+    assert strides(model) == strides(expected)
+    moved = set() if was_converted and source is not from_safetensors else MOVES
+    if source is from_one_flat_buffer:  # what changes leaves it
+        moved = {row.full_name for row in plan.rows}
+    for name, tensor in model.state_dict().items():
+        pointer, stride, values = before[name]
+        assert torch.equal(tensor, values), name
+        assert (tensor.data_ptr() != pointer) == (name in moved), name
+        # The state dict is left as it was.
+        assert state[name].stride() == stride
+        assert torch.equal(state[name], values)
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    x = torch.randn(2, 2, 6, 6)
+    torch.testing.assert_close(model(x), original(x))
+
+
+def test_one_call_writes_every_weight_once_and_nothing_else_is_copied(tmp_path):
+    state = from_a_mapped_file(network().state_dict(), tmp_path)
+    model = on_meta()
+    plan = nhwc.plan(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        model.load_state_dict(checkpoint.convert_state_dict(state, plan), assign=True)
+    counts = {event.key: event.count for event in profile.key_averages()}
+    assert counts["nhwc::set_strides_"] == 1
+    assert not {"aten::copy_", "aten::clone", "aten::contiguous", "aten::_to_copy", "nhwc::convert_weight"} & set(
+        counts
+    )
+
+
+@pytest.mark.parametrize("memory_format", ["channels_last", "channels_last_3d", "contiguous_format"])
+def test_the_plan_says_which_entries_are_converted(memory_format):
+    plan = nhwc.plan(on_meta(), memory_format, filter_fn=lambda _, path: path != "depthwise")
+    source = network()
+    nhwc.convert_(source, None if memory_format == "contiguous_format" else torch.contiguous_format)
+    state = checkpoint.convert_state_dict(source.state_dict(), plan)
+    expected = network()
+    nhwc.convert_(expected, memory_format, filter_fn=lambda _, path: path != "depthwise")
+    for name, stride in strides(expected).items():
+        if name != "depthwise.weight":
+            assert state[name].stride() == stride
+    assert state["depthwise.weight"].data_ptr() == source.depthwise.weight.data_ptr()
+
+
+def test_the_metadata_and_what_is_no_site_pass_through():
+    source = network().state_dict()
+    source["epoch"] = 3
+    state = checkpoint.convert_state_dict(source, nhwc.plan(on_meta()))
+    assert type(state) is type(source)
+    assert state._metadata == source._metadata
+    assert list(state) == list(source)
+    assert state["epoch"] == 3
+    assert state["norm.weight"] is source["norm.weight"]
+
+
+def test_ties_stay_ties_in_memory():
+    def tied():
+        model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
+        model[1].weight = model[0].weight
+        return model
+
+    with torch.device("meta"):
+        plan = nhwc.plan(tied())
+    state = checkpoint.convert_state_dict(tied().state_dict(), plan)
+    assert state["0.weight"].data_ptr() == state["1.weight"].data_ptr()
+    assert state["0.weight"].stride() == state["1.weight"].stride() == (36, 1, 12, 4)
+
+
+def test_another_shape_is_an_error_that_names_the_entry():
+    state = network().state_dict()
+    state["block.0.weight"] = torch.randn(8, 4, 3, 3)
+    with pytest.raises(ValueError, match=r"'block.0.weight' is \(8, 4, 3, 3\), the plan has \(4, 4, 3, 3\)"):
+        checkpoint.convert_state_dict(state, nhwc.plan(on_meta()))
+
+
+def test_what_is_no_state_dict_or_no_plan_is_an_error_that_says_what_to_pass():
+    model = network()
+    report = nhwc.convert_(model)
+    with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
+        checkpoint.convert_state_dict(model.state_dict(), report)
+    message = r"^expected a state dict, names and tensors, got Net: pass model.state_dict\(\)$"
+    with pytest.raises(TypeError, match=message):
+        checkpoint.convert_state_dict(model, report.plan)
+    with pytest.raises(TypeError, match=r"^expected a state dict, names and tensors, got str$"):
+        checkpoint.convert_state_dict("model.pt", report.plan)
+
+
+def test_a_state_dict_without_any_site_is_an_error_that_names_what_was_expected():
+    plan, state = nhwc.plan(on_meta()), network().state_dict()
+    wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
+    start = "^the state dict holds none of the plan's weights: expected 'stem.weight'"
+    with pytest.raises(ValueError, match=f"{start}$"):
+        checkpoint.convert_state_dict({"model": state, "epoch": 3}, plan)
+    message = f"{start}, got 'module.stem.weight': remove the prefix 'module.' from its names$"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.convert_state_dict(wrapped, plan)
+    with torch.device("meta"):
+        plan_of_wrapper = nhwc.plan(nn.ModuleDict({"module": Net()}))
+    message = "expected 'module.stem.weight', got 'stem.weight': add the prefix 'module.' to its names$"
+    with pytest.raises(ValueError, match=message):
+        checkpoint.convert_state_dict(state, plan_of_wrapper)
+    nothing_planned = nhwc.plan(on_meta(), filter_fn=lambda *_: False)
+    assert checkpoint.convert_state_dict({"epoch": 3}, nothing_planned) == {"epoch": 3}
+
+
+def test_lazy_layers_load_in_format():
+    def lazy():
+        return nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 4, 3))
+
+    trained = lazy()
+    trained(torch.randn(1, 3, 8, 8))
+    model = lazy()
+    plan = nhwc.plan(model)
+    model.load_state_dict(checkpoint.convert_state_dict(trained.state_dict(), plan), assign=True)
+    assert nhwc.check(model, plan) == []
+    assert model[0].weight.stride() == (27, 1, 9, 3)
+    assert torch.equal(model[0].weight, trained[0].weight)

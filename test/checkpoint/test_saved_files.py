@@ -1,0 +1,179 @@
+"""Reading and writing files: what they are by their bytes, damaged ones, and outputs that are whole or do not exist."""
+
+import io
+import os
+import pickle
+import resource
+import time
+import zipfile
+
+import pytest
+import safetensors.torch
+import torch
+from saved_files import STRIDES, kill, run_killed
+from selection import exhaustive
+from torch import nn
+
+import torch_nhwc as nhwc
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit"),
+    pytest.mark.filterwarnings("ignore:This process .* is multi-threaded"),
+]
+
+
+def state_dict():
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Linear(4, 2)).state_dict()
+
+
+def in_bytes(write):
+    buffer = io.BytesIO()
+    write(buffer)
+    return buffer.getvalue()
+
+
+def program():
+    exported = torch.export.export(nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),))
+    return in_bytes(lambda file: torch.export.save(exported, file))
+
+
+SAVED = {
+    "state dict": lambda: in_bytes(lambda file: torch.save(state_dict(), file)),
+    "older format": lambda: in_bytes(lambda file: torch.save(state_dict(), file, _use_new_zipfile_serialization=False)),
+    "archive": lambda: in_bytes(lambda file: torch.jit.save(torch.jit.script(nn.Conv2d(3, 4, 3)), file)),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_the_bytes_of_a_file_say_what_it_holds_whatever_its_name(name, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(SAVED[name]())
+    report = nhwc.convert_saved(tmp_path / "model.safetensors", tmp_path / "out.txt")
+    assert [row.target_strides for row in report.rows] == [STRIDES]
+    loaded = torch.jit.load(tmp_path / "out.txt") if name == "archive" else torch.load(tmp_path / "out.txt")
+    state = loaded.state_dict() if name == "archive" else loaded
+    assert next(iter(state.values())).stride() == STRIDES
+    assert zipfile.is_zipfile(tmp_path / "out.txt") == (name != "older format")
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["model.safetensors", "out.txt"]
+
+
+def test_h03_safetensors_keep_no_strides(tmp_path):
+    safetensors.torch.save_file({"weight": torch.randn(4, 3, 3, 3)}, tmp_path / "model.pt")
+    with pytest.raises(ValueError, match=r"a safetensors file keeps no strides.*the model once they are loaded"):
+        nhwc.convert_saved(tmp_path / "model.pt", tmp_path / "out.pt")
+    assert not (tmp_path / "out.pt").exists()
+
+
+OTHERS = {
+    "nothing": b"",
+    "text": b"a text that is no model",
+    "json": b'{"weight": 1}',
+    "zip of others": in_bytes(lambda file: zipfile.ZipFile(file, "w").writestr("model/readme.txt", "hello")),
+    "plain pickle": pickle.dumps({"weight": [1, 2]}),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_garbage_is_one_error(name, tmp_path):
+    (tmp_path / "in.pt").write_bytes(OTHERS[name])
+    with pytest.raises(ValueError, match=r"in.pt(: expected a TorchScript archive, an ex| cannot be read as an arch)"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    with pytest.raises(FileNotFoundError):
+        nhwc.convert_saved(tmp_path / "missing.pt", tmp_path / "out.pt")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_truncated_files_are_refused_in_one_line(name, tmp_path):
+    whole, path = SAVED[name](), tmp_path / "in.pt"
+    for length in range(1, len(whole), len(whole) // 7):
+        path.write_bytes(whole[:length])
+        with pytest.raises(ValueError, match=r"in\.pt") as raised:
+            nhwc.convert_saved(path, tmp_path / "out.pt")
+        assert len(str(raised.value).splitlines()) == 1
+        assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("wanted", [{"memory_format": "nchw"}, {"input_format": "contiguous_format"}])
+def test_a_format_that_does_not_exist_is_named(wanted, tmp_path):
+    with pytest.raises(ValueError, match=f"expected {next(iter(wanted))} to be .*got '{next(iter(wanted.values()))}'"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", **wanted)
+
+
+def test_what_contains_itself_is_refused(tmp_path):
+    circle = {"weight": torch.randn(4, 3, 3, 3)}
+    circle["self"] = circle
+    torch.save(circle, tmp_path / "in.pt")
+    with pytest.raises(ValueError, match=r"in\.pt cannot be read as a file of torch.save: maximum recursion depth"):
+        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+
+
+def test_the_input_may_be_replaced_itself_and_keeps_its_mode_and_links(tmp_path):
+    path, link = tmp_path / "model.pt", tmp_path / "link.pt"
+    torch.save(state_dict(), path)
+    path.chmod(0o640)
+    link.symlink_to(path)
+    nhwc.convert_saved(link, link)
+    assert torch.load(path)["0.weight"].stride() == STRIDES
+    assert link.is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640
+
+
+def test_an_output_that_is_no_file_is_refused_and_stays(tmp_path):
+    torch.save(state_dict(), tmp_path / "in.pt")
+    (tmp_path / "circle").symlink_to(tmp_path / "circle")
+    os.mkfifo(tmp_path / "pipe")
+    for out in ("", "new/", "missing/out.pt", "in.pt/out.pt", "circle", "pipe"):
+        with pytest.raises(ValueError, match="expected a file in a folder that exists"):
+            nhwc.convert_saved(tmp_path / "in.pt", os.path.join(tmp_path, out))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["circle", "in.pt", "pipe"]
+    assert (tmp_path / "circle").is_symlink()
+    assert (tmp_path / "pipe").is_fifo()
+
+
+@pytest.mark.parametrize("write", [*SAVED.values(), exhaustive(program)], ids=[*SAVED, "program"])
+@pytest.mark.parametrize("room", [0, 1000])
+def test_a_full_disk_is_an_error_and_the_old_file_stays(write, room, tmp_path):
+    """A limit on the length of files has the same effect, and needs no disk of its own."""
+    path, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    path.write_bytes(write())
+    out.write_bytes(b"old")
+    _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            nhwc.convert_saved(path, out, allow_pickle=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert out.read_bytes() == b"old"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["in.pt", "out.pt"]
+
+
+@pytest.mark.parametrize("count", [2, exhaustive(40)])
+def test_killed_at_any_moment_the_file_that_is_replaced_loads(count, tmp_path):
+    path = tmp_path / "model.pt"
+    torch.save(state_dict(), path)
+
+    def convert_to_and_fro():
+        while True:
+            for memory_format in (None, torch.contiguous_format):
+                nhwc.convert_saved(path, path, memory_format=memory_format)
+
+    for index in range(count):
+        child = os.fork()
+        if child == 0:
+            convert_to_and_fro()
+        time.sleep(0.01 + 0.003 * (index % 10))
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        state = torch.load(path)
+        assert all(torch.isfinite(each).all() for each in state.values())
+        assert state["0.weight"].stride() in (STRIDES, (27, 9, 3, 1))
+
+
+def test_killed_right_before_the_replacement_the_output_is_the_old_one(tmp_path, monkeypatch):
+    source, out = tmp_path / "in.pt", tmp_path / "out.pt"
+    torch.save(state_dict(), source)
+    out.write_bytes(b"old")
+    monkeypatch.setattr(os, "replace", lambda *_: kill())
+    run_killed(lambda: nhwc.convert_saved(source, out))
+    assert out.read_bytes() == b"old"

@@ -1,0 +1,177 @@
+"""Swapping a layer's class and back: what stays, copies and pickles, and classes that PyTorch makes around a layer."""
+
+import copy
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+
+import pytest
+import torch
+from reference import FORMATS
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import torch_nhwc as nhwc
+from torch_nhwc.nn.class_swap import is_pickled_otherwise, original_class, restore_class, swap_class
+from torch_nhwc.nn.each_forward import EachForward
+from torch_nhwc.nn.replacements import Preserving
+
+
+def known_subclass():
+    return importlib.import_module("transformers.models.poolformer.modeling_poolformer").PoolFormerGroupNorm(6)
+
+
+def known_convolution():
+    diffusers = importlib.import_module("diffusers.models.autoencoders.autoencoder_kl_cogvideox")
+    return diffusers.CogVideoXSafeConv3d(6, 4, 1)
+
+
+class OwnForward(nn.Conv2d):
+    def forward(self, x):
+        return nn.functional.conv2d(x, self.weight * 2, self.bias)
+
+
+# A layer, the kinds of swaps, and the name of the class that comes of them.
+SWAPS = {
+    "norm": (lambda: nn.GroupNorm(2, 6), [Preserving], "PreservingGroupNorm"),
+    "known_subclass": (known_subclass, [Preserving], "PreservingPoolFormerGroupNorm"),
+    "convolution": (lambda: nn.Conv2d(6, 4, 3), [EachForward], "EachForwardConv2d"),
+    "own_forward": (lambda: OwnForward(6, 4, 3), [EachForward], "EachForwardOwnForward"),
+    "both": (lambda: nn.Conv3d(6, 4, 1), [EachForward, Preserving], "EachForwardPreservingConv3d"),
+    "both_known": (known_convolution, [Preserving, EachForward], "EachForwardPreservingCogVideoXSafeConv3d"),
+}
+
+
+def swapped(name):
+    make, kinds, _ = SWAPS[name]
+    layer = make()
+    for kind in kinds:
+        swap_class(layer, kind)
+    rank = 5 if isinstance(layer, nn.Conv3d) else 4
+    return layer, torch.randn((2, 6, 4, 4, 4)[:rank]).to(memory_format=FORMATS[rank])
+
+
+def saved(layer):
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("name", SWAPS)
+def test_the_object_stays_and_all_that_it_holds(name):
+    make, kinds, class_name = SWAPS[name]
+    layer = make()
+    original, attributes = type(layer), dict(vars(layer))
+    for kind in kinds * 2:  # the second time nothing changes
+        swap_class(layer, kind)
+    assert type(layer).__name__ == class_name
+    assert isinstance(layer, original)
+    assert original_class(type(layer)) is original
+    assert vars(layer) == attributes
+    first, *others = kinds
+    restore_class(layer, first)
+    assert not isinstance(layer, first)
+    assert all(isinstance(layer, kind) for kind in others)
+    for kind in kinds * 2:
+        restore_class(layer, kind)
+    assert type(layer) is original
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer)), saved])
+@pytest.mark.parametrize("name", SWAPS)
+def test_copies_and_pickles_have_the_class_and_go_back(name, copied):
+    layer, x = swapped(name)
+    other = copied(layer)
+    assert type(other) is type(layer)
+    assert torch.equal(other(x), layer(x))
+    for kind in (Preserving, EachForward):
+        restore_class(other, kind)
+    assert type(other) is original_class(type(layer))
+
+
+@pytest.mark.parametrize("kinds", [[EachForward], [Preserving], [EachForward, Preserving]], ids=str)
+def test_a_parametrized_class_stays_the_outermost_and_copies_keep_theirs(kinds):
+    layer = parametrizations.weight_norm(nn.Conv3d(6, 4, 1))
+    other = copy.deepcopy(layer)
+    shared = type(other)
+    x = torch.randn(2, 6, 3, 4, 5).to(memory_format=torch.channels_last_3d)
+    expected = layer(x)
+    for kind in kinds:
+        swap_class(layer, kind)
+    assert type(other) is shared is not type(layer)
+    assert original_class(type(layer)) is nn.Conv3d
+    torch.testing.assert_close(layer(x), expected)
+    assert type(copy.deepcopy(layer)) is type(layer)
+    parametrize.remove_parametrizations(layer, "weight")
+    assert all(isinstance(layer, kind) for kind in kinds)
+    torch.testing.assert_close(layer(x), expected)
+    torch.testing.assert_close(other(x), expected)  # its class still has the property
+    for kind in kinds:
+        restore_class(layer, kind)
+    assert type(layer) is nn.Conv3d
+
+
+def test_a_parametrization_that_was_added_after_the_swap_stays_when_the_class_comes_back():
+    class Doubled(nn.Module):
+        def forward(self, weight):
+            return 2 * weight
+
+    layer, _ = swapped("norm")
+    parametrize.register_parametrization(layer, "weight", Doubled())
+    restore_class(layer, Preserving)
+    assert type(layer).__mro__[1] is nn.GroupNorm
+    assert layer.weight.eq(2).all()
+    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+    assert type(layer) is nn.GroupNorm
+
+
+def test_the_originals_of_all_replacements_are_known_before_any_layer_is_swapped():
+    """As in a process that loads a pickled model, which names them."""
+    code = "from torch_nhwc.nn import class_swap as c, replacements as r; "
+    code += "assert all(c.original_class(row.preserving) is stock for stock, row in r.REPLACEMENTS.items())"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_class_that_somebody_made_around_a_swapped_one_stays_the_outermost():
+    layer, _ = swapped("norm")
+    layer.__class__ = type("Wrapped" + type(layer).__name__, (type(layer),), {})
+    assert original_class(type(layer)) is nn.GroupNorm
+    restore_class(layer, Preserving)
+    assert [each.__name__ for each in type(layer).__mro__[:2]] == ["WrappedGroupNorm", "GroupNorm"]
+
+
+def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised():
+    layer = nn.LazyConv2d(4, 3)
+    swap_class(layer, EachForward)
+    layer(torch.randn(1, 3, 4, 4))
+    assert type(layer).__name__ == "EachForwardConv2d"
+    restore_class(layer, EachForward)
+    assert type(layer) is nn.Conv2d
+
+
+def test_a_layer_that_the_table_does_not_have_is_refused():
+    with pytest.raises(TypeError, match="Linear loses nothing on channels-last"):
+        swap_class(nn.Linear(2, 2), Preserving)
+
+
+def test_a_class_with_a_pickle_of_its_own_is_known():
+    assert is_pickled_otherwise(type("Own", (nn.Conv2d,), {"__reduce__": lambda self: (nn.Identity, ())}))
+    assert not is_pickled_otherwise(type(swapped("both_known")[0]))
+
+
+def test_reports_revert_in_any_order_and_contiguous_takes_all_swaps_back():
+    model = nn.Sequential(nn.Conv3d(4, 4, 1), nn.GroupNorm(2, 4))
+    first = nhwc.convert_(model, each_forward=True)
+    second = nhwc.convert_(model, preserve=True)
+    assert [row.layer for row in second.plan.layers] == ["Conv3d", "GroupNorm"]
+    first.revert()
+    assert type(model[0]).__name__ == "PreservingConv3d"
+    second.revert()
+    assert [type(layer) for layer in model] == [nn.Conv3d, nn.GroupNorm]
+    report = nhwc.convert_(model, preserve=True, each_forward=True)
+    assert nhwc.Reason.SAVED_WHOLE.value in report.remarks
+    nhwc.convert_(model, torch.contiguous_format)
+    assert [type(layer) for layer in model] == [nn.Conv3d, nn.GroupNorm]

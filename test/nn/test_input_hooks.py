@@ -1,0 +1,338 @@
+"""The hook that converts a model's inputs to channels-last."""
+
+import copy
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import pytest
+import torch
+from onnx_graphs import onnx_operators
+from reference import in_channels_last
+from selection import exhaustive
+from torch import nn
+
+import torch_nhwc as nhwc
+
+CL = torch.channels_last
+
+
+class Entry(nn.Module):
+    """Returns what it was given."""
+
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.ModuleList(layers or [nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)])
+
+    def forward(self, *arguments, **keywords):
+        return arguments, keywords
+
+
+class Same(Entry):
+    """Returns its one input."""
+
+    def forward(self, x):
+        return x
+
+
+@pytest.mark.parametrize(
+    "shape", [(2, 1, 4, 5), (1, 3, 1, 5), (1, 1, 1, 1), (0, 1, 4, 5), (2, 1, 4, 5, 6), (1, 3, 1, 1, 1)]
+)
+def test_h40_ambiguous_inputs_enter_in_canonical_strides_without_a_copy(shape):
+    model = Same()
+    nhwc.convert_(model, input_format="channels_last")
+    x = torch.randn(shape, requires_grad=True)
+    output = model(x)
+    assert in_channels_last(output)
+    assert torch.equal(output, x)
+    if shape[1] == 1:
+        assert output.data_ptr() == x.data_ptr()
+    torch._dynamo.reset()
+    assert torch.equal(torch.compile(model, backend="aot_eager", fullgraph=True)(x), x)
+    output.sum().backward()
+    assert x.grad.shape == x.shape
+
+
+def test_an_input_in_channels_last_is_passed_on_as_it_is_and_others_without_traces_on_them():
+    model = Entry()
+    nhwc.convert_(model, input_format="channels_last")
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    assert model(image)[0][0] is image
+    contiguous = image.contiguous()
+    model(contiguous)
+    assert contiguous.__dict__ == {}
+
+
+def test_containers_without_an_image_are_passed_on_as_they_are():
+    class Collects(Entry):
+        def forward(self, x, collected, options):
+            collected.append(x)
+            options["seen"] = True
+            return x
+
+    model = Collects()
+    nhwc.convert_(model, input_format="channels_last")
+    collected, options = [], {"scale": torch.ones(1)}
+    x = model(torch.randn(2, 3, 4, 4), collected, options)
+    assert collected[0] is x
+    assert options["seen"]
+
+
+@pytest.mark.parametrize("kind", ["integers", "expanded", "sparse", "nested", "jagged"])
+def test_what_is_not_an_image_is_passed_on_as_it_is(kind):
+    tensor = {
+        "integers": torch.randint(0, 2, (2, 3, 4, 4)),
+        "expanded": torch.zeros(1, 1, 1, 1).expand(2, 3, 4, 4),
+        "sparse": torch.randn(2, 3, 4, 4).to_sparse(),
+        "nested": torch.nested.nested_tensor([torch.randn(3, 4, 4), torch.randn(3, 6, 4)]),
+        "jagged": torch.nested.nested_tensor([torch.randn(3, 4, 4), torch.randn(5, 4, 4)], layout=torch.jagged),
+    }[kind]
+    model = Same()
+    nhwc.convert_(model, input_format="channels_last")
+    assert model(tensor) is tensor
+
+
+def test_converting_back_removes_the_hook_and_its_revert_restores_it():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    nhwc.convert_(model, input_format="channels_last")
+    report = nhwc.convert_(model, torch.contiguous_format)
+    assert not model._forward_pre_hooks
+    report.revert()
+    assert len(model._forward_pre_hooks) == 1
+
+
+class Recorder(nn.Module):
+    """Keeps the strides of its inputs."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Conv2d(3, 3, 3)
+        self.other = nn.ConvTranspose3d(2, 2, 3)
+
+    def forward(self, x, *, volume=None, rest=()):
+        self.seen = [tuple(t.stride()) for t in (x, volume, *rest) if t is not None]
+        return self.layer(x)
+
+
+def test_h23_it_converts_positional_keyword_and_nested_inputs():
+    model = Recorder()
+    nhwc.convert_(model, input_format="channels_last")
+    x, volume = torch.randn(1, 3, 8, 8), torch.randn(1, 2, 4, 4, 4)
+    expected = model.layer(x)
+    actual = model(x, volume=volume, rest=[x, torch.randn(3, 3)])
+    assert model.seen == [(192, 1, 24, 3), (128, 1, 32, 8, 2), (192, 1, 24, 3), (3, 1)]
+    assert actual.is_contiguous(memory_format=CL)
+    torch.testing.assert_close(actual, expected)
+
+
+def test_h15_it_survives_deepcopy_and_pickle_and_is_added_once():
+    model = Recorder()
+    report = nhwc.convert_(model, input_format="channels_last")
+    nhwc.convert_(model, input_format="channels_last")
+    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert len(copied._forward_pre_hooks) == 1
+        nhwc.convert_(copied, input_format="channels_last")
+        assert len(copied._forward_pre_hooks) == 1
+        copied(torch.randn(1, 3, 8, 8))
+        assert copied.seen == [(192, 1, 24, 3)]
+    report.revert()
+    assert not model._forward_pre_hooks
+    assert not model._forward_pre_hooks_with_kwargs
+    model(torch.randn(1, 3, 8, 8))
+    assert model.seen == [(192, 64, 8, 1)]
+
+
+class TestRanks:
+    """Only what the model's convolutions take is an image or a volume."""
+
+    @pytest.mark.filterwarnings("ignore:torch_nhwc. nothing to convert")
+    @pytest.mark.parametrize(
+        ("layers", "options", "ranks"),
+        [
+            ([nn.Conv2d(3, 4, 3)], {}, [4]),
+            ([nn.ConvTranspose2d(3, 4, 3)], {}, [4]),
+            ([nn.Conv3d(3, 4, 3)], {}, [5]),
+            ([nn.LazyConvTranspose3d(4, 3)], {}, [5]),
+            ([nn.Conv1d(3, 4, 3), nn.Conv2d(3, 4, 3)], {}, [4]),
+            ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {}, [4, 5]),
+            ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"memory_format": "channels_last_3d"}, [5]),
+            ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"input_format": "channels_last_3d"}, [5]),
+            ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"input_format": torch.channels_last_3d}, [5]),
+            ([nn.Conv2d(3, 4, 3)], {"input_format": "channels_last_3d"}, []),
+            ([nn.Linear(3, 4)], {}, []),
+        ],
+    )
+    def test_are_those_of_the_requested_convolutions(self, layers, options, ranks):
+        model = Entry(*layers)
+        report = nhwc.convert_(model, **{"input_format": "channels_last"} | options)
+        inputs = [torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6), torch.randn(2, 3, 4)]
+        passed_on, _ = model(*inputs)
+        for given, got in zip(inputs, passed_on):
+            assert in_channels_last(got) if given.dim() in ranks else got is given
+        (remark, *_) = [each for each in report.remarks if each.startswith("input_format")]
+        assert (" and ".join(f"{rank}D" for rank in ranks) if ranks else "no input is") in remark
+        assert len(model._forward_pre_hooks) == bool(ranks)
+
+    def test_of_a_later_call_are_added_and_reverted_in_order(self):
+        model = Entry()
+        first = nhwc.convert_(model, "channels_last", input_format="channels_last")
+        second = nhwc.convert_(model, "channels_last_3d", input_format="channels_last")
+        image, volume = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)
+        assert all(map(in_channels_last, model(image, volume)[0]))
+        assert len(model._forward_pre_hooks) == 1
+        second.revert()
+        passed_on, _ = model(image, volume)
+        assert in_channels_last(passed_on[0])
+        assert passed_on[1] is volume
+        first.revert()
+        assert not model._forward_pre_hooks
+        assert not model._forward_pre_hooks_with_kwargs
+
+    def test_show_with_example_inputs_where_convolutions_are_functions(self):
+        class Functional(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+            def forward(self, x):
+                return nn.functional.conv2d(x, self.kernel)
+
+        model, x = Functional(), torch.randn(1, 3, 8, 8)
+        plan = nhwc.plan(model, example_inputs=x, input_format="channels_last")
+        nhwc.convert_(model, plan=plan)
+        assert in_channels_last(model(x))
+
+
+class TestOneChannel:
+    """Where a convolution takes one channel and strides over its width, its input is not converted."""
+
+    @pytest.mark.parametrize(
+        ("layer", "stays"),
+        [
+            (nn.Conv2d(1, 4, 3, stride=(1, 2)), True),
+            (nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 4, 3, stride=2)), True),
+            (nn.ConvTranspose2d(1, 4, 3, stride=2), True),
+            (nn.LazyConv2d(4, 3, stride=2), True),
+            (nn.Conv2d(1, 4, 3, stride=(2, 1)), False),
+            (nn.LazyConv2d(4, 3), False),
+            (nn.ConvTranspose2d(4, 1, 3), False),
+            (nn.Conv2d(3, 4, 3), False),
+            (nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), False),
+            (nn.Conv2d(4, 4, 3, groups=4), False),
+        ],
+    )
+    def test_an_input_of_one_channel_stays_as_it_is(self, layer, stays):
+        model = Same(layer)
+        report = nhwc.convert_(model, input_format="channels_last")
+        x = torch.randn(2, 1, 4, 5)
+        assert (model(x) is x) == stays
+        assert in_channels_last(model(x)) != stays
+        assert in_channels_last(model(torch.randn(2, 3, 4, 5)))
+        assert any("one channel" in remark for remark in report.remarks) == stays
+        nhwc.convert_(model, input_format="channels_last")
+        assert len(model._forward_pre_hooks) == 1
+
+
+def image_network():
+    return nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval()
+
+
+def converted(model=None):
+    model = model or image_network()
+    nhwc.convert_(model, input_format="channels_last")
+    return model
+
+
+def exported(model, x):
+    sizes = {0: torch.export.Dim("batch"), 2: torch.export.Dim("height", min=8)}
+    return torch.export.export(model, (x,), dynamic_shapes=(sizes,)).module()
+
+
+MADE = {"script": lambda model, x: torch.jit.script(model), "trace": torch.jit.trace, "export": exported}
+
+
+class TestCompilersAndTransforms:
+    """The hook is a part of what is made of the model."""
+
+    def test_vmap(self):
+        model, x = converted(), torch.randn(3, 2, 3, 8, 8)
+        expected = torch.stack([model(each) for each in x])
+        for batch, dim in ((x, 0), (x.movedim(0, 2), 2)):
+            torch.testing.assert_close(torch.func.vmap(model, in_dims=dim)(batch), expected)
+        seen = []
+        model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
+        torch.func.vmap(model)(x)
+        assert seen == [(192, 1, 24, 3)]
+        parameters = dict(model.named_parameters())
+
+        def loss(parameters, image):
+            return torch.func.functional_call(model, parameters, image[None]).square().sum()
+
+        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[0])
+        alone = torch.func.grad(loss)(parameters, x[0, 0])
+        torch.testing.assert_close({name: each[name][0] for name in each}, alone)
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit")
+    @pytest.mark.parametrize("has_parent", [False, True])
+    @pytest.mark.parametrize("make", ["script", "trace", exhaustive("export")])
+    def test_it_is_in_what_is_scripted_traced_and_exported(self, make, has_parent):
+        model, x = converted(), torch.randn(2, 3, 8, 8)
+        whole = nn.Sequential(model, nn.ReLU()) if has_parent else model
+        made = MADE[make](whole, x)
+        for each in (x, torch.randn(4, 3, 16, 8)):
+            expected = whole(each)
+            assert in_channels_last(expected)
+            torch.testing.assert_close(made(each), expected)
+            assert made(each).stride() == expected.stride()
+        assert len(model._forward_pre_hooks) == 1
+
+    @pytest.mark.exhaustive  # to import PyTorch's exporter takes longer than most tests
+    @pytest.mark.filterwarnings("ignore:.torch.jit")
+    def test_what_is_saved_runs_where_this_package_is_not(self, tmp_path):
+        model, x = converted(), torch.randn(2, 3, 8, 8)
+        for name in ("script", "trace"):
+            MADE[name](model, x).save(tmp_path / name)
+        torch.export.save(torch.export.export(model, (x,)), tmp_path / "export.pt2")
+        torch.save((x, model(x).detach()), tmp_path / "example.pt")
+        code = """
+            import sys, torch
+            sys.modules["torch_nhwc"] = None
+            x, expected = torch.load("example.pt")
+            made = [torch.jit.load("script"), torch.jit.load("trace"), torch.export.load("export.pt2").module()]
+            for output in [each(x) for each in made]:
+                torch.testing.assert_close(output, expected)
+                assert output.stride() == expected.stride()
+        """
+        subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
+
+    @pytest.mark.filterwarnings("ignore")
+    @pytest.mark.parametrize("dynamo", [False, exhaustive(True)])
+    def test_onnx_has_no_trace_of_it(self, dynamo):
+        x = torch.randn(2, 3, 8, 8)
+        model = image_network()
+        expected = onnx_operators(model, x, dynamo)
+        assert onnx_operators(converted(model), x, dynamo) == expected
+
+    def test_compile_takes_it_whole(self):
+        torch._dynamo.reset()
+        model, x = converted(), torch.randn(2, 2, 3, 8, 8)
+        for function, given in ((model, x[0]), (torch.func.vmap(lambda each: model(each)), x)):
+            expected = function(given)
+            output = torch.compile(function, backend="aot_eager", fullgraph=True)(given)
+            torch.testing.assert_close(output, expected)
+            assert output.stride() == expected.stride()
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_torchscript_has_types_for_one_tensor_only():
+    class Masked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Conv2d(3, 4, 3)
+
+        def forward(self, x, mask: torch.Tensor | None = None):
+            return self.layer(x)
+
+    with pytest.raises(RuntimeError, match=r"Pre-hook 'convert_images' on module 'Masked'(.|\n)*remove it"):
+        torch.jit.script(converted(Masked()))

@@ -1,0 +1,245 @@
+"""Every replacement of one of PyTorch's layers: numbers compared with float64, formats, TorchScript, compilers."""
+
+import copy
+import importlib
+import itertools
+import sys
+
+import pytest
+import torch
+from losing_layers import LAYERS
+from onnx_graphs import onnx_operators
+from reference import FORMATS, canonical_strides
+from selection import exhaustive, some_of
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.nn.class_swap import swap_class
+from torch_nhwc.nn.replacements import KNOWN_SUBCLASSES, REPLACEMENTS, Preserving, is_preserving, replacement_for
+
+SOME = some_of(LAYERS, "group_norm", "instance_norm_3d", "softmax", "avg_pool", "circular_conv", "one_tap", "upsample")
+
+
+def pair(name, dtype=torch.float32):
+    """A layer and its replaced copy, and an input."""
+    make, shape = LAYERS[name]
+    stock = make().to(dtype)
+    for parameter in stock.parameters():
+        nn.init.normal_(parameter, 0.5)
+    replaced = copy.deepcopy(stock)
+    swap_class(replaced, Preserving)
+    assert is_preserving(type(replaced))
+    return stock, replaced, torch.randn(shape, dtype=torch.float64).add(0.3).to(dtype)
+
+
+def run(layer, x, gradient=None):
+    """The output, the gradient of the input, and those of the parameters."""
+    x = x.detach().requires_grad_()
+    output = layer(x)
+    gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)
+    return [output, *torch.autograd.grad(output, [x, *layer.parameters()], gradient)]
+
+
+def gradient_for(output):
+    return torch.randn(output.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def as_channels_last(tensor):
+    return tensor.contiguous(memory_format=FORMATS[tensor.dim()])
+
+
+def test_every_class_of_the_table_is_tried():
+    assert {type(make()) for make, _ in LAYERS.values()} | {nn.CrossEntropyLoss} == set(REPLACEMENTS)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", LAYERS)
+def test_numbers_and_formats_on_channels_last(name, dtype):
+    stock, replaced, x = pair(name, dtype)
+    gradient = gradient_for(copy.deepcopy(stock).double()(x.double()))
+    exact = run(copy.deepcopy(stock).double(), x.double(), gradient)
+    try:
+        theirs = run(stock, x, gradient)
+    except NotImplementedError:  # some pools have no bfloat16 at all
+        theirs = [each.to(dtype) for each in exact]
+    ours = run(replaced, as_channels_last(x), as_channels_last(gradient))
+    for got, other, right in zip(ours, theirs, exact):
+        assert got.dtype == other.dtype
+        error, theirs_error = (float((each.double() - right).abs().max()) for each in (got, other))
+        assert error <= 2 * theirs_error + 2 * torch.finfo(dtype).eps * float(right.abs().max())
+    for got in ours[:2]:
+        assert got.stride() == canonical_strides(got.shape, FORMATS[got.dim()])
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_evaluation_mode_and_running_statistics_are_kept(name):
+    stock, replaced, x = pair(name)
+    for layer, given in ((stock, x), (replaced, as_channels_last(x))):
+        layer(given)  # which moves the running statistics
+        layer.eval()
+    torch.testing.assert_close(replaced(as_channels_last(x)), stock(x))
+    for got, expected in zip(replaced.buffers(), stock.buffers(), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_convolutions_whose_arguments_change_after_the_swap_are_right():
+    padded = nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular")
+    grown = nn.Conv3d(6, 4, 1, padding="same")
+    for layer in (padded, grown):
+        swap_class(layer, Preserving)
+    padded.padding_mode = "zeros"
+    grown.weight, grown.kernel_size = nn.Parameter(torch.randn(4, 6, 3, 3, 3)), (3, 3, 3)
+    image, volume = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 4, 5, 7)
+    expected = nn.functional.conv2d(image, padded.weight, padded.bias, padding=1)
+    torch.testing.assert_close(padded(as_channels_last(image)), expected)
+    expected = nn.functional.conv3d(volume, grown.weight, grown.bias, padding=1)
+    torch.testing.assert_close(grown(as_channels_last(volume)), expected)
+
+
+def test_the_indices_of_a_max_pool_are_pytorch_s():
+    stock = nn.AdaptiveMaxPool3d((2, 3, 3), return_indices=True)
+    replaced = copy.deepcopy(stock)
+    swap_class(replaced, Preserving)
+    x = torch.randn(2, 6, 4, 5, 7)
+    for got, expected in zip(replaced(as_channels_last(x)), stock(x), strict=True):
+        assert torch.equal(got, expected)
+    for got, expected in zip(torch.jit.script(replaced)(as_channels_last(x)), stock(x), strict=True):
+        assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("channels", [6, 18])
+@pytest.mark.parametrize("kind", ["indices", "probabilities"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"weight": True, "ignore_index": 2, "reduction": "none"},
+        {"label_smoothing": 0.1, "reduction": "sum"},
+        {"weight": True, "label_smoothing": 0.1},
+    ],
+    ids=["plain", "weighted", "smoothed", "both"],
+)
+def test_cross_entropy_is_pytorch_s(options, kind, channels):
+    options = options | ({"weight": torch.rand(channels)} if "weight" in options else {})
+    if kind == "probabilities":  # for which PyTorch refuses an index to ignore
+        options = {name: value for name, value in options.items() if name != "ignore_index"}
+    stock = nn.CrossEntropyLoss(**options)
+    replaced = copy.deepcopy(stock)
+    swap_class(replaced, Preserving)
+    target = torch.randint(0, channels, (2, 5, 7))
+    if kind == "probabilities":
+        target = torch.rand(2, channels, 5, 7).softmax(1)
+    x = torch.randn(2, channels, 5, 7)
+    results = []
+    for loss, given in ((stock, x), (replaced, as_channels_last(x)), (torch.jit.script(replaced), as_channels_last(x))):
+        given = given.detach().requires_grad_()
+        output = loss(given, target)
+        results.append((output, *torch.autograd.grad(output.sum(), given)))
+    for got in results[1:]:
+        torch.testing.assert_close(got, results[0])
+        assert got[0].stride() == results[0][0].stride()
+        assert got[1].stride() == canonical_strides(x.shape, torch.channels_last)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_scripted_and_traced_layers_keep_operator_and_format(name, tmp_path):
+    stock, replaced, x = pair(name)
+    x = as_channels_last(x)
+    expected = replaced(x)
+    # Softmax consists of PyTorch's operators.
+    kept = {"circular_conv": "nhwc::pad_circular"}.get(name, "softmax" if "softmax" in name else "nhwc::")
+    if "adaptive_avg" not in name:  # sizes of None are not scriptable in PyTorch either
+        replaced.eval(), stock.eval()
+        scripted = torch.jit.script(copy.deepcopy(replaced))
+        torch.testing.assert_close(scripted(x), replaced(x))
+        assert kept in str(scripted.inlined_graph) or "upsample" in name  # whose scripted form is PyTorch's
+        assert scripted(x).stride() == expected.stride()
+        torch.jit.save(scripted, tmp_path / "scripted.pt")
+        torch.testing.assert_close(torch.jit.load(tmp_path / "scripted.pt")(x), replaced(x))
+        replaced.train()
+    traced = torch.jit.trace(replaced, x, check_trace=False)
+    torch.testing.assert_close(traced(x), expected)
+    if "adaptive_avg" not in name:  # whose sizes are those of the input
+        assert kept in str(traced.inlined_graph)
+        assert traced(x).stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_compilers_and_exported_programs_see_pytorch_s_operators(name):
+    stock, replaced, x = pair(name)
+    stock.eval(), replaced.eval()
+    seen = []
+
+    def backend(graph, _):
+        seen.append(graph.print_readable(print_output=False))
+        return graph
+
+    torch._dynamo.reset()
+    output = torch.compile(replaced, backend=backend, fullgraph=True)(as_channels_last(x))
+    torch.testing.assert_close(output, stock(x))
+    program = torch.export.export(replaced, (as_channels_last(x),))
+    assert seen
+    assert not any("nhwc" in line.split("#")[0] for text in (*seen, str(program.graph)) for line in text.splitlines())
+    torch.testing.assert_close(program.module()(as_channels_last(x)), stock(x))
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("name", "dynamo"),
+    [*((name, False) for name in LAYERS), *(exhaustive(name, True) for name in ("group_norm", "circular_conv_3d"))],
+)
+def test_onnx_has_pytorch_s_operators(name, dynamo):
+    stock, replaced, x = pair(name)
+    expected = onnx_operators(stock.eval(), x, dynamo)
+    assert onnx_operators(replaced.eval(), as_channels_last(x), dynamo) == expected
+
+
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "one_tap"])
+def test_compiled_training_is_right(name):
+    stock, replaced, x = pair(name)
+    gradient = gradient_for(stock(x)).float()
+    torch._dynamo.reset()
+    compiled = torch.compile(replaced, backend="aot_eager")
+    got = run(compiled, x, gradient)
+    for one, other in zip(got, run(stock, x, gradient), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_autocast_gives_the_dtypes_of_the_original_layer(name):
+    stock, replaced, x = pair(name)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, got = stock(x), replaced(as_channels_last(x))
+    assert got.dtype == expected.dtype
+    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+
+
+def test_known_subclasses_do_not_override_what_their_replacement_overrides():
+    """Those whose package is installed: each ends in the forward of PyTorch, by which it calls what is overridden."""
+    tried = 0
+    for name in KNOWN_SUBCLASSES:
+        module, _, cls = name.rpartition(".")
+        try:
+            subclass = getattr(importlib.import_module(module), cls)
+        except (ImportError, AttributeError):
+            continue
+        tried += 1
+        preserving = replacement_for(subclass).preserving
+        overridden = {each for each in vars(preserving) if callable(getattr(preserving, each))}
+        between = itertools.takewhile(lambda base: base not in REPLACEMENTS, subclass.__mro__)
+        assert not any(method in vars(base) for base in between for method in overridden), name
+    if "diffusers" in sys.modules and "transformers" in sys.modules:
+        assert tried
+
+
+def test_a_tracer_of_fx_can_take_replaced_layers_as_leaves():
+    class Tracer(torch.fx.Tracer):
+        def is_leaf_module(self, module, name):
+            return is_preserving(type(module)) or super().is_leaf_module(module, name)
+
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.InstanceNorm2d(4), nn.Softmax2d(), nn.CircularPad2d(1))
+    nhwc.convert_(model, preserve=True)
+    graph = Tracer().trace(model)
+    assert [node.op for node in graph.nodes] == ["placeholder", *["call_module"] * 4, "output"]
+    x = torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last)
+    assert torch.equal(torch.fx.GraphModule(model, graph)(x), model(x))

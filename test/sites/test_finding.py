@@ -1,0 +1,474 @@
+"""Which weights of a model are found, and that a model trains on as if nothing had happened."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from comparison import assert_trains_alike, assert_weights_arrive_in, layouts, quiet, strides_in, tensors
+from reference import FORMATS, canonical_strides
+from torch import nn
+from torch._subclasses import FakeTensorMode
+from torch.nn import functional
+
+import torch_nhwc as nhwc
+from torch_nhwc import Outcome, Reason
+from torch_nhwc.planning import Action
+
+STOCK = {2: nn.utils.convert_conv2d_weight_memory_format, 3: nn.utils.convert_conv3d_weight_memory_format}
+
+
+class Own2d(nn.Conv2d):
+    """A layer of the user's own."""
+
+
+class OwnTransposed3d(nn.ConvTranspose3d):
+    """Another, whose forward is its own as well."""
+
+    def forward(self, x):
+        return functional.conv_transpose3d(x, self.weight, self.bias) * 2
+
+
+LAYERS = {
+    "conv2d": (lambda: nn.Conv2d(4, 6, 3), 2),
+    "grouped": (lambda: nn.Conv2d(4, 6, 3, groups=2), 2),
+    "depthwise": (lambda: nn.Conv2d(4, 4, 3, groups=4), 2),
+    "pointwise": (lambda: nn.Conv2d(4, 6, 1), 2),
+    "transposed2d": (lambda: nn.ConvTranspose2d(4, 6, 3, groups=2), 2),
+    "conv3d": (lambda: nn.Conv3d(4, 6, (1, 3, 3)), 3),
+    "transposed3d": (lambda: nn.ConvTranspose3d(4, 6, 3), 3),
+    "subclass": (lambda: Own2d(4, 6, 3), 2),
+    "transposed_subclass": (lambda: OwnTransposed3d(4, 6, 3), 3),
+    "lazy2d": (lambda: nn.LazyConv2d(6, 3), 2),
+    "lazy_transposed2d": (lambda: nn.LazyConvTranspose2d(6, 3), 2),
+    "lazy3d": (lambda: nn.LazyConv3d(6, 3), 3),
+    "lazy_transposed3d": (lambda: nn.LazyConvTranspose3d(6, 3), 3),
+}
+LAZY = [name for name in LAYERS if "lazy" in name]
+
+
+def made(name):
+    """A layer in double, materialised where it was lazy, and an input for it."""
+    make, rank = LAYERS[name]
+    layer, x = make().double(), torch.randn(2, 4, *[5] * rank, dtype=torch.float64)
+    with quiet():
+        layer(x)
+    return layer, x
+
+
+def assert_converts(model, run, *, names, steps=3, **options):
+    """The named sites and no others convert; training is that of a deep copy; reverting is exact."""
+    plain, before = copy.deepcopy(model), layouts(model)
+    report = nhwc.convert_(model, strict=True, **options)
+    assert sorted(row.full_name for row in report.plan.rows) == sorted(names)
+    stored = tensors(model)
+    for row in report.plan.rows:
+        assert stored[row.full_name].stride() == canonical_strides(row.shape, FORMATS[row.rank])
+    for name, (identity, strides) in layouts(model).items():
+        assert identity == before[name][0]
+        assert name in names or strides == before[name][1]
+    assert_trains_alike(model, plain, run, steps)
+    report.revert()
+    assert layouts(model) == before
+    assert_trains_alike(model, plain, run)
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_every_convolution_layer_converts_and_its_weight_reaches_the_convolution_in_format(name):
+    layer, x = made(name)
+    assert_weights_arrive_in(torch.contiguous_format, layer, x)
+    model = nn.ModuleDict({"a": nn.Sequential(layer)})
+    assert_converts(model, lambda each: each["a"](x), names=["a.0.weight"])
+    nhwc.convert_(layer)
+    assert_weights_arrive_in(None, layer, x)
+
+
+class Surroundings(nn.Module):
+    """Everything with four or five dimensions that is no convolution's weight, and layers that are none."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.sound = nn.Conv1d(4, 4, 1)
+        self.sound_back = nn.ConvTranspose1d(4, 4, 1)
+        self.words = nn.Embedding(5, 4)
+        self.line = nn.Linear(4, 4)
+        self.norm = nn.BatchNorm2d(4)
+        self.position = nn.Parameter(torch.randn(1, 4, 6, 6))
+        self.volume = nn.Parameter(torch.randn(1, 4, 2, 6, 6))
+        self.register_buffer("table", torch.randn(2, 4, 6, 6))
+
+    def forward(self, x):
+        x = self.norm(self.conv(x)) + self.position + self.volume.mean(2) + self.table
+        x = self.sound_back(self.sound(x.flatten(2)))
+        return self.line(x.transpose(1, 2)) + self.words(torch.arange(4)).sum(0)
+
+
+@pytest.mark.parametrize("has_example", [True, False])
+def test_only_weights_of_2d_and_3d_convolutions_are_touched(has_example):
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    options = {"example_inputs": x} if has_example else {}
+    assert_converts(Surroundings().double(), lambda each: each(x), names=["conv.weight"], **options)
+
+
+class Mixed(nn.Module):
+    """A model of both ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.image, self.volume = nn.Conv2d(3, 4, 3), nn.Conv3d(4, 2, (2, 3, 3))
+
+    def forward(self, x):
+        x = self.image(x)
+        return self.volume(torch.stack([x, x], 2))
+
+
+def test_h08_one_call_converts_both_ranks():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert_converts(Mixed().double(), lambda each: each(x), names=["image.weight", "volume.weight"])
+    with pytest.raises(RuntimeError, match="required rank 4 tensor"):
+        Mixed().to(memory_format=torch.channels_last)  # what plain PyTorch does
+
+
+@pytest.mark.parametrize("name", LAZY)
+def test_h10_a_lazy_layer_converts_when_it_materialises(name):
+    make, rank = LAYERS[name]
+    x = torch.randn(2, 4, *[5] * rank, dtype=torch.float64)
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), make()).double()
+    report = nhwc.convert_(model, strict=True)
+    assert [row.reason for row in report.plan.rows] == [None, Reason.LAZY]
+    with pytest.raises((RuntimeError, ValueError), match="ninitialized"):
+        STOCK[rank](make(), FORMATS[rank + 2])  # what plain PyTorch does
+
+    layer = model[1]
+    plain = copy.deepcopy(layer)
+    for hook in list(plain._forward_pre_hooks.values())[1:]:
+        nhwc.hooks.remove_hook(plain, hook)
+    for each in (layer, plain):
+        torch.manual_seed(0)
+        with quiet():
+            each(x)
+    assert layer.weight.stride() == strides_in([layer.weight])[0]
+    assert plain.weight.is_contiguous()
+    assert not layer._forward_pre_hooks
+    assert_trains_alike(layer, plain, lambda each: each(x), steps=3)
+    assert_weights_arrive_in(None, layer, x)
+
+    report.revert()
+    assert layer.weight.is_contiguous()
+    assert_trains_alike(layer, plain, lambda each: each(x))
+
+
+def lazily_loaded(model):
+    made = nn.Sequential(nn.Conv2d(4, 6, 3))
+    model.load_state_dict(made.state_dict())
+    return model
+
+
+@pytest.mark.parametrize(
+    "passed_on",
+    [lambda m: m, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), lazily_loaded],
+    ids=["itself", "deepcopy", "pickle", "load_state_dict"],
+)
+def test_a_lazy_layer_converts_whatever_is_done_before_it_materialises(passed_on):
+    model = nn.Sequential(nn.LazyConv2d(6, 3))
+    nhwc.convert_(model)
+    model = passed_on(model)
+    model(torch.randn(2, 4, 5, 5))
+    assert model[0].weight.stride() == (36, 1, 12, 4)
+    assert not model[0]._forward_pre_hooks
+    assert type(model[0]) is nn.Conv2d
+
+
+@pytest.mark.parametrize("materialise", [lazily_loaded, lambda model: model], ids=["load_state_dict", "lazy"])
+def test_a_lazy_layer_forgets_the_conversion_that_a_later_call_or_revert_undoes(materialise):
+    called, reverted = (nn.Sequential(nn.LazyConv2d(6, 3)) for _ in range(2))
+    nhwc.convert_(called)
+    report = nhwc.convert_(reverted)
+    for model in (called, reverted):
+        materialise(model)
+    nhwc.convert_(called, torch.contiguous_format)
+    report.revert()
+    for model in (called, reverted):
+        model(torch.randn(2, 4, 5, 5))
+        assert model[0].weight.is_contiguous()
+
+
+class TiedTransposed(nn.Module):
+    """An autoencoder whose decoder has the encoder's weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.encode, self.decode = nn.Conv2d(3, 4, 3), nn.ConvTranspose2d(4, 3, 3)
+        self.decode.weight = self.encode.weight
+
+    def forward(self, x):
+        return self.decode(self.encode(x))
+
+
+def tied_layers():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model[1].weight = model[0].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("make", "names"),
+    [
+        (tied_layers, ["0.weight", "1.weight"]),
+        (TiedTransposed, ["encode.weight", "decode.weight"]),
+    ],
+)
+def test_h14_what_is_shared_is_converted_once_and_stays_shared(make, names):
+    model, x = make().double(), torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    plain = copy.deepcopy(model)
+    report = nhwc.convert_(model, strict=True)
+    assert [row.full_name for row in report.plan.rows] == names
+    assert [row.reason for row in report.plan.rows] == [None, Reason.TIED]
+    assert_weights_arrive_in(None, model, x)
+    assert_trains_alike(model, plain, lambda each: each(x), steps=3)
+
+
+def test_h14_two_parameters_over_one_storage_stay_aliases():
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
+    model[1].weight = nn.Parameter(model[0].weight.data)
+    report = nhwc.convert_(model, strict=True)
+    for strides in ((27, 1, 9, 3), (27, 9, 3, 1)):
+        assert [layer.weight.stride() for layer in model] == [strides] * 2
+        assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
+        assert model[0].weight is not model[1].weight
+        report.revert()
+
+
+class Raw(nn.Module):
+    """Convolutions of its own, one of them in a list of parameters, the same weight twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
+        self.kernels = nn.ParameterList([nn.Parameter(torch.randn(4, 2, 1, 3, 3))])
+        self.table = nn.Parameter(torch.randn(1, 4, 6, 6))
+        self.register_buffer("blur", torch.rand(4, 1, 3, 3))
+
+    def forward(self, x):
+        x = functional.conv2d(x, self.kernel) + self.table
+        x = functional.conv3d(x.unsqueeze(2), self.kernels[0], groups=2).squeeze(2)
+        x = functional.conv2d(x, self.blur, groups=4, padding=2)
+        return functional.conv_transpose2d(x, self.kernel)
+
+
+def test_parameters_and_buffers_that_reach_a_convolution_are_sites_when_example_inputs_are_given():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    assert not nhwc.plan(Raw()).rows
+    model = nn.Sequential(Raw().double())
+    names = ["0.kernel", "0.kernels.0", "0.blur"]
+    plan = nhwc.plan(model, example_inputs=x)
+    assert [(row.full_name, row.layer, row.groups) for row in plan.rows] == [
+        ("0.kernel", "Raw", 1),
+        ("0.kernels.0", "ParameterList", 2),
+        ("0.blur", "Raw", 4),
+    ]
+    assert_converts(model, lambda each: each(x), names=names, example_inputs=x)
+    report = nhwc.convert_(model, plan=plan)
+    assert [row.action for row in report.plan.rows] == [Action.CONVERT, Action.CONVERT, Action.RESTRIDE]
+    assert_weights_arrive_in(None, model, x)
+
+
+class Standardised(nn.Conv2d):
+    """Weight standardisation, as in ResNet-v2 of Big Transfer."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return self._conv_forward(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
+
+
+def test_a_weight_that_is_standardised_in_forward_converts_with_a_remark():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model = nn.Sequential(Standardised(3, 4, 3), nn.Conv2d(4, 4, 3)).double()
+    plan = nhwc.plan(model, example_inputs=x)
+    assert [row.reason for row in plan.rows] == [Reason.COMPUTED_IN_FORWARD, None]
+    assert_converts(model, lambda each: each(x), names=["0.weight", "1.weight"], example_inputs=x)
+    nhwc.convert_(model, strict=True, plan=plan)
+    assert_weights_arrive_in(None, model, x)
+
+
+class Hypernetwork(nn.Module):
+    """Its weight is another layer's output."""
+
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(5, 4 * 3 * 3 * 3)
+
+    def forward(self, x):
+        return functional.conv2d(x, self.line(torch.ones(5, dtype=x.dtype)).view(4, 3, 3, 3))
+
+
+def test_a_weight_that_is_made_in_forward_is_refused_and_the_rest_converts():
+    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
+    model = nn.Sequential(nn.Conv2d(3, 3, 1), Hypernetwork(), nn.Conv2d(4, 4, 3)).double()
+    plain = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match=r"1 of 3 sites stay as they are: '1.<computed>' \(Hypernetwork\)"):
+        report = nhwc.convert_(model, example_inputs=x)
+    reasons = {row.full_name: row.reason for row in report.plan.rows}
+    assert reasons == {"0.weight": None, "2.weight": None, "1.<computed>": Reason.ON_THE_FLY}
+    assert_trains_alike(model, plain, lambda each: each(x), steps=2)
+
+
+def test_meta_weights_are_restrided():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, device="meta"), nn.Conv2d(4, 4, 1), nn.Conv3d(4, 4, 3, device="meta"))
+    report = nhwc.convert_(model, strict=True)
+    assert [row.reason for row in report.plan.rows] == [Reason.META, None, Reason.META]
+    assert [row.device for row in report.plan.rows] == ["meta", "cpu", "meta"]
+    assert report.plan.bytes_to_move == 0
+    assert [model[index].weight.stride() for index in range(3)] == strides_in([layer.weight for layer in model])
+    report.revert()
+    assert all(layer.weight.is_contiguous() for layer in model)
+
+
+def test_fake_weights_are_planned_and_not_changed():
+    with FakeTensorMode():
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(4, 4, 3)))
+    before = layouts(model)
+    report = nhwc.convert_(model, strict=True)
+    assert {row.reason for row in report.plan.rows} == {Reason.FAKE}
+    assert report.plan.rows[0].target_strides == (27, 1, 9, 3)
+    assert set(report.outcomes) == {None}
+    assert layouts(model) == before
+
+
+class Wrapper(torch.Tensor):
+    """Holds a tensor, as quantised and distributed ones do."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, strides=inner.stride(), dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        inner = [each.inner if isinstance(each, Wrapper) else each for each in args]
+        result = function(*inner, **(kwargs or {}))
+        return Wrapper(result) if isinstance(result, torch.Tensor) else result
+
+
+def with_weight(weight):
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight = nn.Parameter(weight, requires_grad=weight.is_floating_point() and type(weight) is torch.Tensor)
+    return layer
+
+
+class Recomputed(nn.Conv2d):
+    """Its weight is a property of the user's own."""
+
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.kernel = self._parameters.pop("weight")
+
+    def __getattr__(self, name):
+        is_gone = name == "weight" and "kernel" in self._parameters
+        return self.kernel * 2 if is_gone else super().__getattr__(name)
+
+
+def packed():
+    from torch.ao.nn import quantized
+
+    with quiet():
+        return quantized.Conv2d(3, 4, 3)
+
+
+def packed_for_onednn():
+    from torch.utils.mkldnn import MkldnnConv2d
+
+    with quiet():
+        return MkldnnConv2d(nn.Conv2d(3, 4, 3), torch.float32)
+
+
+REFUSED = {
+    "sparse": (lambda: with_weight(torch.randn(4, 3, 3, 3).to_sparse()), Reason.UNSUPPORTED),
+    "other_rank": (lambda: with_weight(torch.randn(4, 3, 3, 3, 3)), Reason.UNSUPPORTED),
+    "subclass": (lambda: with_weight(Wrapper(torch.randn(4, 3, 3, 3))), Reason.SUBCLASS),
+    "packed": (packed, Reason.PACKED),
+    "packed_for_onednn": (packed_for_onednn, Reason.PACKED),
+    "property": (lambda: Recomputed(3, 4, 3), Reason.COMPUTED),
+}
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_converted_has_a_reason_and_the_rest_converts(kind):
+    make, reason = REFUSED[kind]
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), make(), nn.Conv3d(3, 3, 3))
+    with pytest.warns(UserWarning, match="1 of 3 sites stay as they are: '1.*weight'") as caught:
+        report = nhwc.convert_(model)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert [row.reason for row in report.plan.rows] == [None, reason, None]
+    assert [row.action for row in report.plan.rows] == [Action.CONVERT, Action.REFUSE, Action.CONVERT]
+    assert list(report.outcomes) == [Outcome.IN_PLACE, None, Outcome.IN_PLACE]
+    report.revert()
+    assert [model[index].weight.is_contiguous() for index in (0, 2)] == [True, True]
+
+    before = layouts(model)
+    with pytest.raises(RuntimeError, match="nothing was changed, since strict=True"):
+        nhwc.convert_(model, strict=True)
+    assert layouts(model) == before
+
+
+def test_a_tree_is_walked_once_however_deep_it_is():
+    model = nn.Conv2d(3, 3, 1)
+    for _ in range(3000):
+        model = nn.Sequential(model)
+    assert [row.full_name for row in nhwc.plan(model).rows] == ["0." * 3000 + "weight"]
+
+
+@pytest.mark.parametrize("tie", ["one parameter", "one storage"])
+def test_a_filter_keeps_all_that_is_tied_to_what_it_leaves_out(tie):
+    first, second, third = (nn.Conv2d(3, 4, 3) for _ in range(3))
+    second.weight = first.weight if tie == "one parameter" else nn.Parameter(first.weight.data)
+    report = nhwc.convert_(nn.Sequential(first, second, third), filter_fn=lambda module, path: path != "1")
+    assert [row.reason for row in report.plan.rows] == [Reason.FILTERED, Reason.FILTERED, None]
+    assert first.weight.data_ptr() == second.weight.data_ptr()
+    assert first.weight.stride() == second.weight.stride() == (27, 9, 3, 1)
+
+
+def test_a_tied_site_is_refused_with_the_one_that_it_is_tied_to():
+    first, second = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    first.weight = second.weight = nn.Parameter(torch.randn(8, 3, 3, 3)[4:])
+    plan = nhwc.plan(nn.Sequential(first, second))
+    assert [row.reason for row in plan.rows] == [Reason.PART_OF_LARGER_STORAGE] * 2
+    assert [row.action for row in plan.rows] == [Action.REFUSE] * 2
+
+
+class WithoutGroups(nn.Conv2d):
+    """Does not call the constructor of its base."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.weight = nn.Parameter(torch.randn(4, 3, 3, 3))
+
+
+def test_what_is_no_module_is_an_error_that_says_what_to_give():
+    layer = nn.Conv2d(3, 4, 3)
+    program = torch.export.export(nn.Sequential(layer), (torch.randn(1, 3, 8, 8),))
+    for given, message in (
+        (program, "got ExportedProgram: convert the model before exporting it, or the .pt2 file by"),
+        (layer.state_dict(), r"got OrderedDict: torch_nhwc\.checkpoint\.convert_state_dict takes state dicts"),
+        ([layer], r"got list: give torch\.nn\.ModuleList\(modules\)"),
+        ("a model", "expected a torch.nn.Module, got str$"),
+    ):
+        for verb in (nhwc.plan, nhwc.convert_):
+            with pytest.raises(TypeError, match=message):
+                verb(given)
+
+
+def test_odd_layers_do_not_stop_the_others():
+    empty, gone = nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3)
+    empty.weight = None
+    del gone.weight
+    model = nn.Sequential(empty, gone, WithoutGroups(), nn.Conv2d(3, 4, 3))
+    with pytest.warns(UserWarning, match="its weight is not a tensor"):
+        report = nhwc.convert_(model)
+    assert [row.reason for row in report.plan.rows] == [Reason.NO_WEIGHT, Reason.NO_WEIGHT, None, None]
+    assert [row.groups for row in report.plan.rows] == [1, 1, 0, 1]
+    assert model[2].weight.stride() == model[3].weight.stride() == (27, 1, 9, 3)

@@ -1,0 +1,115 @@
+"""Which layers of a model are found to lose on channels-last, and why some are not replaced."""
+
+import importlib
+import types
+
+import pytest
+import torch
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import Reason
+from torch_nhwc.nn.class_swap import swap_class
+from torch_nhwc.nn.replacements import REPLACEMENTS, Preserving
+from torch_nhwc.planning import Action
+from torch_nhwc.sites.replaceable import find_replaceable_layers
+
+
+def known_subclass():
+    return importlib.import_module("transformers.models.poolformer.modeling_poolformer").PoolFormerGroupNorm(6)
+
+
+def reasons(model):
+    return {layer.path: layer.reason for layer in find_replaceable_layers(model)}
+
+
+class Own(nn.GroupNorm):
+    """A user's, which may do anything in its forward."""
+
+
+def test_layers_that_cannot_be_replaced_have_a_reason():
+    replaced = nn.GroupNorm(2, 6)
+    replaced.forward = lambda x: x
+    elsewhere = types.ModuleType("somewhere")
+    elsewhere.PoolFormerGroupNorm = type("PoolFormerGroupNorm", (nn.GroupNorm,), {"__module__": "somewhere"})
+    model = nn.ModuleDict(
+        {
+            "norm": nn.GroupNorm(2, 6),
+            "known": known_subclass(),
+            "own": Own(2, 6),
+            "same_name": elsewhere.PoolFormerGroupNorm(2, 6),
+            "replaced": replaced,
+            "other_dim": nn.Softmax(-1),
+            "padded": nn.Conv3d(2, 2, 1, padding=1),
+            "ordinary": nn.Conv3d(2, 2, 3),
+            "linear": nn.Upsample(scale_factor=2, mode="trilinear"),
+            "lazy": nn.LazyInstanceNorm2d(),
+            "lp_pool": nn.LPPool3d(2, 2),
+        }
+    )
+    assert reasons(model) == {
+        "norm": None,
+        "known": None,
+        "own": Reason.OTHER_CLASS,
+        "same_name": Reason.OTHER_CLASS,
+        "replaced": Reason.FORWARD_REPLACED,
+        "other_dim": Reason.OTHER_ARGUMENTS,
+        "padded": Reason.OTHER_ARGUMENTS,
+        "lazy": Reason.LAZY_LAYER,
+    }
+    assert reasons(nn.Sequential(nn.GroupNorm(2, 6).to("meta"))) == {"0": None}
+
+
+@pytest.mark.parametrize(
+    ("make", "method"),
+    [
+        (lambda: nn.GroupNorm(2, 6), "forward"),
+        (known_subclass, "forward"),
+        (lambda: nn.Conv3d(2, 2, 1), "_conv_forward"),
+        (lambda: nn.InstanceNorm2d(2), "_apply_instance_norm"),
+    ],
+)
+def test_layers_of_a_class_whose_method_was_replaced_are_kept(make, method, monkeypatch):
+    layer = make()
+    base = next(each for each in type(layer).__mro__ if each in REPLACEMENTS)
+    assert reasons(layer) == {"": None}
+    monkeypatch.setattr(base, method, lambda self, *args: args[0])
+    assert reasons(layer) == {"": Reason.FORWARD_REPLACED}
+
+
+def test_layers_of_another_device_are_kept():
+    """The device of a layer without tensors is that of the model."""
+
+    class Elsewhere(torch.Tensor):
+        @property
+        def device(self):
+            return torch.device("cuda")
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.GELU(), nn.GroupNorm(1, 2))
+    for module in (model[0], model[2]):
+        for name, parameter in module._parameters.items():
+            module._parameters[name] = parameter.detach().as_subclass(Elsewhere)
+    assert reasons(model) == {"1": Reason.OTHER_DEVICE, "2": Reason.OTHER_DEVICE}
+
+
+def test_layers_inside_of_a_wrapper_are_kept_with_its_reason():
+    model = nn.Sequential(nn.Sequential(nn.GELU()))
+    model[0].compile(backend="eager")
+    assert reasons(model) == {"0.0": Reason.COMPILED}
+
+
+def test_layers_inside_of_torchscript_are_a_remark():
+    model = nn.Sequential(torch.jit.script(nn.GELU()), nn.GELU())
+    report = nhwc.convert_(model, preserve=True)
+    assert Reason.SCRIPTED_LAYERS.value in report.remarks
+    assert [row.path for row in report.plan.layers] == ["1"]
+
+
+@pytest.mark.parametrize("parametrized", [False, True])
+def test_a_replaced_layer_keeps_its_row_and_the_name_of_its_class(parametrized):
+    layer = nn.GroupNorm(2, 6)
+    swap_class(layer, Preserving)
+    if parametrized:
+        nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+    (row,) = nhwc.plan(layer, preserve=True).layers
+    assert (row.layer, row.action, row.reason) == ("GroupNorm", Action.KEEP, Reason.EXCHANGED)

@@ -1,0 +1,195 @@
+"""What has been wrapped or compiled already: recognised, with the order that works."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import torch_nhwc as nhwc
+from torch_nhwc.sites.reasons import ORDER
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def network():
+    return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3))
+
+
+def compiled_in_place(model):
+    model.compile(backend="eager")
+    return model
+
+
+def sharded(model):
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+    return model
+
+
+WRAPPERS = {
+    "DDP": (DistributedDataParallel, nhwc.Reason.DDP),
+    "FSDP1": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), nhwc.Reason.FSDP1),
+    "FSDP1 with original parameters": (
+        lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
+        nhwc.Reason.FSDP1,
+    ),
+    "FSDP2": (sharded, nhwc.Reason.FSDP2),
+    "DeepSpeed": (lambda model: DeepSpeedEngine(model), nhwc.Reason.ENGINE),
+    "torch.compile": (lambda model: torch.compile(model, backend="eager"), nhwc.Reason.COMPILED),
+    "Module.compile": (compiled_in_place, nhwc.Reason.COMPILED),
+}
+
+
+def layout(model):
+    return [(p.data_ptr(), p.stride()) for p in model.parameters() if type(p) is nn.Parameter]
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_what_is_wrapped_is_refused_with_its_reason_and_the_rest_of_the_model_converts(name):
+    wrap, reason = WRAPPERS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = wrap(network())
+    model = nn.ModuleDict({"free": nn.Conv2d(3, 4, 3), "wrapped": wrapped})
+    before = layout(wrapped)
+    with pytest.warns(UserWarning, match="sites stay as they are: 'wrapped"):
+        report = nhwc.convert_(model)
+    rows = {row.full_name: row for row in report.plan.rows}
+    assert rows.pop("free.weight").action is nhwc.planning.Action.CONVERT
+    assert model["free"].weight.stride() == (27, 1, 9, 3)
+    assert len(rows) == 3
+    for row in rows.values():
+        assert (row.action, row.reason) == (nhwc.planning.Action.REFUSE, reason)
+    assert layout(wrapped) == before
+    with pytest.raises(RuntimeError, match=r"nothing was changed, since strict=True"):
+        nhwc.convert_(wrapped, strict=True)
+
+
+class DeepSpeedEngine(nn.Module):
+    """Known by its name and its package."""
+
+    __module__ = "deepspeed.runtime.engine"
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("wrap", [wrap for wrap, _ in list(WRAPPERS.values())[:5]])
+def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wrapped = wrap(network()).eval()
+    before = layout(wrapped)
+    x = torch.randn(2, 3, 8, 8)
+    expected = wrapped(x)
+    report = nhwc.convert_(wrapped, each_forward=True, strict=True)
+    assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.EACH_FORWARD}
+    got = wrapped(x.to(memory_format=torch.channels_last))
+    torch.testing.assert_close(got, expected)
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    got.sum().backward()
+    report.revert()
+    torch.testing.assert_close(wrapped(x), expected)
+    assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
+
+
+@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.WRAPPED, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
+def test_reasons_say_the_order_that_works(reason):
+    assert ORDER in reason.value
+
+
+@pytest.mark.usefixtures("process_group")
+def test_h31_the_module_inside_of_ddp_is_recognised_by_its_reducer():
+    model = network()
+    wrapped = DistributedDataParallel(model)
+    before = layout(model)
+    with pytest.warns(UserWarning, match="post hooks, as DDP and FSDP leave there"):
+        report = nhwc.convert_(wrapped.module)
+    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.WRAPPED}
+    assert layout(model) == before
+
+
+@pytest.mark.usefixtures("process_group")
+@pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
+def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
+    model = network()
+    nhwc.convert_(model)
+    wrapped = WRAPPERS[name][0](model)
+    before = layout(model)
+    report = nhwc.convert_(wrapped, strict=True)
+    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.IN_FORMAT}
+    assert layout(model) == before
+
+
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_first(compiled_first):
+    compiled, free = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
+    free.weight = compiled.weight
+    compiled.compile(backend="eager")
+    model = nn.Sequential(*([compiled, free] if compiled_first else [free, compiled]))
+    with pytest.warns(UserWarning, match="compiled"):
+        report = nhwc.convert_(model)
+    assert free.weight.is_contiguous()
+    assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.REFUSE}
+
+
+def test_data_parallel_converts():
+    model = nn.DataParallel(network())
+    report = nhwc.convert_(model, strict=True)
+    assert [row.full_name for row in report.plan.rows] == ["module.0.weight", "module.3.weight", "module.4.weight"]
+    assert model.module[0].weight.stride() == (27, 1, 9, 3)
+
+
+@pytest.mark.usefixtures("process_group")
+def test_convert_optimizer_wrap_compile_trains_as_without_converting():
+    x = torch.randn(6, 2, 3, 8, 8)
+    start = network().double()
+
+    def train(convert):
+        model = copy.deepcopy(start)
+        if convert:
+            nhwc.convert_(model, input_format="channels_last")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
+        losses = []
+        for batch in x.double():
+            optimizer.zero_grad()
+            loss = wrapped(batch).square().mean()
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.item())
+        return losses
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(Grad|bucket).*strides.*")
+        assert train(convert=True) == pytest.approx(train(convert=False), rel=1e-9)
+
+
+def offloaded(layer):
+    """As accelerate's cpu_offload leaves a layer: its values are with a hook, and the weight is on no device."""
+    layer._hf_hook = object()
+    layer.weight = nn.Parameter(layer.weight.to("meta"))
+    return layer
+
+
+def test_offloaded_weights_are_refused():
+    model = nn.Sequential(offloaded(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
+    with pytest.warns(UserWarning, match="kept elsewhere and restored before each forward"):
+        report = nhwc.convert_(model)
+    assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]

@@ -1,0 +1,297 @@
+"""The functions of `torch_nhwc.functional`: signatures, which calls are PyTorch's, errors."""
+
+import inspect
+import warnings
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import assert_differentiable, assert_like, sliced
+from reference import FORMATS
+from torch import nn
+
+from torch_nhwc import functional
+
+CL, CL3D = torch.channels_last, torch.channels_last_3d
+IMAGE, VOLUME = (2, 6, 5, 7), (2, 6, 4, 5, 7)
+WIDE = (2, 18, 3, 5)  # of so many channels that softmax goes over a view
+# By name: the arguments behind the input, and the input's shape.
+CALLS = {
+    "group_norm": [((3,), IMAGE), ((6,), VOLUME)],
+    "instance_norm": [((), IMAGE), ((), VOLUME)],
+    "softmax": [((1,), IMAGE), ((-4,), VOLUME), ((1,), WIDE)],
+    "log_softmax": [((1,), IMAGE), ((-3,), WIDE)],
+    "gelu": [((), IMAGE), ((), VOLUME)],
+    "avg_pool3d": [((2,), VOLUME), (((2, 1, 3), 2, (1, 0, 1), True, False, 5), VOLUME)],
+    "adaptive_avg_pool3d": [((2,), VOLUME), (((None, 2, 3),), VOLUME)],
+    "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
+    "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
+    "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
+}
+EACH = [(name, *call) for name in CALLS for call in CALLS[name]]
+
+
+def positive(shape):
+    return torch.rand(shape) + 0.1  # for powers that are no whole numbers
+
+
+def test_every_function_is_tried():
+    assert {*CALLS, "conv3d", "cross_entropy"} == set(functional.__all__)
+
+
+@pytest.mark.parametrize("name", functional.__all__)
+def test_signatures_are_pytorch_s(name):
+    ours = inspect.signature(getattr(functional, name)).parameters.values()
+    theirs = getattr(F, name)
+    try:
+        expected = inspect.signature(theirs).parameters.values()
+    except ValueError:  # of a function in C++ the documentation has it
+        first = theirs.__doc__.strip().splitlines()[0]
+        names = (
+            first[first.index("(") + 1 : first.rindex(")")].replace("'none'", "none").replace(" = ", "=").split(", ")
+        )
+        assert [each.name if each.default is each.empty else f"{each.name}={each.default}" for each in ours] == names
+        return
+    if [each.name for each in expected] == ["args", "kwargs"]:
+        assert [each.name for each in ours] == ["input", "output_size", "return_indices"]
+        return
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in expected]
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_inputs_that_are_not_channels_last_give_pytorch_s_results_bit_for_bit(name, arguments, shape):
+    x = positive(shape)
+    for given in (x, x.double(), x[..., ::2], x.transpose(-1, -2)):
+        expected, output = (getattr(module, name)(given, *arguments) for module in (F, functional))
+        assert torch.equal(output, expected)
+        assert output.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("channels", [3, 17])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_softmax_passes_transforms_and_takes_slices(name, channels):
+    function, reference = getattr(functional, name), getattr(F, name)
+    assert_differentiable(lambda x: function(x, 1), torch.randn(2, channels, 2, 3))
+    assert_like(lambda x: function(x, 1), lambda x: reference(x, 1), torch.randn(2, channels, 3, 2), arrange=sliced)
+    assert_like(lambda x: function(x, -4), lambda x: reference(x, 1), torch.randn(2, channels, 3, 2, 1))
+
+
+class Logged(torch.Tensor):
+    """A subclass that counts what is done to it."""
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is not torch.Tensor.dim:
+            called.append(func)
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+called = []
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_tensor_subclasses_get_pytorch_s_function(name, arguments, shape):
+    called.clear()
+    output = getattr(functional, name)(positive(shape).as_subclass(Logged), *arguments)
+    assert type(output) is Logged
+    assert not any("nhwc" in str(each) for each in called)
+    assert called
+
+
+@pytest.mark.parametrize("size", [1, (1, 1, 1)])
+@pytest.mark.parametrize("padding", [0, "valid", "same", 1])
+def test_convolutions_of_one_tap(size, padding):
+    layer = nn.Conv3d(6, 4, size)
+    x = torch.randn(VOLUME)
+    expected = F.conv3d(x, layer.weight, layer.bias, padding=padding)
+    output = functional.conv3d(x.contiguous(memory_format=CL3D), layer.weight, layer.bias, padding=padding)
+    torch.testing.assert_close(output, expected)
+    assert output.is_contiguous(memory_format=CL3D)
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 2, 3), (3, 1, 1)], ids=str)
+def test_other_kernels_and_paddings_by_name_give_pytorch_s_results(kernel):
+    weight, x = torch.randn(4, 6, *kernel), torch.randn(VOLUME)
+    for options in ({"padding": "same"}, {"padding": "same", "dilation": (1, 2, 1)}, {"padding": "valid", "stride": 2}):
+        given = x.contiguous(memory_format=CL3D)
+        torch.testing.assert_close(functional.conv3d(given, weight, **options), F.conv3d(x, weight, **options))
+    with pytest.raises(RuntimeError, match="padding='same' is not supported for strided"):
+        functional.conv3d(x, weight, padding="same", stride=2)
+
+
+def test_other_ranks_and_arguments_give_pytorch_s_results():
+    volume, image, line = torch.randn(6, 4, 5, 7), torch.randn(2, 6, 5, 7), torch.randn(2, 6, 5)
+    channels_last = image.contiguous(memory_format=CL)
+    for call in (
+        lambda f: f.avg_pool3d(volume, 2),
+        lambda f: f.adaptive_avg_pool3d(volume, 2),
+        lambda f: f.conv3d(volume, torch.ones(4, 6, 1, 1, 1)),
+        lambda f: f.avg_pool3d(channels_last, 2),
+        lambda f: f.adaptive_max_pool3d(channels_last, 2, return_indices=True)[1],
+        lambda f: f.softmax(channels_last, 2),
+        lambda f: f.softmax(channels_last, 1, dtype=torch.float64),
+        lambda f: f.pad(channels_last, (1, 1)),
+        lambda f: f.pad(channels_last, (1, 1, 1, 1), "reflect"),
+        lambda f: f.pad(channels_last, (1, 1, 1, 1), "constant", 3.0),
+        lambda f: f.pad(line, (1, 1), "circular"),
+        lambda f: f.interpolate(channels_last, scale_factor=2),
+        lambda f: f.interpolate(channels_last, scale_factor=2, mode="bilinear", align_corners=True),
+        lambda f: f.interpolate(line, 7),
+        lambda f: f.gelu(line),
+        lambda f: f.group_norm(line, 2),
+        lambda f: f.group_norm(line[..., 0], 2),
+        lambda f: f.instance_norm(line),
+        lambda f: f.instance_norm(channels_last, torch.zeros(6), torch.ones(6), use_input_stats=False),
+    ):
+        torch.testing.assert_close(call(functional), call(F))
+
+
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+def test_a_missing_dimension_gives_pytorch_s_warning(name):
+    x = torch.randn(IMAGE).to(memory_format=CL)
+    for module in (F, functional):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            getattr(module, name)(x)
+        assert [each.category for each in caught] == [UserWarning]
+        assert "Implicit dimension choice" in str(caught[0].message)
+
+
+@pytest.mark.filterwarnings("ignore:size_average and reduce args")
+@pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}, {"ignore_index": 1}], ids=str)
+@pytest.mark.parametrize("shape", [(2, 6), VOLUME, WIDE], ids=str)
+def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
+    x, target = torch.randn(shape), torch.randint(0, 6, (shape[0], *shape[2:]))
+    given = x.contiguous(memory_format=FORMATS.get(x.dim(), torch.contiguous_format))
+    expected = F.cross_entropy(x, target, **options)
+    torch.testing.assert_close(functional.cross_entropy(given, target, **options), expected)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f: f.group_norm(torch.ones(1, 2, 1, 1), 2),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 3),
+        lambda f: f.group_norm(torch.ones(2), 1),
+        lambda f: f.instance_norm(torch.ones(2, 4, 1, 1)),
+        lambda f: f.softmax(torch.ones(2, 4, 3, 3), 4),
+        lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2.0),
+        lambda f: f.softmax(torch.ones(2, 4, 3, 3), 1.0),
+        lambda f: f.gelu(torch.ones(2, 4, 3, 3), approximate="other"),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), None),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 2.0),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), 1, "circular"),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), None),
+        lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 3, 3), reduction="other"),
+        lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.full((2, 3, 3), 17)),
+        lambda f: f.cross_entropy(torch.ones(2, 16, 3, 2), torch.full((2, 2, 3), 1)),
+        lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.ones(2, 3, 3)),
+        lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 4),
+        lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
+        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3)),
+        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), scale_factor=2, align_corners=True),
+    ],
+)
+def test_errors_are_of_pytorch_s_types(call, monkeypatch):
+    """On channels-last and on contiguous inputs: `torch.ones` here makes both in turn."""
+    ones = torch.ones
+    for is_channels_last in (False, True):
+
+        def made(*shape, dtype=None, is_channels_last=is_channels_last):
+            memory_format = FORMATS.get(len(shape)) if is_channels_last else torch.contiguous_format
+            return ones(*shape, dtype=dtype).contiguous(memory_format=memory_format or torch.contiguous_format)
+
+        monkeypatch.setattr(torch, "ones", made)
+        try:
+            call(F)
+        except Exception as error:
+            expected = type(error)
+        with pytest.raises(expected):
+            call(functional)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda f, x: f.avg_pool3d(x, x.size(2) // 2),
+        lambda f, x: f.pad(x, (x.size(2) // 4,) * 6, "circular"),
+        lambda f, x: f.conv3d(x, torch.ones(2, 6, 1, 1, 1), stride=(x.size(2) // 2, 1, 1)),
+        lambda f, x: f.adaptive_max_pool3d(x, x.size(2) // 2),
+    ],
+)
+def test_sizes_of_a_tracer_are_traced_as_pytorch_does(call):
+    small, large = torch.rand(1, 6, 4, 4, 4).to(memory_format=CL3D), torch.rand(1, 6, 8, 8, 8)
+    results = []
+    for module in (F, functional):
+        try:
+            traced = torch.jit.trace(lambda x, module=module: call(module, x), small, check_trace=False)
+            results.append(traced(large))
+        except Exception as error:
+            results.append(type(error))
+    if isinstance(results[0], torch.Tensor):
+        torch.testing.assert_close(results[1], results[0])
+    else:
+        assert results[0] is results[1]
+
+
+def test_numpy_and_tensor_numbers_are_taken_as_pytorch_takes_them():
+    for x in (torch.rand(VOLUME), torch.rand(VOLUME).to(memory_format=CL3D)):
+        for two in (np.int64(2), torch.tensor(2)):
+            for call in (
+                lambda f, x=x, two=two: f.avg_pool3d(x, two),
+                lambda f, x=x, two=two: f.avg_pool3d(x, (two, 2, 2)),
+                lambda f, x=x, two=two: f.adaptive_avg_pool3d(x, (two, 2, 2)),
+                lambda f, x=x, two=two: f.group_norm(x, 2, eps=float(two)),
+                lambda f, x=x, two=two: f.softmax(x, two - 1),
+                lambda f, x=x, two=two: f.interpolate(x, scale_factor=float(two)),
+                lambda f, x=x, two=two: f.pad(x, (two,) * 6, "circular"),
+            ):
+                try:
+                    expected = call(F)
+                except Exception as error:
+                    with pytest.raises(type(error)):
+                        call(functional)
+                else:
+                    torch.testing.assert_close(call(functional), expected)
+
+
+class Normed(nn.Module):
+    def forward(self, x):
+        return functional.instance_norm(x)
+
+
+WAYS = {
+    "eager": lambda x: Normed(),
+    "scripted": lambda x: torch.jit.script(Normed()),
+    "traced": lambda x: torch.jit.trace(Normed(), x.detach()),
+    "compiled": lambda x: torch.compile(Normed(), backend="aot_eager", fullgraph=True),
+    "exported": lambda x: torch.export.export(Normed(), (x,)).module(),
+    "under vmap": lambda x: lambda x: torch.func.vmap(Normed())(x[None])[0],
+    "before an activation in place": lambda x: lambda x: F.leaky_relu(functional.instance_norm(x), 1.0, inplace=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, CL], ids=str)
+def test_h35_instance_norm_of_batch_one_takes_a_channels_last_gradient(way, memory_format):
+    torch.manual_seed(0)
+    x, gradient = torch.randn(2, 1, 4, 5, 6, dtype=torch.double).unbind()
+    x.requires_grad_()
+    (expected,) = torch.autograd.grad(F.instance_norm(x), x, gradient)
+    given = x.detach().to(memory_format=memory_format).requires_grad_()
+    (found,) = torch.autograd.grad(WAYS[way](given)(given), given, gradient.to(memory_format=CL))
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_gradient_of_instance_norm_under_a_transform_of_functions():
+    x, gradient = torch.randn(2, 1, 4, 5, 6, dtype=torch.double).unbind()
+    (expected,) = torch.autograd.grad(F.instance_norm(x.requires_grad_()), x, gradient)
+    found = torch.func.grad(lambda x: (functional.instance_norm(x) * gradient.to(memory_format=CL)).sum())(x.detach())
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,427 @@
+"""`convert_saved`: a saved model, whatever it was saved as, into another file of its kind."""
+
+import io
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import IO, Any, Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from torch_nhwc.checkpoint.exported_programs import ProgramTensors, note_strides
+from torch_nhwc.checkpoint.torchscript import convert_inputs_
+from torch_nhwc.converting.conversion import convert_
+from torch_nhwc.converting.report import Report
+from torch_nhwc.layout import Format
+from torch_nhwc.ops import set_strides_
+from torch_nhwc.planning.options import Options
+from torch_nhwc.planning.planner import plan
+from torch_nhwc.rendering import first_of, warn
+from torch_nhwc.serialization import write_whole
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.site import Site, TensorContainer
+from torch_nhwc.step_guard import release
+
+
+def convert_saved(
+    path_in: str | os.PathLike[str],
+    path_out: str | os.PathLike[str],
+    *,
+    memory_format: torch.memory_format | str | None = None,
+    input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
+    allow_pickle: bool = False,
+    strict: bool = False,
+) -> Report:
+    """Convert the convolution weights of a saved model, and write them to a file of the same kind.
+
+    The bytes of a file say what it holds, not its name. The result loads as the file did, and runs without torch_nhwc,
+    also from C++; code, other tensors and extra files stay.
+
+    - A TorchScript archive: the weights that its graphs convolve with, including constants of frozen modules.
+    - An exported program, or several, as `torch.export.save` writes them: the strides that the program notes for its
+      tensors change with them.
+    - A file of `torch.save`: every floating-point tensor of a state dict that is named weight and has four or five
+      dimensions, and the optimizer state of such weights; with `allow_pickle`, whole models.
+
+    The output is written to a temporary file that replaces `path_out` at the end: after an exception or a crash, the
+    old file is there, or the new one. The input is not changed, unless it is the output.
+
+    Args:
+        path_in: The file to read.
+        path_out: The file to write; it may be `path_in`.
+        memory_format: As in `convert_`.
+        input_format: `"channels_last"` also makes the code of a TorchScript archive convert the inputs of forward to
+            channels-last, and `"channels_last_3d"` volumes alone, so that callers need no change.
+        allow_pickle: Whether to load files that can run code while they are loaded: whole models, exported programs,
+            and TorchScript classes with a `__setstate__`. Only for files that you trust.
+        strict: As in `convert_`.
+
+    Returns:
+        A report on every weight. It cannot be reverted.
+
+    Raises:
+        OSError: A file cannot be read or written.
+        ValueError: The file is damaged or of another kind; it may run code, without `allow_pickle`; `input_format` for
+            a file that is no TorchScript archive; or an invalid argument. Nothing is written.
+        RuntimeError: `strict`, and a weight was refused, or there is none; or an exported program would not run with
+            such weights.
+
+    Example:
+        >>> folder = pathlib.Path(tempfile.mkdtemp())
+        >>> torch.save(torch.nn.Conv2d(3, 8, 3).state_dict(), folder / "weights.pt")
+        >>> _ = torch_nhwc.convert_saved(folder / "weights.pt", folder / "converted.pt")
+        >>> torch.load(folder / "converted.pt")["weight"].stride()
+        (27, 1, 9, 3)
+    """
+    options = Options.of(memory_format, None, None, input_format)
+    path = Path(path_in)
+    kind = _kind_of(path)
+    if input_format is not None and kind is not _Kind.TORCHSCRIPT:
+        raise ValueError(
+            f"input_format: {path} is {kind.value}, and only the code of a TorchScript archive can convert "
+            "its inputs without torch_nhwc: give it inputs in channels-last"
+        )
+    job = _Job(path, kind, options.format, options.input_format, allow_pickle, strict)
+    converters = {_Kind.TORCHSCRIPT: _convert_archive, _Kind.EXPORTED: _convert_programs}
+    with replacing(path_out) as output:
+        return converters.get(kind, _convert_pickle)(job, output)
+
+
+class _Kind(Enum):
+    """What a file holds."""
+
+    TORCHSCRIPT = "a TorchScript archive"
+    EXPORTED = "an exported program"
+    TORCH_SAVE = "a file of torch.save"
+    LEGACY_TORCH_SAVE = "a file of torch.save in its older format"
+
+
+# A record that only this kind of archive has. PyTorch's own loaders look for the same ones, in this order.
+_RECORDS = {"archive_format": _Kind.EXPORTED, "constants.pkl": _Kind.TORCHSCRIPT, "data.pkl": _Kind.TORCH_SAVE}
+_ZIP = b"PK\x03\x04"
+_LEGACY = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
+
+
+class _Job(NamedTuple):
+    """One call of `convert_saved`."""
+
+    path: Path
+    kind: _Kind
+    format: Format
+    input_format: str | None
+    allow_pickle: bool
+    strict: bool
+
+    def expect_trusted(self, why: str) -> None:
+        """Raise a ValueError for a file that could run code while it is loaded, unless that is allowed."""
+        if not self.allow_pickle:
+            raise ValueError(f"{self.path}: {why}: if you trust the file, allow_pickle=True loads it")
+
+    def convert(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> Report:
+        """Convert what was loaded, without putting code of this package into it."""
+        rows = plan(model, self.format.name).rows
+        left = list(dict.fromkeys(row.path for row in rows if row.reason in _NEEDS_PACKAGE))
+        if not rows and self.strict:
+            raise RuntimeError(f"{self.path}: nothing to convert: {_NOTHING} (nothing was written, since strict=True)")
+        try:
+            with warnings.catch_warnings():
+                if not rows:
+                    warnings.simplefilter("ignore")  # convert_ would recommend example inputs
+                report = convert_(
+                    model,
+                    self.format.name,
+                    filter_fn=lambda _, path: path not in left,
+                    optimizer=optimizers,
+                    storage="detach",  # nothing else holds what was loaded
+                    strict=self.strict,
+                )
+        except ValueError as error:
+            raise ValueError(f"{self.path}: {error}") from error
+        for module in model.modules():
+            release(module)  # nothing is trained here
+        if left:
+            remark = f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"
+            report = _with_remarks(report, remark)
+        if not rows:
+            warn(f"torch_nhwc: {self.path}: nothing to convert: {_NOTHING}")
+            observed = replace(report.plan, observed=True)  # the report does not recommend example inputs either
+            report = _with_remarks(replace(report, plan=observed), f"Nothing converts: {_NOTHING}")
+        return report
+
+
+_NOTHING = (
+    "there is no convolution, and in a state dict no floating-point tensor with four or five dimensions that is named "
+    "weight"
+)
+# A conversion would put hooks or parametrizations of this package into the file.
+_NEEDS_PACKAGE = (Reason.LAZY, Reason.COPIED_EACH_FORWARD)
+
+
+def _with_remarks(report: Report, *remarks: str) -> Report:
+    return replace(report, remarks=(*report.remarks, *remarks))
+
+
+# TorchScript archives.
+
+_EXTRA = "extra/"
+
+
+def _convert_archive(job: _Job, output: IO[bytes]) -> Report:
+    archive, names = _open_archive(job.path)
+    if "bytecode.pkl" in names:
+        raise ValueError(
+            f"{job.path}: it is for the lite interpreter, whose bytecode would be lost: convert the module before "
+            "saving it for that"
+        )
+    if any(b"__setstate__" in archive.get_record(name) for name in names if name.lower().startswith("code/")):
+        job.expect_trusted("classes in it have a __setstate__, which runs while they are loaded")
+    extra = {name.removeprefix(_EXTRA): "" for name in names if name.startswith(_EXTRA)}
+    with _reading(job.path, job.kind.value):
+        model: Any = torch.jit.load(job.path, None, extra)  # type: ignore[no-untyped-call, unused-ignore]
+    report = job.convert(model)
+    if job.input_format is not None:
+        inputs = Format(None if job.input_format == "channels_last" else job.input_format)
+        ranks = {row.rank for row in report.rows if job.format.serves(row.rank) and inputs.serves(row.rank)}
+        report = _with_remarks(report, convert_inputs_(model, sorted(ranks)))
+    torch.jit.save(model, output, _extra_files=extra)  # type: ignore[no-untyped-call, unused-ignore]
+    return report
+
+
+# Exported programs.
+
+# The records that torch.export reads and writes.
+_KNOWN = (
+    *("archive_format", "archive_version", "byteorder", "version", ".data/", "extra/", "models/"),
+    *("data/weights/", "data/constants/", "data/sample_inputs/"),
+)
+
+
+def _convert_programs(job: _Job, output: IO[bytes]) -> Report:
+    for name in _open_archive(job.path)[1]:
+        if name.startswith("data/aotinductor/"):
+            raise ValueError(f"{job.path}: it is compiled, with its weights in the code: convert the program first")
+        if not name.startswith(_KNOWN):
+            raise ValueError(f"{job.path}: torch.export does not know {name!r} in it, and would lose it")
+    job.expect_trusted(
+        "torch.export.load evaluates expressions and compiles a graph that are text in the file, and unpickles what "
+        "weights_only refuses"
+    )
+    from torch.export.pt2_archive._package import load_pt2, package_pt2  # imports the compiler, which takes a second
+
+    with _reading(job.path, job.kind.value), open(job.path, "rb") as file:
+        contents = load_pt2(file)
+    programs = contents.exported_programs
+    tensors = {name: ProgramTensors(program) for name, program in programs.items()}
+    report = job.convert(tensors["model"] if [*tensors] == ["model"] else Contents(tensors))
+    for program in programs.values():
+        try:
+            note_strides(program)
+        except RuntimeError as error:
+            raise RuntimeError(f"{job.path}: {error}") from error
+    package_pt2(output, exported_programs=programs, extra_files=contents.extra_files)
+    return report
+
+
+# Files of torch.save.
+
+
+def _convert_pickle(job: _Job, output: IO[bytes]) -> Report:
+    content = _load_pickle(job)
+    with _reading(job.path, job.kind.value):  # a file may contain itself
+        parts, state = dict(_parts(content)), list(_optimizer_state(content))
+        optimizers = tuple(each for each in tree_leaves(content) if isinstance(each, Optimizer))
+    root = parts[""] if [*parts] == [""] else Contents(parts)
+    report = job.convert(root, optimizers)
+    if any(row.layer == StateDict.layer for row in report.rows):
+        report = _with_remarks(
+            report,
+            "a model takes the strides of a state dict by load_state_dict(..., assign=True) alone; otherwise it keeps "
+            "its own",
+        )
+    if _set_strides_of_state(job.path, state, root, report):
+        report = _with_remarks(
+            report,
+            "the optimizer state in the file has the strides of its weights: load them by assign=True, or into a model "
+            "in channels-last: a fused CPU optimizer gives wrong updates, silently, where weights and state differ",
+        )
+    torch.save(content, output, _use_new_zipfile_serialization=job.kind is _Kind.TORCH_SAVE)
+    return report
+
+
+def _load_pickle(job: _Job) -> Any:
+    try:
+        # An open file, since torch.load decides by the name of a path.
+        with _reading(job.path, job.kind.value), open(job.path, "rb") as file:
+            return torch.load(file, weights_only=not job.allow_pickle)
+    except ValueError as error:
+        if isinstance(error.__cause__, pickle.UnpicklingError):
+            job.expect_trusted(
+                "torch.load refuses it as tensors and plain data, and loading anything more may run code that is in it"
+            )
+        raise
+
+
+def _parts(content: Any, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield the models and state dicts of a file with their paths in it."""
+    if isinstance(content, nn.Module):
+        yield path, content
+    elif isinstance(content, (Mapping, list, tuple)) and not _is_optimizer_state(content):
+        items = content.items() if isinstance(content, Mapping) else enumerate(content)
+        named = [(str(name), each) for name, each in items]
+        tensors = {name: each for name, each in named if isinstance(each, Tensor)}
+        if tensors:
+            yield path, StateDict(tensors)
+        for name, each in named:
+            yield from _parts(each, f"{path}.{name}" if path else name)
+
+
+def _optimizer_state(content: Any, is_inside: bool = False) -> Iterator[Tensor]:
+    """Yield the tensors in the optimizer state dicts of a file."""
+    if isinstance(content, Tensor):
+        if is_inside:
+            yield content
+    elif isinstance(content, (Mapping, list, tuple)):
+        for each in content.values() if isinstance(content, Mapping) else content:
+            yield from _optimizer_state(each, is_inside or _is_optimizer_state(content))
+
+
+def _is_optimizer_state(content: Any) -> bool:
+    return isinstance(content, Mapping) and content.keys() >= {"state", "param_groups"}
+
+
+def _set_strides_of_state(path: Path, state: list[Tensor], root: nn.Module, report: Report) -> bool:
+    """Give optimizer state the strides of the weights of its shapes; return whether there is any.
+
+    Raises:
+        ValueError: A shape is that of a weight that is converted and of a tensor that is not.
+    """
+    strides = {row.shape: row.target_strides for row in report.rows if row.target_strides is not None}
+    state = [each for each in state if tuple(each.shape) in strides]
+    if not state:
+        return False
+    converted = {row.full_name for row in report.rows if row.target_strides is not None}
+    tensors = *root.named_parameters(remove_duplicate=False), *root.named_buffers(remove_duplicate=False)
+    others = {tuple(tensor.shape) for name, tensor in tensors if name not in converted}
+    for shape in (tuple(each.shape) for each in state):
+        if shape in others:
+            raise ValueError(
+                f"{path}: optimizer state of shape {shape} may belong to a weight that is converted, or to a parameter "
+                "that is not: convert the model and its optimizer once they are loaded"
+            )
+    set_strides_(state, [strides[tuple(each.shape)] for each in state], storage="detach")
+    return True
+
+
+# Reading and writing.
+
+
+def _kind_of(path: Path) -> _Kind:
+    with open(path, "rb") as file:
+        head = file.read(len(_LEGACY))
+    if head == _LEGACY:
+        return _Kind.LEGACY_TORCH_SAVE
+    if head.startswith(_ZIP):
+        _, records = _open_archive(path)
+        for record, kind in _RECORDS.items():
+            if record in records:
+                return kind
+    if head[8:9] == b"{":
+        raise ValueError(
+            f"{path}: a safetensors file keeps no strides, so that its weights cannot be in channels-last: convert the "
+            "model once they are loaded (convert_), or the state dict while they are loaded (convert_state_dict)"
+        )
+    expected = f"{_Kind.TORCHSCRIPT.value}, {_Kind.EXPORTED.value} or {_Kind.TORCH_SAVE.value}"
+    raise ValueError(f"{path}: expected {expected}, and its bytes are those of none")
+
+
+def _open_archive(path: Path) -> tuple[Any, list[str]]:
+    """Return PyTorch's reader of an archive, and the names of its records."""
+    with _reading(path, "an archive of torch"):
+        archive: Any = torch._C.PyTorchFileReader(str(path))
+        return archive, archive.get_all_records()
+
+
+@contextmanager
+def _reading(path: Path, expected: str) -> Iterator[None]:
+    """Turn all errors of PyTorch's loaders into a ValueError of one line that names the file."""
+    try:
+        yield
+    except Exception as error:
+        why = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise ValueError(f"{path} cannot be read as {expected}: {why}") from error
+
+
+@contextmanager
+def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Give a file for PyTorch's writers, whose content replaces the file at a path at the end.
+
+    Raises:
+        ValueError: The path is that of a folder, a device or a pipe, or its folder does not exist.
+        OSError: The file cannot be written.
+    """
+    target = Path(os.path.realpath(path))
+    is_other = os.path.lexists(target) and not target.is_file()
+    if not os.path.basename(path) or is_other or not target.parent.is_dir():
+        raise ValueError(f"expected a file in a folder that exists, got {path}")
+    with write_whole(target) as temporary, open(temporary, "wb") as file:
+        output = _Output(file)
+        yield cast(IO[bytes], output)
+        if output.error is not None:
+            raise output.error
+
+
+class _Output(io.RawIOBase):
+    """A file that keeps the first error for later, since PyTorch's zip writer ends the process at an exception."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, *_: int) -> int:  # torch.export seeks to the start of what it has written
+        return 0
+
+    def write(self, data: Any) -> int:
+        if self.error is None:
+            try:
+                self._file.write(data)
+            except OSError as error:
+                self.error = error
+        return memoryview(data).nbytes
+
+
+class StateDict(TensorContainer):
+    """The tensors of a state dict. Floating-point tensors called `weight` of a convolution's rank are its sites."""
+
+    layer = "state dict"
+
+    def sites(self, prefix: str) -> list[Site]:
+        return [
+            # The number of groups is unknown: with one channel in a filter, it may be one.
+            Site(path, "weight", self.layer, tensor.dim(), 1 if tensor.shape[1] == 1 else 0, self, tensor, None)
+            for name, tensor in (*self.named_parameters(), *self.named_buffers())
+            if tensor.dim() in (4, 5) and tensor.is_floating_point()
+            for path, _, last in [".".join(filter(None, (prefix, name))).rpartition(".")]
+            if last == "weight"
+        ]
+
+
+class Contents(nn.Module):
+    """The models and the state dicts of a file, under their paths in it."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(parts)

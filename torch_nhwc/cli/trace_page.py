@@ -1,0 +1,142 @@
+"""The page of a trace: one HTML file with the modules as bars, in order of execution, and tables that sort."""
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch_nhwc import __version__
+from torch_nhwc.serialization import write_whole
+from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace, TracedModule
+from torch_nhwc.tracing.activation_formats import CHANNELS_LAST_NAMES
+from torch_nhwc.tracing.traces import short_source
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+# The formats that the legend names; all others look alike.
+_FORMATS = {"channels_last": "channels-last", "contiguous": "contiguous", "": "no images or volumes"}
+_OTHER = "another format"
+_HEAD = ["module", "operator", "phase", "read", "written", "bytes", "times", "source"]
+
+
+class Bar(NamedTuple):
+    """A module that ran."""
+
+    path: str
+    layer: str
+    format: str
+    """`channels_last` of either rank, `contiguous`, or what else the module wrote; empty if it wrote no activation."""
+    losses: int
+    mixed: int
+    details: Sequence[str]
+    """Sentences that show on hover or tap."""
+
+
+Cell = str | int | float
+
+
+class Table(NamedTuple):
+    """A table. Numbers sort as numbers."""
+
+    title: str
+    head: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+
+
+def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
+    """Write a trace as one HTML file for a browser, whole or not at all.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+
+    Example:
+        >>> import tempfile
+        >>> from torch_nhwc.cli.trace_page import write_page
+        >>> model = torch.nn.Conv2d(3, 8, 3)
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     write_page(trace, f"{folder}/trace.html")
+    """
+    text = page_of(trace)
+    with write_whole(path) as temporary:
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")  # a name may have a lone surrogate
+
+
+def page_of(trace: Trace) -> str:
+    """Return a trace as HTML that loads nothing else. Everything that comes from the model is escaped.
+
+    Raises:
+        ImportError: jinja2 is not installed.
+    """
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters["shown"] = _shown
+    model = next((module.layer for module in trace.modules if not module.path), "")
+    summary = [f"{trace.headline()}."]
+    for gain in trace.gained:
+        summary.append(f"Channels-last from {gain.path or gain.source or 'the model'} on, by {gain.operator}.")
+    summary += [f"Not seen: {row.path or 'the model'}: {row.why}." for row in trace.unseen]
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=f"Trace of {model}" if model else "Trace",
+        summary=summary,
+        bars=_bars(trace),
+        tables=_tables(trace),
+        formats=_FORMATS,
+        other=_OTHER,
+        version=__version__,
+    )
+
+
+def _bars(trace: Trace) -> list[Bar]:
+    """Return the modules that ran, without those that only call others."""
+    lost, mixed = (Counter(row.path for row in rows) for rows in (trace.losses, trace.mixed))
+    details: dict[str, list[str]] = {}
+    for row in (*trace.losses, *trace.mixed):
+        details.setdefault(row.path, []).append(str(row))
+    names = [module.path.split(".") for module in trace.modules if module.path]
+    callers = {".".join(each[:depth]) for each in names for depth in range(len(each))}
+    bars = []
+    for module in trace.modules:
+        path = module.path
+        if path not in callers or path in details:
+            first = f"{_described(module.inputs)} to {_described(module.outputs)}"
+            shown = [first, *details.get(path, ())]
+            bars.append(Bar(path, module.layer, _format_of(module), lost[path], mixed[path], shown))
+    return bars
+
+
+def _tables(trace: Trace) -> list[Table]:
+    losses: list[list[Cell]] = [[*_cells(row), row.advice or ""] for row in trace.losses]
+    tables = [Table("Losses", [*_HEAD, "advice"], losses)]
+    if trace.mixed:
+        tables.append(Table("Mixed convolutions", _HEAD, [_cells(row) for row in trace.mixed]))
+    if trace.reorders:
+        rows: list[list[Cell]] = [[row.kernel, row.milliseconds, row.count] for row in trace.reorders]
+        tables.append(Table("Kernels that reorder", ["kernel", "milliseconds", "times"], rows))
+    return tables
+
+
+def _cells(row: FormatLoss | MixedConvolution) -> list[Cell]:
+    read, written = (", ".join(map(str, layouts)) for layouts in (row.inputs, row.outputs))
+    source = short_source(row.source)
+    return [row.path or "the model", row.operator, row.phase, read, written, row.bytes, row.count, source]
+
+
+def _format_of(module: TracedModule) -> str:
+    name = module.outputs[0].format if module.outputs else ""
+    return "channels_last" if name in CHANNELS_LAST_NAMES else name
+
+
+def _described(layouts: Sequence[Layout]) -> str:
+    return ", ".join(map(str, layouts)) or "no images or volumes"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"

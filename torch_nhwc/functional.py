@@ -1,0 +1,424 @@
+"""Drop-ins for functions of `torch.nn.functional` that lose channels-last, with their signatures and numbers.
+
+A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
+function, and so does every call while a compiler traces, which then fuses as usual. TorchScript compiles all but
+`interpolate`: what it does not know stands behind `is_scripting`.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Optional, cast
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch._jit_internal import BroadcastingList3, boolean_dispatched, is_scripting  # type: ignore[attr-defined]
+from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]
+from torch.nn.modules.utils import _list_with_default
+
+import torch_nhwc.ops  # noqa: F401  registers the operators
+from torch_nhwc.layout import in_format
+
+if TYPE_CHECKING:
+    from torch import dtype as DType  # noqa: N812
+else:
+    DType = int  # which is a dtype in TorchScript
+
+__all__ = [
+    "adaptive_avg_pool3d",
+    "adaptive_max_pool3d",
+    "avg_pool3d",
+    "conv3d",
+    "cross_entropy",
+    "gelu",
+    "group_norm",
+    "instance_norm",
+    "interpolate",
+    "log_softmax",
+    "pad",
+    "softmax",
+]
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Stand in for `torch.nn.functional.group_norm`, whose statistics are wrong on channels-last on a CPU.
+
+    As accurate there as on contiguous activations, for any mean.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.group_norm(x, num_groups=2).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        is_usual = _are((int,), num_groups) and _are(_NUMBER, eps)
+        if _is_pytorch_s(input, weight, bias) or not is_usual or input.dim() < 2:
+            return F.group_norm(input, num_groups, weight, bias, eps)
+    if num_groups < 1 or input.numel() < 2 * num_groups:  # the only cases that the check may complain of
+        _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
+    normed: Tensor = torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
+    return normed
+
+
+def instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None = None,
+    running_var: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    use_input_stats: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.instance_norm`, whose gradient is wrong on channels-last for a batch of 1.
+
+    Example:
+        >>> x = torch.randn(1, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.instance_norm(x).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        is_usual = _are((bool,), use_input_stats) and _are(_NUMBER, momentum, eps)
+        if _is_pytorch_s(input, running_mean, running_var, weight, bias) or not is_usual:
+            theirs = F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+            is_compiled = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and type(theirs) is Tensor)
+            return _with_contiguous_gradient(theirs) if is_compiled and theirs.requires_grad else theirs
+    if use_input_stats:
+        _verify_spatial_size(input.size())
+    normed: Tensor = torch.ops.nhwc.instance_norm(
+        input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps
+    )
+    return _with_contiguous_gradient(normed)
+
+
+def _with_contiguous_gradient(normed: Tensor) -> Tensor:
+    """Return the result of PyTorch's instance norm, whose gradient for a batch of 1 is wrong unless it is contiguous.
+
+    A gradient that passes through a flat tensor is. The result is no view: an activation in place may follow.
+    """
+    if normed.is_contiguous():
+        normed = torch.ops.aten._unsafe_view(normed.flatten(), normed.size())
+    return normed
+
+
+def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
+    """Stand in for `torch.nn.functional.softmax` over the channels; other dimensions are PyTorch's.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.softmax(x, dim=1).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        if _is_pytorch_s(input) or not _are((int,), dim):
+            return F.softmax(input, dim, _stacklevel + 1, dtype)
+    if dim is None or not _is_channels_last(input) or (dim != 1 and dim != 1 - input.dim()):
+        return F.softmax(input, dim, _stacklevel + 1, dtype)
+    if _has_long_rows(input):
+        return F.softmax(input.movedim(1, -1), -1, _stacklevel, dtype).movedim(-1, 1)
+    return in_format(F.softmax(_with_channels_last_gradient(input), 1, _stacklevel, dtype))
+
+
+def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
+    """Stand in for `torch.nn.functional.log_softmax` over the channels; other dimensions are PyTorch's.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.log_softmax(x, dim=1).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        if _is_pytorch_s(input) or not _are((int,), dim):
+            return F.log_softmax(input, dim, _stacklevel + 1, dtype)
+    if dim is None or not _is_channels_last(input) or (dim != 1 and dim != 1 - input.dim()):
+        return F.log_softmax(input, dim, _stacklevel + 1, dtype)
+    if _has_long_rows(input):
+        return F.log_softmax(input.movedim(1, -1), -1, _stacklevel, dtype).movedim(-1, 1)
+    return in_format(F.log_softmax(_with_channels_last_gradient(input), 1, _stacklevel, dtype))
+
+
+def cross_entropy(
+    input: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.cross_entropy`, for indices and probabilities of classes.
+
+    Example:
+        >>> x = torch.zeros(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.cross_entropy(x, torch.ones(2, 4, 4, dtype=torch.long))
+        tensor(2.0794)
+    """
+    is_ours = True
+    if not is_scripting():
+        is_ours = target is not None and not _is_pytorch_s(input, target, weight) and not torch._C._is_tracing()
+    if is_ours and _is_channels_last(input):
+        rows = input.movedim(1, -1)
+        if _has_long_rows(input) and (target.shape == input.shape or target.shape == rows.shape[:-1]):
+            # One loss for each row of a matrix: PyTorch's softmax is fastest over a last dimension.
+            flat = target.movedim(1, -1).flatten(0, -2) if target.dim() == input.dim() else target.flatten()
+            loss = F.cross_entropy(
+                rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
+            )
+            return loss if loss.dim() == 0 else loss.view(rows.shape[:-1])
+        input = _with_channels_last_gradient(input)
+    return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _is_channels_last(input: Tensor) -> bool:
+    """Return whether an image or volume is in channels-last, by strides alone, which every transform gives.
+
+    What is ambiguous counts as contiguous, as in PyTorch, unless it has the canonical strides of channels-last.
+    """
+    return (input.dim() == 4 or input.dim() == 5) and input.stride(1) == 1 and input.stride(-1) > 1
+
+
+def _has_long_rows(input: Tensor) -> bool:
+    """Return whether the channels of a voxel are so many that PyTorch's softmax over a last dimension pays."""
+    return input.stride(-1) >= 16
+
+
+def _with_channels_last_gradient(input: Tensor) -> Tensor:
+    """Return a view of a channels-last activation: a gradient that passes through a flat tensor has its order."""
+    rows = input.movedim(1, -1)
+    return rows.flatten().view(rows.shape).movedim(-1, 1)
+
+
+def gelu(input: Tensor, approximate: str = "none") -> Tensor:
+    """Stand in for `torch.nn.functional.gelu`, which is twice as slow on channels-last on a CPU.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.gelu(x).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        if _is_pytorch_s(input) or not _are((str,), approximate):
+            return F.gelu(input, approximate=approximate)
+    activated: Tensor = torch.ops.nhwc.gelu(input, approximate=approximate)
+    return activated
+
+
+def avg_pool3d(
+    input: Tensor,
+    kernel_size: BroadcastingList3[int],
+    stride: Optional[BroadcastingList3[int]] = None,  # noqa: UP045
+    padding: BroadcastingList3[int] = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.avg_pool3d`, which gives contiguous activations.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.avg_pool3d(x, 2).stride()
+        (64, 1, 32, 16, 8)
+    """
+    if not is_scripting():
+        is_usual = _are_sizes(kernel_size, padding) and (stride is None or _are_sizes(stride))
+        is_usual = is_usual and _are((bool,), ceil_mode, count_include_pad) and _are((int, _NONE), divisor_override)
+        if _is_pytorch_s(input) or not is_usual:
+            return F.avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+    if stride is None:
+        stride = kernel_size
+    pooled: Tensor = torch.ops.nhwc.avg_pool3d(
+        input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
+    )
+    return pooled
+
+
+def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> Tensor:
+    """Stand in for `torch.nn.functional.adaptive_avg_pool3d`, which gives contiguous activations.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.adaptive_avg_pool3d(x, (None, 2, 2)).stride()
+        (128, 1, 32, 16, 8)
+    """
+    if not is_scripting():
+        if _is_pytorch_s(input) or not _are_output_sizes(output_size):
+            return F.adaptive_avg_pool3d(input, output_size)
+        output_size = _as_three(output_size)
+    sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
+    pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
+    return pooled
+
+
+def adaptive_max_pool3d(
+    input: Tensor,
+    output_size: BroadcastingList3[int],
+    return_indices: bool = False,
+) -> Any:
+    """Stand in for `torch.nn.functional.adaptive_max_pool3d`, which gives contiguous activations.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> pooled, indices = torch_nhwc.functional.adaptive_max_pool3d(x, 2, return_indices=True)
+        >>> pooled.stride()
+        (64, 1, 32, 16, 8)
+    """
+    if _is_pytorch_s(input) or not (_are_output_sizes(output_size) and _are((bool,), return_indices)):
+        return F.adaptive_max_pool3d(input, output_size, return_indices)  # type: ignore[call-overload]
+    both = _max_with_indices(input, _as_three(output_size))
+    return both if return_indices else both[0]
+
+
+def _max_with_indices(
+    input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = True
+) -> tuple[Tensor, Tensor]:
+    sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
+    pooled: tuple[Tensor, Tensor] = torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
+    return pooled
+
+
+def _max_alone(input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = False) -> Tensor:
+    return _max_with_indices(input, output_size)[0]
+
+
+# TorchScript calls one or the other, by an argument that must be a constant there, as for PyTorch's.
+_choice: dict[str, Any] = {
+    "if_true": _max_with_indices,
+    "if_false": _max_alone,
+    "index": 2,
+    "default": False,
+    "arg_name": "return_indices",
+}
+boolean_dispatched[adaptive_max_pool3d] = _choice
+
+
+def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
+    """Stand in for `torch.nn.functional.pad` in the mode `"circular"`; the other modes are PyTorch's.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.pad(x, (1, 1, 1, 1), mode="circular").stride()
+        (288, 1, 48, 8)
+    """
+    if not is_scripting():
+        if _is_pytorch_s(input) or _are((int,), pad) or not _are_sizes(pad, count=2 * input.dim() - 4):
+            return F.pad(input, pad, mode, value)
+    if mode != "circular" or value is not None:
+        return F.pad(input, pad, mode, value)
+    padded: Tensor = torch.ops.nhwc.pad_circular(input, pad)
+    return padded
+
+
+def conv3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: BroadcastingList3[int] = 1,
+    padding: BroadcastingList3[int] = 0,
+    dilation: BroadcastingList3[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.conv3d`, which is many times slower on channels-last for kernels of one tap.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.conv3d(x, torch.randn(3, 8, 1, 1, 1), padding="valid").stride()
+        (192, 1, 48, 12, 3)
+    """
+    if not is_scripting():
+        is_usual = weight is not None and _are_sizes(stride, dilation) and _are((int,), groups)
+        if is_usual and isinstance(padding, str):
+            numbers = None if _is_pytorch_s(weight) else _padding_in_numbers(padding, weight, stride, dilation)
+            if numbers is None:
+                return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
+            padding = numbers
+        if _is_pytorch_s(input, weight, bias) or not (is_usual and _are_sizes(padding)):
+            return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
+        stride, padding, dilation = _as_three(stride), _as_three(padding), _as_three(dilation)
+    convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
+    return convolved
+
+
+def _padding_in_numbers(padding: str, weight: Tensor, stride: Any, dilation: Any) -> list[int] | None:
+    """Return the padding that a name means; `None` where it differs between the two sides, or is an error."""
+    if padding == "valid":
+        return [0, 0, 0]
+    strides, dilations = list(_as_three(stride)), list(_as_three(dilation))
+    both = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:])]
+    is_even = padding == "same" and strides == [1, 1, 1] and len(both) == 3 and not any(each % 2 for each in both)
+    return [each // 2 for each in both] if is_even else None
+
+
+def interpolate(
+    input: Tensor,
+    size: Any = None,
+    scale_factor: Any = None,
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.interpolate`, in 3D and for the nearest modes; the others are PyTorch's.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.interpolate(x, scale_factor=2).stride()
+        (4096, 1, 512, 64, 8)
+    """
+    is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
+    if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
+        exact = mode == "nearest-exact"
+        sizes, scales = _three_numbers(size, (int,)), _three_numbers(scale_factor, _NUMBER)
+        if sizes is not None and scale_factor is None:
+            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, sizes, None, exact=exact))
+        if scales is not None and size is None:
+            factors = [float(scale) for scale in scales]
+            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact))
+    return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+
+
+_LISTS = (tuple, list, torch.Size)
+_NONE = type(None)
+_NUMBER = (int, float)
+# A call with tensors of other classes is for them to interpret.
+_PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
+
+
+def _is_pytorch_s(*tensors: Any) -> bool:
+    """Return whether a call is PyTorch's: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
+    is_traced = torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
+    return is_traced or not _PLAIN.issuperset(map(type, tensors))
+
+
+def _are(kinds: tuple[type, ...], *values: Any) -> bool:
+    """Return whether values have exactly these types; PyTorch takes, traces or refuses all others by its own rules."""
+    for value in values:  # noqa: SIM110  a generator takes a microsecond more
+        if type(value) not in kinds:
+            return False
+    return True
+
+
+def _are_sizes(*values: Any, kinds: tuple[type, ...] = (int,), count: int = 3) -> bool:
+    """Return whether each value is one plain number, or a list of some."""
+    return all(
+        type(value) is int or (type(value) in _LISTS and len(value) == count and _are(kinds, *value))
+        for value in values
+    )
+
+
+def _are_output_sizes(output_size: Any) -> bool:
+    """Return whether a pool can take these sizes; `torch.jit.trace` takes none that come from the input, for `None`."""
+    return _are_sizes(output_size, kinds=(int,) if torch._C._is_tracing() else (int, _NONE))
+
+
+def _as_three(value: Any) -> Any:
+    """Return one number as three: the operators take no single one where a size may be symbolic."""
+    return [value] * 3 if isinstance(value, int) else value
+
+
+def _three_numbers(value: Any, kinds: tuple[type, ...]) -> list[Any] | None:
+    """Return one number for each of three dimensions; `None` where the value is something else."""
+    each = [value] * 3 if _are(kinds, value) else value
+    is_fit = isinstance(each, Sequence) and len(each) == 3 and _are(kinds, *each)
+    return list(each) if is_fit else None

@@ -1,0 +1,329 @@
+"""Subclasses of PyTorch's layers that keep channels-last, and the one table of the layers that lose without them.
+
+A layer loses the format, speed, accuracy or its right gradient on channels-last. Its replacement overrides the one
+method that calls the function which loses, by one of `torch_nhwc.functional`.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+from torch._jit_internal import is_scripting
+
+from torch_nhwc import functional
+from torch_nhwc.nn.class_swap import Swap, swapped_class
+
+
+class Preserving(Swap):
+    """A layer that keeps channels-last; `swap_class(layer, Preserving)` makes one of a layer in `REPLACEMENTS`."""
+
+    prefix = "Preserving"
+    order = 0
+
+    @classmethod
+    def mixin_for(cls, layer_type: type) -> type:
+        """Return the class that replaces a class of the table, or one that derives from it.
+
+        Raises:
+            TypeError: the table has no such class.
+        """
+        replacement = replacement_for(layer_type)
+        if replacement is None:
+            raise TypeError(f"torch_nhwc: {layer_type.__name__} loses nothing on channels-last")
+        return replacement.preserving
+
+
+def is_preserving(layer_type: type) -> bool:
+    """Return whether layers of a class keep channels-last, and have another class without that."""
+    return issubclass(layer_type, Preserving)
+
+
+class PreservingGroupNorm(Preserving, nn.GroupNorm):
+    """`GroupNorm` that is accurate on channels-last."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
+
+
+class PreservingInstanceNorm2d(Preserving, nn.InstanceNorm2d):
+    """`InstanceNorm2d` whose gradient is right on channels-last."""
+
+    def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        return functional.instance_norm(
+            input,
+            self.running_mean,
+            self.running_var,
+            self.weight,
+            self.bias,
+            self.training or not self.track_running_stats,
+            self.momentum if self.momentum is not None else 0.0,
+            self.eps,
+        )
+
+
+class PreservingInstanceNorm3d(Preserving, nn.InstanceNorm3d):
+    """`InstanceNorm3d` whose gradient is right on channels-last."""
+
+    _apply_instance_norm = PreservingInstanceNorm2d._apply_instance_norm
+
+
+class PreservingGELU(Preserving, nn.GELU):
+    """`GELU` that reads memory in order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.gelu(input, approximate=self.approximate)
+
+
+class PreservingSoftmax(Preserving, nn.Softmax):
+    """`Softmax` over adjacent channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.softmax(input, self.dim, _stacklevel=5)
+
+
+class PreservingSoftmax2d(Preserving, nn.Softmax2d):
+    """`Softmax2d` over adjacent channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.dim() not in (3, 4):
+            raise ValueError(f"Softmax2d: expected input to be 3D or 4D, got {input.dim()}D instead")
+        return functional.softmax(input, -3, _stacklevel=5)
+
+
+class PreservingLogSoftmax(Preserving, nn.LogSoftmax):
+    """`LogSoftmax` over adjacent channels."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.log_softmax(input, self.dim, _stacklevel=5)
+
+
+class PreservingCrossEntropyLoss(Preserving, nn.CrossEntropyLoss):
+    """`CrossEntropyLoss` over adjacent channels."""
+
+    def forward(self, input: Tensor, target: Tensor) -> Tensor:
+        return functional.cross_entropy(
+            input,
+            target,
+            weight=self.weight,
+            ignore_index=self.ignore_index,
+            reduction=self.reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+
+class PreservingAvgPool3d(Preserving, nn.AvgPool3d):
+    """`AvgPool3d` that keeps the format."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.avg_pool3d(
+            input,
+            self.kernel_size,
+            self.stride,
+            self.padding,
+            self.ceil_mode,
+            self.count_include_pad,
+            self.divisor_override,
+        )
+
+
+class PreservingAdaptiveAvgPool3d(Preserving, nn.AdaptiveAvgPool3d):
+    """`AdaptiveAvgPool3d` that keeps the format."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.adaptive_avg_pool3d(input, self.output_size)
+
+
+class PreservingAdaptiveMaxPool3d(Preserving, nn.AdaptiveMaxPool3d):
+    """`AdaptiveMaxPool3d` that keeps the format."""
+
+    def forward(self, input):  # type: ignore[no-untyped-def]
+        return functional.adaptive_max_pool3d(input, self.output_size, self.return_indices)
+
+
+class PreservingCircularPad2d(Preserving, nn.CircularPad2d):
+    """`CircularPad2d` that reads memory in order."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        return functional.pad(input, self.padding, "circular")  # type: ignore[arg-type]
+
+
+class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
+    """`CircularPad3d` that reads memory in order."""
+
+    forward = PreservingCircularPad2d.forward
+
+
+class PreservingConv2d(Preserving, nn.Conv2d):
+    """`Conv2d` with a circular padding that reads memory in order."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode == "zeros":  # set after the swap
+            return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+        return F.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
+
+
+class PreservingConv3d(Preserving, nn.Conv3d):
+    """`Conv3d` of one tap in the plane, or with circular padding."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode != "zeros":
+            input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+            padding = 0, 0, 0
+        elif isinstance(self.padding, str):
+            if self.kernel_size != (1, 1, 1):  # set after the swap
+                return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            padding = 0, 0, 0  # whatever the name, for one tap
+        else:
+            padding = self.padding  # type: ignore[assignment]
+        return functional.conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+
+
+class PreservingUpsample(Preserving, nn.Upsample):
+    """`Upsample` to the nearest, in 3D, whose gradient keeps the format."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if is_scripting():  # `functional.interpolate` looks at the types of its arguments, which TorchScript cannot
+            return F.interpolate(
+                input,
+                self.size,
+                self.scale_factor,
+                self.mode,
+                self.align_corners,
+                recompute_scale_factor=self.recompute_scale_factor,
+            )
+        return functional.interpolate(
+            input,
+            self.size,
+            self.scale_factor,
+            self.mode,
+            self.align_corners,
+            recompute_scale_factor=self.recompute_scale_factor,
+        )
+
+
+def _is_over_channels(layer: Any) -> bool:
+    return layer.dim in (1, -3, -4)  # the channels of images and of volumes
+
+
+def _has_one_tap(layer: Any) -> bool:
+    """Return whether a kernel has one tap in the plane, and no stride there; along depth there may be more of both."""
+    in_plane = all(size == 1 for size in (*layer.kernel_size[1:], *layer.stride[1:]))
+    along_depth = layer.kernel_size[0] == 1 or (layer.groups == 1 and not isinstance(layer.padding, str))
+    return layer.padding_mode == "zeros" and in_plane and along_depth
+
+
+def _is_circular(layer: Any) -> bool:
+    return bool(layer.padding_mode == "circular")
+
+
+def _is_unpadded(layer: Any) -> bool:
+    """Return whether a convolution has no padding in the plane, whose four numbers come first."""
+    return _is_circular(layer) or not any(layer._reversed_padding_repeated_twice[:4])
+
+
+def _is_nearest(layer: Any) -> bool:
+    return layer.mode in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
+
+
+def _always(layer: Any) -> bool:
+    return True
+
+
+class Replacement(NamedTuple):
+    """A row of the table."""
+
+    preserving: type[nn.Module]
+    """The class that replaces the layer's."""
+    loses: str
+    """The end of a sentence that begins with "on channels-last it loses"."""
+    concerns: Callable[[Any], bool] = _always
+    """Whether a layer is one of those that lose; one that is not has no row in a plan."""
+    serves: Callable[[Any], bool] = _always
+    """Whether the replacement takes a layer's arguments."""
+
+
+_NORM = "the gradient where the batch is 1; the format; and speed, forward and backward"
+_POOL = "the format, forward and backward, and with it speed"
+_PADDING = "the format and speed forward"
+_SPEED = "speed, forward and backward"
+REPLACEMENTS: dict[type[nn.Module], Replacement] = {
+    nn.GroupNorm: Replacement(
+        PreservingGroupNorm,
+        "accuracy, forward and backward, the more the farther means are from zero; and speed, above all backward",
+    ),
+    nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _NORM),
+    nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _NORM),
+    nn.GELU: Replacement(PreservingGELU, _SPEED),
+    nn.Softmax: Replacement(PreservingSoftmax, _POOL, serves=_is_over_channels),
+    nn.Softmax2d: Replacement(PreservingSoftmax2d, _POOL),
+    nn.LogSoftmax: Replacement(PreservingLogSoftmax, _POOL, serves=_is_over_channels),
+    nn.CrossEntropyLoss: Replacement(PreservingCrossEntropyLoss, "the format backward, and speed forward"),
+    nn.AvgPool3d: Replacement(PreservingAvgPool3d, _POOL),
+    nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _POOL),
+    nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _POOL),
+    nn.CircularPad2d: Replacement(PreservingCircularPad2d, _PADDING),
+    nn.CircularPad3d: Replacement(PreservingCircularPad3d, _PADDING),
+    nn.Conv2d: Replacement(PreservingConv2d, f"{_PADDING}, in its circular padding", _is_circular),
+    nn.Conv3d: Replacement(
+        PreservingConv3d, _SPEED, lambda layer: _is_circular(layer) or _has_one_tap(layer), _is_unpadded
+    ),
+    nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
+}
+
+# Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
+# Left out, since their own forward replaces the one that is overridden, or calls it with other activations:
+# - monai: MaisiGroupNorm3D computes its statistics itself.
+# - diffusers: WanUpsample, QwenImageUpsample and QwenImage21Upsample are 2D; MiniMaxH3VideoGroupNorm makes each frame
+#   contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
+# - transformers: Emu3VQVAEGroupNorm and BitGroupNormActivation call the function; PeVideoMaskedGroupNorm and those of
+#   its kind take a mask, and sequences.
+_DIFFUSERS = "diffusers.models.autoencoders.autoencoder_"
+KNOWN_SUBCLASSES = frozenset(
+    {
+        f"{_DIFFUSERS}kandinsky6_sr.Kandinsky6SRSafeConv3d",
+        f"{_DIFFUSERS}kl_cogvideox.CogVideoXSafeConv3d",
+        f"{_DIFFUSERS}kl_cosmos.CosmosCausalConv3d",
+        f"{_DIFFUSERS}kl_kvae_video.KVAESafeConv3d",
+        f"{_DIFFUSERS}kl_magvit.EasyAnimateCausalConv3d",
+        f"{_DIFFUSERS}kl_qwenimage.QwenImageCausalConv3d",
+        f"{_DIFFUSERS}kl_wan.WanCausalConv3d",
+        "diffusers.models.latent_upscaler.latent_upscaler_kandinsky6_sr.Kandinsky6SRLatentUpscalerConv3d",
+        "transformers.models.poolformer.modeling_poolformer.PoolFormerGroupNorm",
+    }
+)
+
+# The methods that a replacement may override; one that is set on the layer itself would still be called.
+_METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
+
+
+def _methods_of(layer_type: type) -> list[object]:
+    return [getattr(layer_type, name, None) for name in _METHODS]
+
+
+# As PyTorch has them: a package may replace one, for all layers of a class.
+_ORIGINAL_METHODS = {layer_type: _methods_of(layer_type) for layer_type in REPLACEMENTS}
+
+
+def replacement_for(layer_type: type) -> Replacement | None:
+    """Return the row of the class that a class is, or derives from; `None` where the table has none."""
+    return next((REPLACEMENTS[base] for base in layer_type.__mro__ if base in REPLACEMENTS), None)
+
+
+def is_known(layer_type: type) -> bool:
+    """Return whether a swap is right for a class: it is one of the table, or a known subclass."""
+    return layer_type in REPLACEMENTS or f"{layer_type.__module__}.{layer_type.__qualname__}" in KNOWN_SUBCLASSES
+
+
+def is_patched(layer: nn.Module, layer_type: type) -> bool:
+    """Return whether somebody has replaced a method that a swap would override, on the layer or on its class."""
+    bases = [base for base in layer_type.__mro__ if base in REPLACEMENTS]
+    on_class = any(_methods_of(base) != _ORIGINAL_METHODS[base] for base in bases)
+    return on_class or any(name in layer.__dict__ for name in _METHODS)
+
+
+# Pickles name the classes above, which have to be known before any layer is swapped.
+for _layer_type in REPLACEMENTS:
+    swapped_class(_layer_type, Preserving)

@@ -1,0 +1,88 @@
+"""The site that every stage of a conversion is about, what a walk finds, and modules that stand for plain tensors."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from torch_nhwc.layout import Format
+from torch_nhwc.sites.reasons import Reason
+
+
+@dataclass(slots=True)  # made faster than a tuple with names
+class Site:
+    """One weight of one convolution in a model, or the reason why there is none to convert."""
+
+    path: str
+    """The layer's path, as in `named_modules`; empty for the model itself."""
+    name: str
+    """The tensor's name in the layer: `weight`, or the original of a computed weight."""
+    layer: str
+    """The layer's class."""
+    rank: int
+    """The weight's rank, known even if there is no tensor."""
+    groups: int
+    """The groups of the convolution; 0 if they are not known."""
+    module: nn.Module
+    tensor: Tensor | None
+    reason: Reason | None
+    """Why the site cannot or must not be converted, or a remark on it; mostly `None`."""
+
+    @property
+    def full_name(self) -> str:
+        """The weight's name in the state dict."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    def format(self, wanted: Format) -> Format:
+        """Return the format that a requested one amounts to for this convolution."""
+        if self.name == "weight" or not hasattr(self.module, "in_channels"):
+            channels = 0 if self.tensor is None or self.tensor.dim() < 2 else self.tensor.shape[1]
+        else:  # the originals of a computed weight may have other shapes, as the norms of weight_norm do
+            of_filters = "out_channels" if getattr(self.module, "transposed", False) else "in_channels"
+            channels = getattr(self.module, of_filters)
+        return wanted.of_filters(channels, self.groups)
+
+    def because(self, reason: Reason | None) -> "Site":
+        """Return the same site with another reason."""
+        return replace(self, reason=reason)
+
+    def __str__(self) -> str:
+        return f"{self.path!r} ({self.layer})" if self.path else f"the module itself ({self.layer})"
+
+
+class Found(NamedTuple):
+    """What one walk over a model has found."""
+
+    model: nn.Module
+    sites: list[Site]
+    module_types: set[type]
+    """The classes of all modules, without those inside of TorchScript modules."""
+    tensors: list[Tensor | None]
+    """All parameters and buffers, sites or not."""
+    observed: bool = False
+    """Whether the model ran on example inputs."""
+
+    @property
+    def trains(self) -> bool:
+        """Whether a tensor of the model requires a gradient."""
+        return any(tensor is not None and tensor.requires_grad for tensor in self.tensors)
+
+
+class TensorContainer(nn.Module):
+    """A module that stands for tensors which belong to no module. Their names may have dots.
+
+    Parameters stay parameters, and other tensors are its buffers. A subclass says which of them are sites.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            if isinstance(tensor, nn.Parameter):
+                self._parameters[name] = tensor
+            else:
+                self._buffers[name] = tensor
+
+    def sites(self, prefix: str) -> list[Site]:
+        """Return the sites among the tensors; `prefix` is the path of this module in the model."""
+        raise NotImplementedError

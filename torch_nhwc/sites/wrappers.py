@@ -1,0 +1,116 @@
+"""Wrappers around a model, and what they mean for its weights. Recognised without importing their packages."""
+
+from contextlib import suppress
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+
+from torch_nhwc.layout import CONTIGUOUS, Strides
+from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
+
+
+class Wrapper(NamedTuple):
+    """A class that wraps models."""
+
+    reason: Reason | None
+    """Why nothing inside may be converted; `None` if it may."""
+    inside: str | None = None
+    """The attribute that holds the model, if there is one."""
+    where: str | None = None
+    """The reason holds only if this attribute is not empty."""
+
+
+# By the name of a class, or of one of its bases, in one of these packages.
+_PACKAGES = ("torch", "apex", "fairscale", "deepspeed", "colossalai", "opacus", "peft")
+WRAPPERS = {
+    "AveragedModel": Wrapper(None, "module"),
+    "DataParallel": Wrapper(None, "module"),
+    "DistributedDataParallel": Wrapper(Reason.DDP, "module"),
+    "FullyShardedDataParallel": Wrapper(Reason.FSDP1),
+    "FSDPModule": Wrapper(Reason.FSDP2),
+    "OptimizedModule": Wrapper(Reason.COMPILED, "_orig_mod"),
+    "DeepSpeedEngine": Wrapper(Reason.ENGINE, "module"),
+    "GeminiDDP": Wrapper(Reason.ENGINE, "module"),
+    "AbstractGradSampleModule": Wrapper(Reason.PER_SAMPLE_GRADIENTS, "_module"),
+    "OFTLayer": Wrapper(Reason.VIEWS_WEIGHT),
+    "BOFTLayer": Wrapper(Reason.VIEWS_WEIGHT),
+    "HRALayer": Wrapper(Reason.VIEWS_WEIGHT),
+    "LoraLayer": Wrapper(Reason.VIEWS_WEIGHT, where="lora_magnitude_vector"),  # DoRA
+}
+REASONS = frozenset(wrapper.reason for wrapper in WRAPPERS.values()) - {None} - CONTIGUOUS_ONLY
+
+_NONE = Wrapper(None)
+_known: WeakKeyDictionary[type, Wrapper] = WeakKeyDictionary()
+
+
+def wrapper_of(module_type: type) -> Wrapper:
+    """Return what is known of a class; most wrap nothing."""
+    wrapper = _known.get(module_type)
+    if wrapper is None:
+        names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
+        wrapper = _known[module_type] = next((WRAPPERS[name] for name in names if name in WRAPPERS), _NONE)
+    return wrapper
+
+
+def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
+    """Return the model that a module wraps, with the name of the attribute that holds it; `None` if it wraps none."""
+    name = wrapper_of(type(module)).inside
+    return None if name is None else (name, getattr(module, name))
+
+
+def reason_of(module: nn.Module, wrapper: Wrapper) -> Reason | None:
+    """Return why nothing in a module may be converted, or `None`; `wrapper` is what is known of its class."""
+    if wrapper.reason is not None and (wrapper.where is None or len(getattr(module, wrapper.where, ()))):
+        return wrapper.reason
+    # nn.Module.compile() and the hooks of Opacus, diffusers and accelerate leave the class unchanged.
+    own = module.__dict__
+    if own.get("_compiled_call_impl") is not None:
+        return Reason.COMPILED
+    if "autograd_grad_sample_hooks" in own:
+        return Reason.PER_SAMPLE_GRADIENTS
+    if own.keys().isdisjoint(("_hf_hook", "_diffusers_hook")):
+        return None
+    restores_all = any(getattr(each, "place_submodules", False) for each in _offloading_hooks(module))
+    # Group offloading with streams keeps copies in memory, and without them on a disk or nowhere.
+    group = _offloading_group(module)
+    restores_all |= any(getattr(group, name, None) for name in ("cpu_param_dict", "offload_to_disk_path"))
+    return Reason.OFFLOADED if restores_all else None
+
+
+def is_offloaded(module: nn.Module, weight: Tensor) -> bool:
+    """Return whether accelerate keeps a weight's values elsewhere, and restores them before each forward."""
+    return weight.is_meta and "_hf_hook" in module.__dict__
+
+
+def restored_strides(model: nn.Module, full_name: str, weight: Tensor) -> Strides | None:
+    """Return the strides in which an offloaded weight is restored before each forward; `None` if they are unknown."""
+    module: Any = model
+    names = full_name.split(".")
+    for depth, name in enumerate(names):
+        group = _offloading_group(module)
+        if getattr(group, "offload_to_disk_path", None):
+            return CONTIGUOUS.strides(weight.shape)
+        copies = getattr(group, "cpu_param_dict", None) or {}
+        if weight in copies:
+            return copies[weight].stride()  # type: ignore[no-any-return]
+        for hook in _offloading_hooks(module):
+            with suppress(AttributeError, KeyError, OSError, TypeError):  # this may read from a disk
+                strides: Strides = hook.weights_map[".".join(names[depth:])].stride()
+                return strides
+        module = getattr(module, name, None)
+        if not isinstance(module, nn.Module):
+            break
+    return None
+
+
+def _offloading_hooks(module: nn.Module) -> list[Any]:
+    """Return accelerate's offloading hooks on a module."""
+    hook = module.__dict__.get("_hf_hook")
+    return [each for each in getattr(hook, "hooks", [hook]) if getattr(each, "offload", False)]
+
+
+def _offloading_group(module: nn.Module) -> Any:
+    """Return the group by which diffusers offloads a module, or `None`."""
+    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
+    return getattr(hooks.get("group_offloading"), "group", None)

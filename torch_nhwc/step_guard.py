@@ -1,0 +1,249 @@
+"""The step guard: an optimizer pre-step hook, installed while any converted layer exists.
+
+Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different layouts,
+for example after loading a checkpoint in the other layout: their kernels read all of them in memory order. Before such
+a step, the guard gives state and gradients the strides of their parameter. It looks at all parameters that can be in a
+channels-last format, since loading, copying and casting replace the parameters of a converted layer.
+"""
+
+import functools
+import logging
+import weakref
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
+
+from torch_nhwc.layout import CHANNELS_LAST
+from torch_nhwc.ops import mismatched_layouts, set_strides_
+from torch_nhwc.rendering import warn
+from torch_nhwc.sites.optimizers import state_of, with_inner
+
+_PLAIN = (nn.Parameter, Tensor)
+# One-byte numbers are codes with a scale for each block of memory, and cannot be permuted.
+_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
+_logger = logging.getLogger("torch_nhwc")
+
+_is_enabled = True
+_is_permanent = False
+_handles: list[RemovableHandle] = []
+_layers: "dict[int, weakref.ref[nn.Module]]" = {}  # the converted layers, by identity
+# By the identity of optimizers: the problems that were reported, and during a step a parameter, its gradient, and the
+# copy that replaces the gradient.
+_warned: MutableMapping[Optimizer, set[str]] = WeakIdKeyDictionary()
+_replaced: MutableMapping[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = WeakIdKeyDictionary()
+
+
+def set_step_guard(enabled: bool) -> None:
+    """Turn the step guard on or off for the whole process. It is on by default.
+
+    Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different
+    layouts. While any converted layer that trains exists, the guard checks before each step of such an optimizer,
+    gives state and gradients the strides of their parameter, and warns once for each optimizer. It never raises. It
+    does not see gradients that a closure or the optimizer's own step hooks assign.
+
+    Args:
+        enabled: whether the guard is on.
+
+    Raises:
+        TypeError: `enabled` is neither True nor False.
+
+    Example:
+        >>> torch_nhwc.training.set_step_guard(False)
+        >>> torch_nhwc.training.set_step_guard(True)
+    """
+    global _is_enabled
+    if not isinstance(enabled, bool):
+        raise TypeError(f"set_step_guard: expected True or False, got {enabled!r}")
+    _is_enabled = enabled
+    _install_or_remove()
+
+
+def is_guarded() -> bool:
+    """Return whether the guard is turned on."""
+    return _is_enabled
+
+
+def watch(layer: nn.Module) -> None:
+    """Keep the guard installed until the layer is released."""
+    _layers[id(layer)] = weakref.ref(layer, functools.partial(_outlive, id(layer)))
+    _install_or_remove()
+
+
+def is_watched(layer: nn.Module) -> bool:
+    """Return whether the guard is installed for a layer."""
+    return id(layer) in _layers
+
+
+def release(layer: nn.Module) -> None:
+    """End what `watch` began."""
+    _layers.pop(id(layer), None)
+    _install_or_remove()
+
+
+def watch_for_good() -> None:
+    """Keep the guard installed for the rest of the process: for converted weights whose layers are not known."""
+    global _is_permanent
+    _is_permanent = True
+    _install_or_remove()
+
+
+def align_when_loaded(optimizer: Optimizer) -> None:
+    """Give an optimizer's state the strides of its parameters after each `load_state_dict`."""
+    if not is_aligned_when_loaded(optimizer):
+        optimizer.register_load_state_dict_post_hook(_align_state)
+
+
+def leave_as_loaded(optimizer: Optimizer) -> None:
+    """End what `align_when_loaded` began."""
+    hooks = optimizer._optimizer_load_state_dict_post_hooks
+    for key in [key for key, hook in hooks.items() if hook is _align_state]:
+        hooks.pop(key, None)
+
+
+def is_aligned_when_loaded(optimizer: Optimizer) -> bool:
+    """Return whether an optimizer's state is aligned after each `load_state_dict`."""
+    return _align_state in optimizer._optimizer_load_state_dict_post_hooks.values()
+
+
+def loading_optimizer(optimizer: Any) -> Optimizer | None:
+    """Return the optimizer that loads state: this one, or the one inside of a wrapper; `None` if none has hooks."""
+    hooks = "_optimizer_load_state_dict_post_hooks"
+    return next((each for each in with_inner(optimizer) if hooks in getattr(each, "__dict__", {})), None)
+
+
+def _outlive(identity: int, _: object) -> None:
+    """Keep the guard installed when a layer is deleted that was not reverted: copies of it may exist."""
+    global _is_permanent
+    _is_permanent = True
+    _layers.pop(identity, None)
+
+
+def _install_or_remove() -> None:
+    is_needed = _is_enabled and (_is_permanent or bool(_layers))
+    if is_needed and not _handles:
+        _handles.append(register_optimizer_step_pre_hook(_before_step))
+        _handles.append(register_optimizer_step_post_hook(_after_step))
+    while _handles and not is_needed:
+        _handles.pop().remove()
+
+
+@_disable_dynamo
+def _before_step(optimizer: Optimizer, _: object, __: object) -> None:
+    global _is_permanent
+    try:
+        _put_back(optimizer)  # the last step raised
+        _warn_of_sample_gradients(optimizer)
+        fused = [group for group in optimizer.param_groups if group.get("fused")]
+        parameters = [each for group in fused for each in group["params"] if each.is_cpu and _can_be_converted(each)]
+        mismatched = _mismatched(optimizer, parameters, has_gradients=True)
+        _lay_out(optimizer, mismatched)
+        # Its state has these strides from here on, which a revert does not know.
+        _is_permanent = _is_permanent or bool(parameters)
+        if mismatched:
+            labels = " and ".join(sorted({label for _, label, _ in mismatched}))
+            count = len({id(parameter) for parameter, _, _ in mismatched})
+            problem = (
+                f"{labels} had other strides than the parameters ({count} of them), with which a fused CPU optimizer "
+                "gives wrong updates, and got the parameters' strides: give the optimizer to convert_ or revert, or "
+                "call torch_nhwc.training.align_optimizer_ after its state is loaded"
+            )
+            _warn_once(optimizer, "moved", problem)
+    except Exception as error:
+        _warn_of_failure(optimizer, error)
+
+
+@_disable_dynamo
+def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
+    _put_back(optimizer)
+
+
+def _align_state(optimizer: Optimizer) -> None:
+    """Give an optimizer's state the strides of its parameters. Never raises."""
+    try:
+        parameters = [each for group in optimizer.param_groups for each in group["params"] if type(each) in _PLAIN]
+        _lay_out(optimizer, _mismatched(optimizer, parameters))
+    except Exception as error:
+        _warn_of_failure(optimizer, error)
+
+
+def _can_be_converted(parameter: Tensor) -> bool:
+    return type(parameter) in _PLAIN and parameter.dim() in CHANNELS_LAST
+
+
+_Mismatched = list[tuple[Tensor, str, Tensor]]
+
+
+def _mismatched(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> _Mismatched:
+    """Return the parameter, label and tensor of each gradient and state whose layout is not its parameter's."""
+    states = state_of(optimizer)
+    companions: _Mismatched = []
+    for parameter in parameters:
+        named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
+        tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
+        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in _CODES]
+    apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
+    # A parameter with gaps was not converted, and nothing else can have its strides.
+    is_dense = torch.ops.aten.is_non_overlapping_and_dense
+    return [companions[index] for index in apart if is_dense(companions[index][0])]
+
+
+def _lay_out(optimizer: Optimizer, mismatched: _Mismatched) -> None:
+    """Give tensors the strides of their parameters, as far as possible; then raise the error of one that failed."""
+    failure = None
+    for parameter, label, tensor in mismatched:
+        try:
+            set_strides_([tensor], [parameter.stride()], storage="reuse" if label == "grad" else "detach")
+        except RuntimeError as error:
+            if label != "grad":
+                failure = error
+                continue
+            # Others hold the gradient's memory, as DDP's buckets do: the step gets a copy.
+            copy = torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype).copy_(tensor.detach())
+            parameter.grad = copy
+            _replaced.setdefault(optimizer, []).append((parameter, tensor, copy))
+    if failure is not None:
+        raise failure
+
+
+def _put_back(optimizer: Optimizer) -> None:
+    """Restore the gradients that copies have replaced, with the copies' values, which the step may have unscaled."""
+    for parameter, gradient, copy in _replaced.pop(optimizer, []):
+        if parameter.grad is copy:
+            parameter.grad = gradient
+            if 0 not in gradient.stride():
+                gradient.detach().copy_(copy)
+
+
+def _warn_of_sample_gradients(optimizer: Optimizer) -> None:
+    parameters = [each for group in optimizer.param_groups for each in group["params"] if _can_be_converted(each)]
+    if any(getattr(each, "grad_sample", None) is not None and not each.is_contiguous() for each in parameters):
+        problem = (
+            "its parameters are channels-last and have per-sample gradients (Opacus), which are computed from "
+            "activations by their strides and are wrong: revert the conversion"
+        )
+        _warn_once(optimizer, "samples", problem)
+
+
+def _warn_of_failure(optimizer: Optimizer, error: Exception) -> None:
+    reason = str(error).split("\n")[0]
+    problem = f"its state or gradients cannot get the strides of its parameters, and it may step wrong: {reason}"
+    _warn_once(optimizer, "failed", problem)
+
+
+def _warn_once(optimizer: Optimizer, kind: str, problem: str) -> None:
+    """Warn once for each optimizer and kind. If warnings are errors, log it: a step never fails because of this."""
+    kinds = _warned.setdefault(optimizer, set())
+    if kind not in kinds:
+        kinds.add(kind)
+        message = f"torch_nhwc: {type(optimizer).__name__}: {problem}"
+        try:
+            warn(message)
+        except Exception:
+            _logger.warning(message)

@@ -1,0 +1,295 @@
+"""What a trace found, as plain data, and a budget for it."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from torch import nn
+
+from torch_nhwc import serialization
+from torch_nhwc.rendering import amount, paragraphs, printable, several, table
+from torch_nhwc.tracing.activation_formats import Layout
+
+Phase = Literal["forward", "backward"]
+_MOST_ROWS = 20  # in each printed table
+_MOST_NAMED = 10  # in an error
+
+
+@dataclass
+class OperatorRow:
+    """What losses, mixed convolutions and gains have: calls of an operator that differ in nothing but their sizes."""
+
+    path: str
+    """The path of the innermost module that ran; empty in the model itself and outside of it."""
+    operator: str
+    phase: Phase
+    inputs: tuple[Layout, ...]
+    """The tensors with 4 or 5 dimensions, and single images or volumes, of the first call."""
+    outputs: tuple[Layout, ...]
+    source: str | None
+    """The file and line of the forward, in code that is not PyTorch's."""
+    bytes: int
+    """The bytes that all calls wrote in the other format."""
+    count: int
+    """The number of calls."""
+
+    def __str__(self) -> str:
+        formats = " x ".join(layout.format for layout in self.inputs)
+        if not isinstance(self, MixedConvolution):
+            formats += f" -> {' x '.join(map(str, self.outputs))}"
+        where = f"{self.path or 'the model'}, {self.phase}"
+        source = f", at {self.source}" if self.source else ""
+        total = f"{several(self.count, 'time')}, {amount(self.bytes)}"
+        return f"{self.operator.removeprefix('aten::')} in {where}: {formats}; {total}{source}"
+
+
+@dataclass
+class FormatLoss(OperatorRow):
+    """An operator that read a channels-last activation and wrote memory in another format.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Softmax2d())
+        >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8))
+        >>> loss, = trace.losses
+        >>> loss.path, loss.operator, loss.phase, loss.advice
+        ('1', 'aten::_softmax', 'forward', 'replaced by preserve=True')
+    """
+
+    advice: str | None = None
+    """What keeps the format instead, if something is known to."""
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}{f'; {self.advice}' if self.advice else ''}"
+
+
+@dataclass
+class MixedConvolution(OperatorRow):
+    """A convolution whose input and weight have different formats, so that it copies one of them.
+
+    `inputs` are the input and the weight; in backward the gradient, the input and the weight. `bytes` are those of the
+    one that is not channels-last.
+
+    Example:
+        >>> model = torch.nn.Conv2d(3, 8, 3)
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
+        >>> mixed, = trace.mixed
+        >>> [layout.format for layout in mixed.inputs], mixed.bytes
+        (['channels_last', 'contiguous'], 864)
+    """
+
+
+@dataclass
+class Gain(OperatorRow):
+    """An operator that returned a channels-last activation although none of its inputs was channels-last.
+
+    Example:
+        >>> model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8))
+        >>> [gain.operator for gain in trace.gained]
+        ['aten::convolution']
+    """
+
+
+@dataclass
+class TracedModule:
+    """A module that ran, and the layouts that it read and wrote the first time.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.ReLU())
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8))
+        >>> [(module.path, module.layer, module.outputs[0].format) for module in trace.modules]
+        [('', 'Sequential', 'contiguous'), ('0', 'Conv2d', 'contiguous'), ('1', 'ReLU', 'contiguous')]
+    """
+
+    path: str
+    layer: str
+    """The module's class."""
+    inputs: tuple[Layout, ...]
+    """The layouts of positional arguments."""
+    outputs: tuple[Layout, ...]
+
+
+@dataclass
+class Reorder:
+    """A kernel of a GPU that changes a format, by its name in a profile that `audit` read."""
+
+    kernel: str
+    milliseconds: float
+    count: int
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """A part of a model in which operators or modules do not show, and why."""
+
+    path: str
+    why: str
+
+
+@dataclass(repr=False)
+class Trace:
+    """What was seen of the formats of activations while a model ran.
+
+    Calls that differ in nothing but their sizes are one row with their count, so that many steps take no more memory
+    than one. A trace is filled while its block runs.
+
+    Example:
+        >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(2, 3, 8, 8)
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(x)
+        >>> trace.losses, trace.operators
+        ((), {'forward': 1, 'backward': 0})
+        >>> torch_nhwc.tracing.Trace.from_json(trace.to_json()) == trace
+        True
+    """
+
+    operators: dict[Phase, int]
+    """The number of operators that ran in each phase."""
+    losses: tuple[FormatLoss, ...] = ()
+    """The operators that lost channels-last, in the order in which they were first seen."""
+    mixed: tuple[MixedConvolution, ...] = ()
+    """The convolutions whose input and weight had different formats."""
+    gained: tuple[Gain, ...] = ()
+    """The first operators that returned channels-last although none of their inputs was."""
+    reorders: tuple[Reorder, ...] = ()
+    """The kernels that changed a format inside of operators; only from `audit`."""
+    unseen: tuple[Unseen, ...] = ()
+    """What could not be seen."""
+    modules: tuple[TracedModule, ...] = ()
+    """The modules that ran, in the order in which they began."""
+
+    def to_json(self) -> str:
+        """Return the trace as JSON text, for `from_json`."""
+        return serialization.to_json(self)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Trace":
+        """Return the trace that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is not such a trace.
+        """
+        return serialization.from_json(cls, text)
+
+    def headline(self) -> str:
+        """Return how many operators ran, and what was lost in all."""
+        ran = f"{self.operators['forward']} operators forward, {self.operators['backward']} backward"
+        total = amount(sum(row.bytes for row in self.losses))
+        lost = f"{len(self.losses)} loss{'es' * (len(self.losses) != 1)} of {total}" if self.losses else "no loss"
+        mixed = several(len(self.mixed), "mixed convolution") if self.mixed else "no mixed convolution"
+        return f"{ran}: {lost}, {mixed}"
+
+    def __str__(self) -> str:
+        lines = [f"Trace: {self.headline()}"]
+        for gain in self.gained[:_MOST_ROWS]:
+            where = gain.path or gain.source or "the model"
+            lines.append(f"channels-last from {where} on, by {gain.operator.removeprefix('aten::')}")
+        text = paragraphs(lines)
+        if self.losses:
+            counts = Counter(row.advice for row in self.losses if row.advice)
+            advice = [f"{count} of {len(self.losses)}: {each}" for each, count in counts.items()]
+            text += _table("loss in", self.losses, "losses") + paragraphs(advice)
+        if self.mixed:
+            text += _table("mixed convolution", self.mixed, "mixed")
+        if self.reorders:
+            cells = [[row.kernel, f"{row.milliseconds:.2f}", str(row.count)] for row in self.reorders]
+            text += "\n" + table(cells, ["kernel that reorders", "ms", "times"], most=_MOST_ROWS, name="reorders")
+        return text + paragraphs(f"not seen: {row.path or 'the model'}: {row.why}" for row in self.unseen)
+
+
+_FIELDS: dict[type, str] = {FormatLoss: "losses", MixedConvolution: "mixed", Gain: "gained"}
+
+
+class TraceWriter:
+    """Writes a trace, in which calls that differ in nothing but their sizes become one row."""
+
+    def __init__(self) -> None:
+        self.trace = Trace({"forward": 0, "backward": 0})
+        self._rows: dict[tuple[object, ...], OperatorRow] = {}
+
+    def add(self, row: OperatorRow) -> bool:
+        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
+        formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
+        key = type(row), row.path, row.operator, row.phase, row.source, *formats
+        known = self._rows.setdefault(key, row)
+        if known is row:
+            name = _FIELDS[type(row)]
+            setattr(self.trace, name, (*getattr(self.trace, name), row))
+        else:
+            known.bytes += row.bytes
+            known.count += row.count
+        return known is row
+
+    def add_unseen(self, path: str, why: str) -> None:
+        """Add a part that could not be seen, once."""
+        if Unseen(path, why) not in self.trace.unseen:
+            self.trace.unseen = *self.trace.unseen, Unseen(path, why)
+
+
+def assert_layout(trace: Trace, max_losses: int = 0, max_mixed: int = 0, max_bytes: int | None = None) -> None:
+    """Check that a trace has no more losses than a project allows.
+
+    Args:
+        trace: From `trace`, `audit` or `Trace.from_json`.
+        max_losses: The largest number of rows in `trace.losses`.
+        max_mixed: The largest number of rows in `trace.mixed`.
+        max_bytes: The largest number of bytes of both together, in all calls; any number if it is `None`.
+
+    Raises:
+        AssertionError: There are more. The message names at most ten of each, the largest first.
+        TypeError: The trace is something else.
+
+    Example:
+        >>> model = torch.nn.Conv2d(3, 8, 3).to(memory_format=torch.channels_last)
+        >>> with torch_nhwc.trace(model) as trace:
+        ...     _ = model(torch.randn(2, 3, 8, 8).to(memory_format=torch.channels_last))
+        >>> torch_nhwc.tracing.assert_layout(trace)
+    """
+    if not isinstance(trace, Trace):
+        hint = ": run it in `with trace(model) as ...`" if isinstance(trace, nn.Module) else ""
+        raise TypeError(f"assert_layout: expected a Trace, got {type(trace).__name__}{hint}")
+    total = sum(row.bytes for row in (*trace.losses, *trace.mixed))
+    is_too_much = max_bytes is not None and total > max_bytes
+    lines = []
+    if is_too_much:
+        lines.append(f"{amount(total)} lost channels-last or were copied, {amount(max_bytes or 0)} are allowed")
+    if len(trace.losses) > max_losses or is_too_much:
+        lines += [f"{len(trace.losses)} losses of channels-last, {max_losses} are allowed", *_largest(trace.losses)]
+    if len(trace.mixed) > max_mixed or is_too_much:
+        lines += [f"{len(trace.mixed)} mixed convolutions, {max_mixed} are allowed", *_largest(trace.mixed)]
+    if lines:
+        raise AssertionError("\n".join(lines))
+
+
+def short_source(source: str | None) -> str:
+    """Return a line's file relative to the working directory, or with its last folder only."""
+    if source is None:
+        return ""
+    file, _, line = source.rpartition(":")
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    return f"{shown}:{line}"
+
+
+def _largest(rows: Sequence[OperatorRow]) -> list[str]:
+    shown = sorted(rows, key=lambda row: -row.bytes)[:_MOST_NAMED]
+    rest = [f"  ... and {len(rows) - _MOST_NAMED} more"] if len(rows) > _MOST_NAMED else []
+    return [f"  {printable(str(row))}" for row in shown] + rest
+
+
+def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
+    cells = []
+    for row in rows:
+        formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
+        written = "" if formats else str(row.outputs[0])
+        operator = row.operator.removeprefix("aten::")
+        where = [row.path or "(the model)", operator, row.phase, formats, written]
+        cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])
+    head = [title, "operator", "phase", "formats", "written", "bytes", "times", "source"]
+    return "\n" + table(cells, head, most=_MOST_ROWS, sizes=[row.bytes for row in rows], name=name)

@@ -1,0 +1,139 @@
+"""The decision of `tune`: the plan that won, the evidence, and the conditions under which it was measured."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from torch_nhwc.planning import Plan
+from torch_nhwc.rendering import paragraphs, table, warn
+from torch_nhwc.running import machine
+from torch_nhwc.serialization import from_data, to_data
+
+# What describes a machine without deciding how fast it is.
+_INCIDENTAL = ("platform", "python")
+
+
+class TuningRow(NamedTuple):
+    """A row says what was measured for one candidate.
+
+    Example:
+        >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
+        >>> row = torch_nhwc.tune(model, x, budget_seconds=0.1).table[0]
+        >>> row.name, row.ratio, row.difference
+        ('contiguous', 1.0, 0.0)
+    """
+
+    name: str
+    seconds: float | None
+    """The time of a call, the median of the rounds; `None` where it could not be measured."""
+    spread: float | None
+    """The distance of the quartiles, in units of the median."""
+    samples: int
+    """How many rounds the candidate was measured in."""
+    ratio: float | None
+    """How many times as long it takes as the contiguous model, by the rounds in which both were measured."""
+    low: float | None
+    """The lower end of the 99 % interval of the ratio; `None` where there are too few samples for one."""
+    high: float | None
+    """The upper end."""
+    regret: float | None
+    """By which share it is slower than the fastest candidate."""
+    difference: float | None
+    """How far its output is from the contiguous model's, in units of the largest output; `None` if not compared."""
+    remark: str
+    """Why it could not be measured."""
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A tuning is a decision by measurement: `convert_(model, plan=tuning.plan)` applies it.
+
+    Attributes:
+        plan: The fastest plan; the contiguous model's where none is certainly faster.
+        choice: Its name in the table.
+        table: A row for each candidate, the contiguous one first.
+        notes: Sentences on what was decided, and how certain it is.
+        seconds: How long the tuning took.
+        workload: What was timed: model, mode, dtypes, shapes, optimizer, device.
+        machine: What it was timed on: processor or GPU, libraries and their settings.
+
+    Example:
+        >>> from torch_nhwc.tuning import Tuning
+        >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
+        >>> tuning = torch_nhwc.tune(model, x, budget_seconds=0.1)
+        >>> report = torch_nhwc.convert_(model, plan=tuning.plan)
+        >>> Tuning.from_json(tuning.to_json()) == tuning
+        True
+    """
+
+    plan: Plan
+    choice: str
+    table: tuple[TuningRow, ...]
+    notes: tuple[str, ...]
+    seconds: float
+    workload: dict[str, Any]
+    machine: dict[str, Any]
+
+    def to_json(self) -> str:
+        """Return the decision with its evidence as JSON text, for `from_json`."""
+        return json.dumps(to_data(self) | {"plan": json.loads(self.plan.to_json())}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> "Tuning":
+        """Return the decision that `to_json` wrote.
+
+        Raises:
+            ValueError: The text is not such a decision, or its plan was changed since.
+
+        Warns:
+            UserWarning: It was measured under other conditions than those here; the message says what differs.
+        """
+        try:
+            data = json.loads(text)
+            plan = Plan.from_json(json.dumps(data["plan"]))
+            tuning: Tuning = from_data(cls, data | {"plan": to_data(plan)})
+            device = torch.device(tuning.workload["device"])
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise ValueError(f"Tuning.from_json: expected what Tuning.to_json writes: {error!r}") from error
+        is_here = device.type != "cuda" or torch.cuda.is_available()
+        changed = _changes(tuning.machine, machine(device if is_here else "cpu"))
+        if changed:
+            warn(f"torch_nhwc: this was tuned under other conditions, tune again: {'; '.join(changed)}")
+        return tuning
+
+    def __str__(self) -> str:
+        workload = {**self.workload, "shapes": ", ".join(self.workload["shapes"])}
+        described = ", ".join(f"{name} {value}" for name, value in workload.items() if value)
+        where = f"{self.machine['device']}, {self.machine['threads']} threads, torch {self.machine['torch']}"
+        title = f"Tuning: {self.choice} ({self.seconds:.0f} s; {described}; {where})"
+        head = ["candidate", "time", "spread", "speed", "99 % interval", "regret", "difference"]
+        rows = [_cells(row, row.name == self.choice) for row in self.table]
+        failed = [f"{row.name}: {row.remark}." for row in self.table if row.remark]
+        return paragraphs([title]) + table(rows, head) + paragraphs([*failed, *self.notes])
+
+
+def _changes(before: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
+    """Return what differs between two descriptions of machines, each in a few words."""
+    names = [name for name in {**before, **here} if name not in _INCIDENTAL]
+    return [
+        f"{name}: {before.get(name)}, here {here.get(name)}" for name in names if before.get(name) != here.get(name)
+    ]
+
+
+def _cells(row: TuningRow, is_chosen: bool) -> list[str]:
+    name = f"* {row.name}" if is_chosen else row.name
+    if row.seconds is None or row.ratio is None or row.regret is None or row.spread is None:
+        return [name, "failed", *[""] * 5]
+    limits = f"{1 / row.high:.2f} to {1 / row.low:.2f}" if row.low and row.high else "unknown"
+    speed = ("1", "") if row.ratio == 1 and row.low == row.high else (f"{1 / row.ratio:.2f}x", limits)
+    difference = "" if row.difference is None else f"{row.difference:.0e}" if row.difference else "0"
+    return [name, _duration(row.seconds), f"{row.spread:.0%}", *speed, f"{row.regret:.1%}", difference]
+
+
+def _duration(seconds: float) -> str:
+    if seconds >= 1:
+        return f"{seconds:.2f} s"
+    return f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} us"
