@@ -17,7 +17,7 @@ from points import Point
 from stopwatch import summary
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import in_turns
+from torch_nhwc.running import in_turns
 
 SHAPES = [(256, 64, 1, 1), (960, 1, 3, 3)]
 CALLS_OF_A_SAMPLE = 200

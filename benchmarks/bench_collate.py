@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.running.timing import seconds_in_turns
+from torch_nhwc.running import seconds_in_turns
 
 BATCHES = 32
 Samples = list[Any]

@@ -19,7 +19,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import seconds_in_turns
+from torch_nhwc.running import seconds_in_turns
 
 
 def many_layers() -> nn.Module:

@@ -25,7 +25,7 @@ from stopwatch import summary
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import in_turns, seconds
+from torch_nhwc.running import in_turns, seconds
 
 CONTIGUOUS, WEIGHTS, FULL, PRESERVED = "contiguous", "weights", "full", "preserved"
 COMPILED = {"compiled contiguous": CONTIGUOUS, "compiled preserved": PRESERVED}

@@ -26,7 +26,7 @@ import torch
 from jobs import JOBS, memcpy
 from models import MODELS, SOURCES, moved_of, weights_of
 
-from torch_nhwc.running.timing import in_turns, seconds
+from torch_nhwc.running import in_turns, seconds
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import in_turns
+from torch_nhwc.running import in_turns
 
 BLOCKS = 20
 BAR = 40.0

@@ -27,7 +27,7 @@ from stopwatch import summary
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import in_turns, seconds_in_turns
+from torch_nhwc.running import in_turns, seconds_in_turns
 
 LAYERS = 2000
 SINGLE_LAYERS = 200

@@ -21,7 +21,7 @@ from jobs import compiled_clone
 from points import Point
 from stopwatch import summary
 
-from torch_nhwc.running.timing import in_turns, seconds
+from torch_nhwc.running import in_turns, seconds
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.running.timing import in_turns
+from torch_nhwc.running import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16]
 

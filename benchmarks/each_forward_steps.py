@@ -18,7 +18,7 @@ from torch import nn
 from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.timing import seconds_in_turns
+from torch_nhwc.running import seconds_in_turns
 
 BATCHES = (1, 8, 32)
 INPUTS = {

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from torch_nhwc.running.timing import in_turns, seconds
+from torch_nhwc.running import in_turns, seconds
 
 Call = Callable[[], object]
 

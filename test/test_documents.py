@@ -239,7 +239,7 @@ def test_the_reference_names_what_plans_reports_and_their_rows_have():
     traced = (
         nhwc.tracing.FormatLoss,
         nhwc.tracing.MixedConvolution,
-        nhwc.tracing.FormatGain,
+        nhwc.tracing.Gain,
         nhwc.Reorder,
         nhwc.tracing.TracedModule,
         nhwc.tracing.Unseen,

@@ -22,9 +22,9 @@ from torch_nhwc.planning.companions import (
     sources_of,
 )
 from torch_nhwc.planning.deciding import decide
-from torch_nhwc.planning.input_hooks import has_lost_input_hook
 from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.plans import Plan, expect_plan
+from torch_nhwc.planning.requested_inputs import has_lost_input_hook
 from torch_nhwc.planning.rows import Action, CompanionRow
 from torch_nhwc.sites import computed_weights, optimizers, wrappers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason

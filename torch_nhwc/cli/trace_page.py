@@ -46,9 +46,6 @@ class Table(NamedTuple):
 def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
     """Write a trace as one HTML file for a browser, whole or not at all.
 
-    Raises:
-        ImportError: jinja2 is not installed.
-
     Example:
         >>> import tempfile
         >>> from torch_nhwc.cli.trace_page import write_page
@@ -64,12 +61,8 @@ def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def page_of(trace: Trace) -> str:
-    """Return a trace as HTML that loads nothing else. Everything that comes from the model is escaped.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
-    import jinja2
+    """Return a trace as HTML that loads nothing else. Everything that comes from the model is escaped."""
+    import jinja2  # PyTorch requires it; the import takes a while
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True

@@ -8,7 +8,6 @@ from torch_nhwc.converting.report import Report, Undo
 from torch_nhwc.converting.warnings_ import warn_nothing_found, warn_refused, warn_unknown_optimizer, warn_unshared
 from torch_nhwc.layout import memory_id
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning.companions import Weight
 from torch_nhwc.planning.deciding import Decisions
 from torch_nhwc.planning.rows import CompanionRow
 
@@ -31,9 +30,7 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     warn_refused(decisions.rows, strict)
     warn_nothing_found(decisions, edits, strict)
     warn_unknown_optimizer(decisions)
-    warn_unshared(
-        [Weight(row.full_name, tensor, ()) for _, row, tensor in decisions.changing], decisions.options.format
-    )
+    warn_unshared([(row.full_name, tensor) for _, row, tensor in decisions.changing], decisions.options.format)
     undo = Undo.of(decisions, edits)
     new_bytes = change(decisions, edits)
     companions = tuple(

@@ -70,7 +70,9 @@ class Undo(NamedTuple):
         found = match(plan, model, any_dtype=True) if self.strides or not self.edits else Found(model, [], set(), [])
         sources.check_optimizers(model, (site.tensor for site in found.sites))
         weights = self._weights(found)
-        warn_unshared([weight for weight in weights if weight.tensor.stride() != weight.strides], CONTIGUOUS)
+        warn_unshared(
+            [(each.name, each.tensor) for each in weights if each.tensor.stride() != each.strides], CONTIGUOUS
+        )
         companions = [each for each in find_companions(weights, sources) if each.reason is None]
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from torch_nhwc.converting.edits import Edit
 from torch_nhwc.layout import Format
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning.companions import Weight
 from torch_nhwc.planning.deciding import Decisions, outcomes_of
 from torch_nhwc.planning.rows import Action, PlanRow
 from torch_nhwc.planning.summaries import SEEN_BY_EXAMPLE
@@ -54,10 +55,10 @@ def warn_unknown_optimizer(decisions: Decisions) -> None:
         )
 
 
-def warn_unshared(weights: Sequence[Weight], wanted: Format) -> None:
+def warn_unshared(weights: Sequence[tuple[str, Tensor]], wanted: Format) -> None:
     """Warn about weights that get new storage because other processes share theirs."""
-    outcomes = outcomes_of([weight.tensor for weight in weights], [wanted] * len(weights), "auto")
-    names = [repr(weight.name) for weight, outcome in zip(weights, outcomes) if outcome is Outcome.COPIED_SHARED]
+    outcomes = outcomes_of([tensor for _, tensor in weights], [wanted] * len(weights), "auto")
+    names = [repr(name) for (name, _), outcome in zip(weights, outcomes) if outcome is Outcome.COPIED_SHARED]
     if names:
         _warn(
             f"{first_of(names)} will no longer be in shared memory: other processes that have the model keep the old "

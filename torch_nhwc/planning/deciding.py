@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -15,10 +16,10 @@ from torch_nhwc.nn.input_hooks import InputHook, input_hook
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, held_by
-from torch_nhwc.planning.input_hooks import decide_input_hook, remark_on_input_hook
 from torch_nhwc.planning.matching import match_layers
 from torch_nhwc.planning.options import Options
 from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.requested_inputs import decide_input_hook, remark_on_input_hook
 from torch_nhwc.planning.rows import Action, LayerRow, PlanRow, as_text
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import computed_weights as computed
@@ -30,7 +31,7 @@ from torch_nhwc.sites.replaceable import ReplaceableLayer, find_replaceable_laye
 from torch_nhwc.sites.site import Found, Site
 
 
-@dataclass(slots=True)
+@dataclass
 class Decisions:
     """All that a conversion is to do, with the tensors and modules that it concerns."""
 
@@ -53,7 +54,7 @@ class Decisions:
         formats = options.format.name, options.storage, options.input_format
         return Plan(tuple(self.rows), *formats, layers, self.found.observed)
 
-    @property
+    @cached_property
     def changing(self) -> list[tuple[Site, PlanRow, Tensor]]:
         """The sites whose weights the operators are called for."""
         return [
@@ -196,9 +197,11 @@ def _earlier(case: _Case) -> Reason | None:
 
 # The tables of decisions: the first condition that holds says what happens to a site, and why. A reason may be a
 # function of the case.
-_REQUESTED: tuple[_Rule, ...] = (
+_AS_PLANNED: tuple[_Rule, ...] = (
     (lambda c: c.planned is not None and c.planned.action is Action.REFUSE, Action.REFUSE, _planned),
-    (lambda c: c.planned is not None, Action.KEEP, _planned),
+    (lambda c: True, Action.KEEP, _planned),
+)
+_REQUESTED: tuple[_Rule, ...] = (
     (lambda c: not c.wanted.serves(c.site.rank), Action.KEEP, Reason.OTHER_RANK),
     (lambda c: c.reason is Reason.FILTERED, Action.KEEP, Reason.FILTERED),
     (
@@ -207,11 +210,9 @@ _REQUESTED: tuple[_Rule, ...] = (
         Reason.IN_EACH_FORWARD,
     ),
 )
-_CONVERTED: tuple[_Rule, ...] = (
-    *_REQUESTED,
+_SPECIAL: tuple[_Rule, ...] = (
     (lambda c: c.reason is Reason.LAZY and c.wanted.is_channels_last, Action.CONVERT, Reason.LAZY),
     (lambda c: c.reason is Reason.LAZY, Action.KEEP, Reason.LAZY),
-    # What stands against converting.
     (
         lambda c: c.is_against and c.is_in_format and c.reason not in CONTIGUOUS_ONLY,
         Action.KEEP,
@@ -226,7 +227,8 @@ _CONVERTED: tuple[_Rule, ...] = (
     # Sites that share a tensor.
     (lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE, Action.REFUSE, _earlier),
     (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
-    # What the operators say of the tensor.
+)
+_BY_OUTCOME: tuple[_Rule, ...] = (
     (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.in_format),
     (lambda c: c.outcome is None, Action.REFUSE, Reason.UNSUPPORTED),
     (lambda c: c.outcome is Outcome.TRACED and is_fake(c.tensor), Action.KEEP, Reason.FAKE),
@@ -239,6 +241,8 @@ _CONVERTED: tuple[_Rule, ...] = (
     (lambda c: c.outcome is Outcome.RESTRIDED, Action.RESTRIDE, lambda c: c.remark),
     (lambda c: True, Action.CONVERT, lambda c: c.remark),
 )
+_PLAIN_SITE = (*_REQUESTED, *_BY_OUTCOME)
+_SPECIAL_SITE = (*_REQUESTED, *_SPECIAL, *_BY_OUTCOME)
 _IN_EACH_FORWARD: tuple[_Rule, ...] = (
     *_REQUESTED,
     (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
@@ -269,10 +273,14 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> list[Pla
         if id(tensor) in tied and (reason is None or reason.kind is Kind.REMARK):
             reason = Reason.TIED_BY_VIEW
         planned = plan.rows[index] if plan else None
-        rules = _IN_EACH_FORWARD if (planned.is_in_each_forward if planned else options.each_forward) else _CONVERTED
-        if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or planned.is_in_each_forward):
+        in_each_forward = planned.is_in_each_forward if planned else options.each_forward
+        if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
             planned = None
         earlier = None if tensor is None else first.get(id(tensor))
+        is_plain = reason is None and tensor is not None and earlier is None
+        rules = _PLAIN_SITE if is_plain else _SPECIAL_SITE
+        if planned or in_each_forward:
+            rules = _AS_PLANNED if planned else _IN_EACH_FORWARD
         row = _row(_Case(found, site, tensor, wanted, own, outcome, reason, planned, earlier, remarks), rules)
         if tensor is not None and earlier is None:
             first[id(tensor)] = row

@@ -9,7 +9,6 @@ from pathlib import Path
 import torch
 
 from torch_nhwc.ops import cpu_capability
-from torch_nhwc.version import __version__
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, object]:
@@ -25,7 +24,6 @@ def machine(device: torch.device | str = "cpu") -> dict[str, object]:
     """
     device = torch.device(device)
     described: dict[str, object] = {
-        "torch_nhwc": __version__,
         "torch": torch.__version__,
         "python": sys.version.split()[0],
         "platform": platform.platform(),

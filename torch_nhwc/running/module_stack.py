@@ -15,6 +15,13 @@ class RunningModule(NamedTuple):
     module: nn.Module
 
 
+class _Here(threading.local):
+    """The modules that run in each thread."""
+
+    def __init__(self) -> None:
+        self.running: list[RunningModule] = []
+
+
 class ModuleStack:
     """Context manager that knows the innermost module whose forward runs in this thread.
 
@@ -36,15 +43,12 @@ class ModuleStack:
     def __init__(self, model: nn.Module) -> None:
         self.model = model
         self.paths = {id(module): path for path, module in model.named_modules()}
-        self._here = threading.local()
+        self._here = _Here()
 
     @property
     def running(self) -> list[RunningModule]:
         """The modules that run in this thread, the outermost first."""
-        if not hasattr(self._here, "running"):
-            self._here.running = []
-        running: list[RunningModule] = self._here.running
-        return running
+        return self._here.running
 
     @property
     def path(self) -> str:
@@ -72,7 +76,8 @@ class ModuleStack:
             handle.remove()
 
     def _enter(self, module: nn.Module, _: Any) -> None:
-        self.running.append(RunningModule(self.paths.get(id(module), self.path), module))
+        path = self.paths.get(id(module))
+        self.running.append(RunningModule(self.path if path is None else path, module))
 
     def _leave(self, module: nn.Module, _: Any, __: Any) -> None:
         # PyTorch does not call hooks after an interrupt: modules above this one in the stack have been left as well.

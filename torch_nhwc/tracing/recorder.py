@@ -138,7 +138,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         for path, module, _ in walk(model):
             if isinstance(module, torch.jit.ScriptModule):
                 self.writer.add_unseen(path, _SCRIPTED)
-            elif module._compiled_call_impl is not None or hasattr(module, "_orig_mod"):
+            elif module._compiled_call_impl is not None or "_orig_mod" in module._modules:
                 self.writer.add_unseen(path, _COMPILED)
 
     def begin_forward(self, args: Any) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_nhwc.formats import CHANNELS_LAST
+from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.running import map_tensors, preserved_state, tensors_in
 
 Change = Callable[[Tensor], Tensor]

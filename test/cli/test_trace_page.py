@@ -1,0 +1,149 @@
+"""The page of a trace: what it shows, that nothing of a model gets out of its text, and that it works in a browser."""
+
+import html
+import json
+import re
+
+import pytest
+import torch
+from browser import opened_in_browser
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import serialization
+from torch_nhwc.cli.trace_page import page_of, write_page
+from torch_nhwc.tracing import Layout, Trace, TracedModule
+
+HOSTILE = "</script><script>document.title='broken'</script>\"' onload=x <img src=http://example.invalid/x>"
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Conv2d(8, 8, 3), nn.Softmax2d()])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+@pytest.fixture(scope="module")
+def trace():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Block(), nn.Conv2d(8, 4, 1), nn.Flatten())
+    with nhwc.channels_last(model), nhwc.trace(model) as trace:
+        model(torch.zeros(2, 3, 8, 8))
+    return trace
+
+
+def hostile(trace, name=HOSTILE):
+    """The same trace of a model with another name for its first layer and that layer's class."""
+    changed = Trace.from_json(trace.to_json())
+    changed.modules[1].path = changed.mixed[0].path = changed.losses[0].path = name
+    changed.modules[0].layer = changed.modules[1].layer = changed.losses[0].advice = name
+    return changed
+
+
+def bars_of(text):
+    """The paths and formats of the bars."""
+    found = (re.findall(rf'{name}="([^"]*)"', text) for name in ("data-path", "data-format"))
+    return list(zip(*(map(html.unescape, each) for each in found)))
+
+
+def test_the_modules_that_ran_are_bars_in_their_order(trace):
+    text = page_of(trace)
+    assert bars_of(text) == [
+        ("0", "channels-last"),
+        ("1.layers.0", "channels-last"),
+        ("1.layers.1", "contiguous"),
+        ("2", "channels-last"),
+        ("3", "no images or volumes"),
+    ]
+    assert re.findall(r'aria-label="([^"]*(?:loses|mixed)[^"]*)"', text) == [
+        "0, Conv2d, channels-last, mixed",
+        "1.layers.1, Softmax2d, contiguous, loses channels-last",
+        "3, Flatten, no images or volumes, loses channels-last",
+    ]
+    other = Trace(
+        {"forward": 0, "backward": 0}, modules=(TracedModule("", "Net", (), (Layout("other", (1, 1, 1, 1)),)),)
+    )
+    assert bars_of(page_of(other)) == [("", "other")]
+    assert '<button class="bar other"' in page_of(other)
+
+
+def test_losses_and_mixed_convolutions_are_in_tables(trace):
+    text = page_of(trace)
+    assert "<title>Trace of Sequential</title>" in text
+    assert "2 losses of 1.5 kB, 1 mixed convolution." in text
+    cells = [html.unescape(cell) for cell in re.findall(r"<td[^>]*>([^<]*)</td>", text)]
+    assert "replaced by preserve=True" in cells
+    assert f"{trace.losses[0].bytes:,}" in cells
+    assert f"{trace.mixed[0].bytes:,}" in cells
+    assert page_of(Trace.from_json(trace.to_json())) == text
+
+
+def test_nothing_is_fetched(trace):
+    text = page_of(trace)
+    assert not re.search(r"https?:|@import|url\(", text.replace("http-equiv", ""))
+    assert "default-src 'none'" in text
+
+
+def test_what_comes_from_a_model_is_text(trace):
+    text = page_of(hostile(trace))
+    assert "<img" not in text
+    assert text.count("<script>") == 1
+    assert "onload=x" in re.sub(r"<[^>]*>", "", text)
+
+
+def test_a_page_is_written_whole_or_not_at_all(trace, tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("the disk is full")
+
+    path = tmp_path / "page.html"
+    path.write_text("before")
+    monkeypatch.setattr(serialization.os, "replace", fail)
+    with pytest.raises(OSError, match="full"):
+        write_page(trace, path)
+    monkeypatch.undo()
+    assert path.read_text() == "before"
+    write_page(hostile(trace, "half a character \ud800"), path)
+    assert r"\ud800" in path.read_text()
+    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
+
+
+# What a person would do, and what is seen then.
+PERSON = """{
+const seen = {}, body = document.querySelector("tbody");
+const cells = (column) => [...body.rows].map((row) => row.cells[column].textContent);
+const heads = [...document.querySelector("table").querySelectorAll("th button")];
+heads[5].click(); seen.up = cells(5);
+heads[5].click(); seen.down = cells(5);
+heads[1].click(); seen.names = cells(1);
+const bars = [...document.querySelectorAll("button.bar")], details = document.getElementById("details");
+bars[0].dispatchEvent(new PointerEvent("pointerenter")); seen.hovered = details.firstChild.textContent;
+bars[2].click(); seen.tapped = details.textContent.startsWith("1.layers.1Softmax2d, contiguous");
+seen.pressed = bars.map((bar) => bar.getAttribute("aria-pressed"));
+seen.title = document.title;
+seen.fits = document.documentElement.scrollWidth <= document.documentElement.clientWidth;
+document.body.dataset.seen = JSON.stringify(seen);
+}"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("width", [400, 1200], ids=["phone", "laptop"])
+@pytest.mark.parametrize("name", ["encoder.0", HOSTILE], ids=["plain", "hostile"])
+def test_it_works_in_a_browser(trace, name, width, tmp_path):
+    path = tmp_path / "page.html"
+    path.write_text(page_of(hostile(trace, name)).replace("</body>", f"<script>{PERSON}</script></body>"))
+    (seen,) = re.findall(r'data-seen="([^"]*)"', opened_in_browser(path, width))
+    sizes = sorted(row.bytes for row in trace.losses)
+    assert json.loads(html.unescape(seen)) == {
+        "up": [f"{size:,}" for size in sizes],
+        "down": [f"{size:,}" for size in reversed(sizes)],
+        "names": sorted(row.operator for row in trace.losses),
+        "hovered": name,
+        "tapped": True,
+        "pressed": ["false", "false", "true", "false", "false"],
+        "title": f"Trace of {name}",
+        "fits": True,
+    }
