@@ -1,7 +1,7 @@
 """The operators of `torch.ops.nhwc`, typed and documented, and the library that holds them.
 
-The functions add types to `torch.ops.nhwc.*`, and a graph break of `torch.compile` around the in-place operators.
-TorchScript calls `torch.ops.nhwc.*` itself.
+The functions add types to `torch.ops.nhwc.*`, which TorchScript calls itself, and a graph break of `torch.compile`
+around the in-place operators.
 """
 
 import enum

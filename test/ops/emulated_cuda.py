@@ -1,0 +1,565 @@
+"""Tests that test_emulated_cuda.py runs with the runtime of cpp/emulated_cuda.cpp preloaded.
+
+There are two devices. PyTorch can allocate there and copy what keeps its order, and has no kernels; ours run on the
+CPU.
+"""
+
+import copy
+import ctypes
+import itertools
+import os
+from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
+
+import pytest
+import reference
+import torch
+from reference import ALL_DTYPES, DTYPES, FORMATS, canonical_strides, channels_last_of, random_weight
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc import Outcome
+
+CL = torch.channels_last
+FLAT = torch.contiguous_format
+SHAPES = [*reference.SHAPES, (8, 16, 3, 3), (7, 40, 5, 5), (2, 3, 150, 151)]
+CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+CASTS += [(to, of) for of, to in CASTS]
+PROCESSORS = 4
+PLAIN_SHARED_BYTES = 48 << 10
+IS_CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
+
+
+class Emulation(Structure):
+    """As in emulated_cuda.cpp, like the next."""
+
+    _fields_ = [("memory_limit", c_int64), ("used", c_int64), ("peak", c_int64)]
+    _fields_ += [("driver_version", c_int32), ("launches_that_work", c_int32)]
+
+
+class Launch(Structure):
+    _fields_ = [("stream", c_uint64), ("device", c_int32), ("elements", c_int32), ("is_long", c_int32)]
+    _fields_ += [("weights", c_uint32), ("blocks", c_uint32), ("shared_bytes", c_uint32)]
+
+
+library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+emulation = Emulation.in_dll(library, "emulation")
+
+
+def take_launches():
+    """Those since the last call."""
+    room = 1000
+    launches = (Launch * room)()
+    number = library.take_launches(launches, room)
+    assert number <= room
+    return launches[:number]
+
+
+@pytest.fixture(autouse=True)
+def as_it_begins():
+    torch.cuda.set_device(0)
+    take_launches()
+    limit = emulation.memory_limit
+    yield
+    emulation.memory_limit, emulation.driver_version, emulation.launches_that_work = limit, 13000, -1
+
+
+def extra_bytes(function):
+    """What a call needs of a device's memory beyond what it leaves behind."""
+    if IS_CACHED:
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    emulation.peak = emulation.used
+    function()
+    return emulation.peak - emulation.used
+
+
+def exhaust_memory(leave):
+    """From here on the devices have no more memory but for so many bytes."""
+    torch.cuda.empty_cache()
+    emulation.memory_limit = emulation.used + leave
+
+
+def parameter_of(values, device="cuda:0"):
+    return nn.Parameter(values.to(device, copy=True), requires_grad=values.is_floating_point())
+
+
+def parameter(shape=(8, 16, 3, 3), device="cuda:0", dtype=torch.float32):
+    return parameter_of(random_weight(shape, dtype), device)
+
+
+def of_host(tensor):
+    return tensor.detach().to("cpu", copy=True)
+
+
+class Untouched:
+    """Asserts that a call fails and leaves tensors as they were: their memory, strides and bits."""
+
+    def __init__(self, *tensors):
+        self.tensors = tensors
+        self.before = [(t.data_ptr(), t.stride(), of_host(t)) for t in self.tensors]
+
+    def after_failing(self, match, function, *arguments, **options):
+        with pytest.raises(RuntimeError, match=match):
+            function(*arguments, **options)
+        emulation.launches_that_work = -1
+        self.check()
+
+    def check(self):
+        for tensor, (pointer, strides, values) in zip(self.tensors, self.before):
+            assert (tensor.data_ptr(), tensor.stride()) == (pointer, strides)
+            reference.assert_same(of_host(tensor), values)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_fresh_weights_of_every_type_both_ways(shape):
+    for dtype in ALL_DTYPES:
+        weight = random_weight(shape, dtype)
+        for source in (weight, weight.to(memory_format=channels_last_of(weight))):
+            on_device = source.to("cuda")
+            for memory_format in (None, FLAT):
+                out = nhwc.convert_weight(on_device, memory_format)
+                assert out.is_cuda
+                reference.assert_same(of_host(out), reference.convert_weight(source, memory_format))
+            reference.assert_same(of_host(on_device), source)
+
+
+@pytest.mark.parametrize(("of", "to"), CASTS, ids=str)
+def test_casts(of, to):
+    for shape in SHAPES:
+        weight = random_weight(shape, of)
+        for source in (weight, weight.to(memory_format=channels_last_of(weight))):
+            for memory_format in (None, FLAT):
+                out = nhwc.convert_weight(source.to("cuda"), memory_format, dtype=to)
+                reference.assert_same(of_host(out), reference.convert_weight(source, memory_format, to))
+
+
+def test_weights_at_any_address():
+    for dtypes, shape, skipped in itertools.product(DTYPES.values(), [(8, 16, 3, 3), (5, 7, 2, 3, 3)], (1, 3)):
+        memory = random_weight((8 * 16 * 9 + skipped,), dtypes[0])
+        source = memory[skipped : skipped + torch.Size(shape).numel()].view(shape)
+        on_device = memory.to("cuda")[skipped : skipped + source.numel()].view(shape)
+        reference.assert_same(of_host(nhwc.convert_weight(on_device)), reference.convert_weight(source))
+
+
+def test_values_go_to_memory_that_is_there_and_nowhere_else():
+    weight, guards = random_weight((8, 16, 3, 3)), random_weight((8 * 16 * 9 + 16,), torch.bfloat16)
+    memory = guards.to("cuda")
+    out = memory[8:-8].as_strided(weight.shape, canonical_strides(weight.shape, CL))
+    version = out._version
+    assert nhwc.ops.copy_weight_(out, weight.to("cuda")) is out
+    assert out._version == version + 1
+    reference.assert_same(of_host(out), reference.convert_weight(weight, CL, torch.bfloat16))
+    after = of_host(memory)
+    assert torch.equal(reference.bits(after[:8]), reference.bits(guards[:8]))
+    assert torch.equal(reference.bits(after[-8:]), reference.bits(guards[-8:]))
+
+
+def test_what_only_kernels_of_pytorch_can_do_fails_loudly():
+    weight = parameter()
+    untouched = Untouched(weight)
+    untouched.after_failing("not supported", lambda: weight + weight)
+    untouched.after_failing("not supported", nhwc.convert_weight, weight, dtype=torch.float64)
+    sliced = torch.randn(8, 32, 3, 3).to("cuda")[:, ::2]
+    untouched.after_failing("not supported", nhwc.convert_weights, [weight, sliced])
+    # Staged: the order of its filters is neither.
+    permuted = nn.Parameter(torch.randn(16, 8, 3, 3).to("cuda").transpose(0, 1))
+    untouched = Untouched(weight, permuted)
+    assert nhwc.ops.plan_weights([permuted]) == [Outcome.IN_PLACE]
+    untouched.after_failing("not supported", nhwc.convert_weights_, [weight, permuted])
+
+
+def test_empty_weights_and_lists_launch_nothing():
+    assert nhwc.convert_weights([]) == nhwc.convert_weights_([]) == []
+    for shape in ((0, 3, 3, 3), (4, 0, 3, 3), (4, 3, 3, 0, 3)):
+        for dtype in (None, torch.bfloat16):
+            out = nhwc.convert_weight(parameter(shape), dtype=dtype)
+            assert out.stride() == canonical_strides(shape, FORMATS[len(shape)])
+        weight = parameter(shape)
+        assert nhwc.convert_weight_(weight) <= Outcome.RESTRIDED
+    assert take_launches() == []
+
+
+@pytest.mark.parametrize("current", [0, 1])
+def test_a_list_over_devices_is_one_launch_on_each(current):
+    torch.cuda.set_device(current)
+    shapes = [(8, 16, 3, 3), (5, 7, 3, 3), (4, 6, 3, 3, 3), (6, 4, 1, 1)] * 10
+    places = ["cuda:0", "cpu", "cuda:1", "cuda:1", "cuda:0", "cuda:0", "cpu"]
+    weights = [random_weight(shape) for shape in shapes]
+    parameters = [parameter_of(weight, place) for weight, place in zip(weights, itertools.cycle(places))]
+    on_device = [sum(p.device == torch.device("cuda", d) for p in parameters) for d in range(2)]
+    results = nhwc.convert_weights(parameters)
+    for weight, each, result in zip(weights, parameters, results):
+        assert result.device == each.device
+        reference.assert_same(of_host(result), reference.convert_weight(weight))
+    assert sorted((launch.device, launch.weights) for launch in take_launches()) == [*enumerate(on_device)]
+    outcomes = nhwc.convert_weights_(parameters)
+    for weight, each, outcome in zip(weights, parameters, outcomes):
+        assert outcome == (Outcome.RESTRIDED if weight.shape[2:] == (1, 1) else Outcome.IN_PLACE)
+        reference.assert_same(of_host(each), reference.convert_weight(weight))
+    assert sorted(launch.device for launch in take_launches()) == [0, 1]
+    assert torch.cuda.current_device() == current
+
+
+@pytest.mark.parametrize("convert", [nhwc.convert_weights, nhwc.convert_weights_])
+def test_launches_go_to_the_current_stream_of_the_weights_device(convert):
+    streams = [torch.cuda.Stream(f"cuda:{device}") for device in range(2)]
+    values = random_weight((8, 16, 3, 3))
+    weights = [parameter_of(values, f"cuda:{device}") for device in range(2)]
+    with torch.cuda.stream(streams[1]):
+        assert torch.cuda.current_device() == 1
+        results = convert(weights)
+        assert torch.cuda.current_device() == 1
+    assert {launch.device: launch.stream for launch in take_launches()} == {0: 0, 1: streams[1].cuda_stream}
+    for result in weights if convert is nhwc.convert_weights_ else results:
+        reference.assert_same(of_host(result), reference.convert_weight(values))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bytes_are_permuted_in_place(shape):
+    keeps_order = shape[1] == 1 or all(size == 1 for size in shape[2:]) or 0 in shape
+    for dtype in ALL_DTYPES:
+        values = random_weight(shape, dtype)
+        weight = parameter_of(values)
+        pointer = weight.data_ptr()
+        for memory_format in (None, FLAT):
+            expected = reference.convert_weight(values, memory_format)
+            is_kept = weight.stride() == expected.stride()
+            outcome = Outcome.UNCHANGED if is_kept else Outcome.RESTRIDED if keeps_order else Outcome.IN_PLACE
+            assert nhwc.ops.plan_weights([weight], memory_format) == [outcome]
+            assert nhwc.convert_weight_(weight, memory_format) == outcome
+            assert len(take_launches()) == (outcome == Outcome.IN_PLACE)
+            reference.assert_same(of_host(weight), expected)
+            assert weight.data_ptr() == pointer
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+@pytest.mark.parametrize(
+    ("shape", "dtype"), [((3, 1027, 7, 7), torch.float32), ((9, 257, 5, 5), torch.float64)], ids=str
+)
+def test_filters_that_fit_the_shared_memory_of_a_block_need_no_other(shape, dtype, device):
+    weight = parameter(shape, device, dtype)
+    expected = reference.convert_weight(of_host(weight))
+    assert extra_bytes(lambda: nhwc.convert_weight_(weight, storage="reuse")) == 0
+    reference.assert_same(of_host(weight), expected)
+    (launch,) = take_launches()
+    assert not launch.is_long
+    assert launch.shared_bytes > PLAIN_SHARED_BYTES
+
+
+LONG = [((3, 4096, 5, 5), torch.float64), ((9, 5001, 5, 5), torch.float32), ((2, 3, 300, 301), torch.float32)]
+LONG += [((9, 5003, 3, 3, 3), torch.bfloat16), ((3, 70001, 2, 2), torch.uint8), ((2, 1030, 7, 7), torch.complex128)]
+
+
+@pytest.mark.parametrize(("shape", "dtype"), LONG, ids=str)
+def test_longer_filters_go_through_scratch_memory(shape, dtype):
+    weight = parameter(shape, dtype=dtype)
+    values, pointer = of_host(weight), weight.data_ptr()
+    scratch = min(shape[0], PROCESSORS) * -(-values[0].nbytes // 256) * 256
+    for memory_format in (None, FLAT):
+        needs = extra_bytes(lambda memory_format=memory_format: nhwc.convert_weight_(weight, memory_format))
+        assert needs == (-(-scratch // 512) * 512 if IS_CACHED else scratch)
+        reference.assert_same(of_host(weight), reference.convert_weight(values, memory_format))
+        assert weight.data_ptr() == pointer
+        assert [launch.is_long for launch in take_launches()] == [1]
+
+
+def test_storages_that_something_else_holds_are_left_alone():
+    memory = torch.randn(2, 8, 16, 3, 3).to("cuda")
+    cases = [
+        (lambda weight: weight, "auto", Outcome.IN_PLACE),
+        (lambda weight: weight, "reuse", Outcome.IN_PLACE),
+        (lambda weight: weight, "fresh", Outcome.COPIED),
+        (lambda weight: (weight, weight.detach()), "auto", Outcome.COPIED_HELD),
+        (lambda weight: (weight, nn.ParameterList([weight]).state_dict()), "auto", Outcome.COPIED_HELD),
+        (lambda weight: (weight, weight.detach().untyped_storage()), "auto", Outcome.COPIED_HELD),
+        (lambda weight: nn.Parameter(torch.from_dlpack(Capsule(weight.detach()))), "auto", Outcome.COPIED_FOREIGN),
+        (lambda weight: nn.Parameter(memory[1]), "fresh", Outcome.COPIED),
+    ]
+    for arrange, storage, outcome in cases:
+        arranged = arrange(parameter())
+        weight, held = arranged if isinstance(arranged, tuple) else (arranged, None)
+        expected, pointer = reference.convert_weight(of_host(weight)), weight.data_ptr()
+        assert nhwc.convert_weight_(weight, storage=storage) == outcome
+        assert (weight.data_ptr() == pointer) == (outcome == Outcome.IN_PLACE)
+        reference.assert_same(of_host(weight), expected)
+        if isinstance(held, torch.Tensor):
+            reference.assert_same(of_host(held), expected.contiguous())
+
+
+class Capsule:
+    """Memory as another library would hand it over."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __dlpack__(self, **_):
+        return torch.utils.dlpack.to_dlpack(self.tensor)
+
+    def __dlpack_device__(self):
+        return self.tensor.__dlpack_device__()
+
+
+def test_what_cannot_be_done_in_place_is_refused():
+    good, held = parameter(), parameter()
+    part = nn.Parameter(torch.randn(2, 8, 16, 3, 3).to("cuda")[0])
+    view = held.detach()
+    untouched = Untouched(good, held, part, view)
+    untouched.after_failing("weight 1 of 2.*larger storage", nhwc.convert_weights_, [good, part])
+    untouched.after_failing("something else holds its storage", nhwc.convert_weights_, [good, held], storage="reuse")
+    assert take_launches() == []
+
+
+def test_pinned_weights_stay_pinned():
+    weight = nn.Parameter(torch.randn(8, 16, 3, 3).pin_memory())
+    expected = reference.convert_weight(of_host(weight))
+    assert nhwc.convert_weight_(weight) == Outcome.COPIED_FOREIGN
+    assert weight.is_pinned()
+    reference.assert_same(of_host(weight), expected)
+
+
+def test_gradients_follow_in_the_same_launch():
+    weight = parameter()
+    weight.grad = random_weight(weight.shape).to("cuda")
+    gradient, pointer = weight.grad, weight.grad.data_ptr()
+    expected = [reference.convert_weight(of_host(t)) for t in (weight, gradient)]
+    assert nhwc.convert_weight_(weight) == Outcome.IN_PLACE
+    assert [launch.weights for launch in take_launches()] == [2]
+    assert weight.grad is gradient
+    assert gradient.data_ptr() == pointer
+    for tensor, each in zip((weight, gradient), expected):
+        reference.assert_same(of_host(tensor), each)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_go_back_through_the_operator(dtype):
+    for device in ("cuda:0", "cuda:1"):
+        weight = parameter(device=device)
+        gradient = random_weight(weight.shape, dtype)
+        nhwc.convert_weight(weight, dtype=dtype).backward(gradient.to(memory_format=CL).to(device))
+        assert weight.grad.device == weight.device
+        reference.assert_same(of_host(weight.grad), reference.convert_weight(gradient, FLAT, torch.float32))
+
+
+@pytest.mark.parametrize(("driver", "launches"), [(12000, 10), (12010, 2), (13000, 2)])
+def test_a_thousand_weights(driver, launches):
+    emulation.driver_version = driver
+    values = [random_weight((3, 4, 3, 3)) for _ in range(1000)]
+    weights = [parameter_of(each) for each in values]
+    results = nhwc.convert_weights(weights)
+    assert nhwc.convert_weights_(weights) == [Outcome.IN_PLACE] * 1000
+    for each, weight, result in zip(values, weights, results):
+        expected = reference.convert_weight(each)
+        reference.assert_same(of_host(weight), expected)
+        reference.assert_same(of_host(result), expected)
+    taken = [launch.weights for launch in take_launches()]
+    assert len(taken) == 2 * launches
+    assert sum(taken[:launches]) == sum(taken[launches:]) == 1000
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 64, 7), nn.BatchNorm2d(64), nn.Conv2d(64, 128, 3, groups=2))
+        self.head = nn.ModuleList([nn.Conv2d(128, 32, 1), nn.ConvTranspose2d(32, 16, 3), nn.Conv3d(8, 8, 3)])
+        self.linear = nn.Linear(4, 4)
+
+    def layouts(self):
+        return [tensor.stride() for tensor in self.parameters()]
+
+
+def assert_values_are_those_of(model, plain):
+    for (name, tensor), expected in zip(model.state_dict().items(), plain.state_dict().values()):
+        assert torch.equal(tensor.cpu(), expected), name
+
+
+def test_a_model_is_one_launch_there_and_back():
+    plain = Model()
+    model = copy.deepcopy(plain).to("cuda")
+    layouts = model.layouts()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for tensor in model.parameters():
+        tensor.grad = torch.randn(tensor.shape).to("cuda")
+        optimizer.state[tensor]["momentum_buffer"] = torch.randn(tensor.shape).to("cuda")
+    weight = model.body[0].weight
+    followers = [weight.grad, optimizer.state[weight]["momentum_buffer"]]
+    expected = [reference.convert_weight(of_host(follower)) for follower in followers]
+    assert nhwc.ops.plan_weights([layer.weight for layer in (model.body[0], model.head[0])]) == [
+        Outcome.IN_PLACE,
+        Outcome.RESTRIDED,
+    ]
+    report = nhwc.convert_(model, optimizer=optimizer)
+    # The one tap of head[0] moves nothing; what moves takes its gradient and its momentum with it.
+    assert [launch.weights for launch in take_launches()] == [4 * 3]
+    assert_values_are_those_of(model, plain)
+    assert weight is model.body[0].weight
+    for follower, each in zip(followers, expected):
+        reference.assert_same(of_host(follower), each)
+    for layer in (*model.body[::2], *model.head):
+        assert layer.weight.stride() == canonical_strides(layer.weight.shape, channels_last_of(layer.weight))
+    nhwc.convert_(model, optimizer=optimizer)
+    assert take_launches() == []
+    report.revert(optimizer=optimizer)
+    assert [launch.weights for launch in take_launches()] == [4 * 3]
+    assert model.layouts() == layouts
+    assert_values_are_those_of(model, plain)
+
+
+def test_the_drop_ins():
+    plain = Model()
+    model = copy.deepcopy(plain).to("cuda")
+    nhwc.convert_conv2d_weight_memory_format(model, CL)
+    nhwc.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
+    assert [launch.weights for launch in take_launches()] == [3, 1]
+    assert_values_are_those_of(model, plain)
+    assert model.head[1].weight.stride() == canonical_strides((32, 16, 3, 3), CL)
+
+
+def test_a_model_over_the_host_and_both_devices():
+    plain = Model()
+    model = copy.deepcopy(plain)
+    model.body.to("cuda:0")
+    model.head[1:].to("cuda:1")
+    report = nhwc.convert_(model)
+    assert sorted((launch.device, launch.weights) for launch in take_launches()) == [(0, 2), (1, 2)]
+    assert_values_are_those_of(model, plain)
+    assert all(layer.weight.stride()[1] == 1 for layer in (*model.body[::2], *model.head))
+    report.revert()
+    assert model.layouts() == plain.layouts()
+    assert_values_are_those_of(model, plain)
+
+
+def test_a_deep_copy_converts_in_place_while_a_model_with_a_state_dict_does_not():
+    plain = Model()
+    model = plain.to("cuda")
+    twin, state = copy.deepcopy(model), model.state_dict()
+    for each, outcome in ((twin, Outcome.IN_PLACE), (model, Outcome.COPIED_HELD)):
+        assert nhwc.ops.plan_weights([each.body[0].weight]) == [outcome]
+        nhwc.convert_(each)
+    assert state["body.0.weight"].is_contiguous()
+    assert_values_are_those_of(model, twin.cpu())
+
+
+def test_in_inference_mode():
+    weight, values = parameter(), random_weight((8, 16, 3, 3))
+    expected = reference.convert_weight(of_host(weight))
+    with torch.inference_mode():
+        born_there = parameter_of(values)
+        assert nhwc.convert_weights_([weight, born_there]) == [Outcome.IN_PLACE] * 2
+        result = nhwc.convert_weight(weight, FLAT)
+    assert not weight.is_inference()
+    assert born_there.is_inference()
+    reference.assert_same(of_host(weight), expected)
+    reference.assert_same(of_host(born_there), reference.convert_weight(values))
+    reference.assert_same(of_host(result), expected.contiguous())
+
+
+class Graph:
+    """What a stream is asked for in a with statement, recorded; by the runtime alone, for PyTorch's own class begins
+    with a kernel.
+    """
+
+    def __init__(self, stream):
+        self.stream, self.graph, self.executable = stream, c_void_p(), c_void_p()
+
+    def __enter__(self):
+        assert library.cudaStreamBeginCapture(c_void_p(self.stream.cuda_stream), 0) == 0
+        return self
+
+    def __exit__(self, *_):
+        assert library.cudaStreamEndCapture(c_void_p(self.stream.cuda_stream), ctypes.byref(self.graph)) == 0
+        assert library.cudaGraphInstantiateWithFlags(ctypes.byref(self.executable), self.graph, c_uint64(0)) == 0
+
+    def replay(self):
+        assert library.cudaGraphLaunch(self.executable, c_void_p(self.stream.cuda_stream)) == 0
+
+
+def test_functional_operators_are_recorded_in_a_graph():
+    weights = [parameter().requires_grad_(False) for _ in range(3)]
+    out = torch.empty(weights[0].shape, device="cuda", memory_format=CL)
+    before = of_host(out)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), Graph(stream) as graph:
+        results = nhwc.convert_weights(weights, dtype=torch.bfloat16)
+        nhwc.ops.copy_weight_(out, weights[0])
+    reference.assert_same(of_host(out), before)
+    for _ in range(2):
+        values = [random_weight(weight.shape) for weight in weights]
+        for weight, each in zip(weights, values):
+            weight.copy_(each)
+        graph.replay()
+        for result, each in zip(results, values):
+            reference.assert_same(of_host(result), reference.convert_weight(each, CL, torch.bfloat16))
+        reference.assert_same(of_host(out), reference.convert_weight(values[0]))
+
+
+def test_nothing_is_permuted_in_a_graph():
+    weights = [parameter(device="cuda:1"), parameter()]
+    one_tap = parameter((8, 16, 1, 1))
+    untouched = Untouched(*weights, one_tap)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), Graph(stream):
+        for storage in ("auto", "fresh", "reuse"):
+            with pytest.raises(RuntimeError, match="expected no CUDA graph to be captured"):
+                nhwc.convert_weights_([one_tap, *weights], storage=storage)
+        with pytest.raises(RuntimeError, match="CUDA graph"):
+            nhwc.convert_weight_(weights[1])
+    untouched.check()
+    with torch.cuda.stream(stream), Graph(stream):
+        assert nhwc.convert_weight_(one_tap) == Outcome.RESTRIDED
+        # Another device's stream records nothing.
+        assert nhwc.convert_weight_(weights[0]) == Outcome.IN_PLACE
+    assert take_launches()[0].device == 1
+
+
+@pytest.mark.parametrize("launches_that_work", [0, 1])
+def test_a_launch_that_fails_before_bytes_are_permuted_changes_nothing(launches_that_work):
+    weights = [
+        parameter(),
+        parameter(dtype=torch.bfloat16),
+        parameter((4, 6, 3, 3, 3), "cuda:1"),
+        parameter(device="cpu"),
+    ]
+    for convert, options in (
+        (nhwc.convert_weights, {}),
+        (nhwc.convert_weights_, {"storage": "fresh"}),
+    ):
+        untouched = Untouched(*weights)
+        emulation.launches_that_work = launches_that_work
+        untouched.after_failing("launch failure", convert, weights, **options)
+    untouched = Untouched(weights[0], weights[3])
+    emulation.launches_that_work = 0
+    untouched.after_failing("launch failure", nhwc.convert_weights_, [weights[3], weights[0]])
+    # And afterwards all is well.
+    assert nhwc.convert_weights_(weights) == [Outcome.IN_PLACE] * 4
+
+
+def test_without_memory_nothing_changes():
+    weights = [parameter(), parameter(device="cpu"), parameter((512, 640, 3, 3))]
+    long = parameter((2, 70000, 5, 5))
+    untouched = Untouched(*weights, long)
+    exhaust_memory(leave=3 << 20)  # enough for the first, whether PyTorch asks for it alone or for 2 MB
+    for convert, options in ((nhwc.convert_weights, {}), (nhwc.convert_weights_, {"storage": "fresh"})):
+        untouched.after_failing("out of memory", convert, weights, **options)
+    torch.cuda.empty_cache()
+    # What is permuted in shared memory needs none, but a scratch is asked for before anything is done.
+    untouched.after_failing("out of memory", nhwc.convert_weights_, [*weights, long])
+    assert take_launches() == []
+    assert nhwc.convert_weights_(weights, storage="reuse") == [Outcome.IN_PLACE] * 3
+
+
+@pytest.mark.parametrize("memory", ["reused", "held"])
+def test_a_device_that_fails_takes_only_its_own_weights_with_it(memory):
+    """The second of two devices, after the first has permuted its bytes: no weight elsewhere has lost its values."""
+    weights = [parameter(device=device) for device in ("cpu", "cuda:0", "cuda:1", "cuda:0")]
+    weights.append(parameter((8, 16, 1, 1), "cuda:0"))
+    held = weights[3].detach() if memory == "held" else None
+    expected = [reference.convert_weight(of_host(weight)) for weight in weights]
+    on_second = Untouched(weights[0], weights[2])
+    emulation.launches_that_work = 1 if held is None else 2
+    on_second.after_failing("launch failure", nhwc.convert_weights_, weights)
+    for index in (1, 3, 4):
+        reference.assert_same(of_host(weights[index]), expected[index])
+    assert nhwc.convert_weights_(weights)[1] == Outcome.UNCHANGED
+    for weight, each in zip(weights, expected):
+        reference.assert_same(of_host(weight), each)
