@@ -29,8 +29,7 @@ from torch import nn
 import torch_nhwc as nhwc
 from torch_nhwc.running import tensors_in
 from torch_nhwc.tuning import Tuning
-from torch_nhwc.tuning.race import interval
-from torch_nhwc.tuning.tuner import policies
+from torch_nhwc.tuning.tuner import interval, policies
 from torch_nhwc.tuning.workload import Workload, optimizer_for
 
 CHOSEN = (

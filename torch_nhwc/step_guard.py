@@ -23,7 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.ops import mismatched_layouts, set_strides_
 from torch_nhwc.rendering import warn
-from torch_nhwc.sites.optimizers import state_of, with_inner
+from torch_nhwc.sites.wrappers import state_of, with_inner
 
 _PLAIN = (nn.Parameter, Tensor)
 # One-byte numbers are codes with a scale for each block of memory, and cannot be permuted.

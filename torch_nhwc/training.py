@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.converting.applying import apply
+from torch_nhwc.converting.conversion import apply
 from torch_nhwc.converting.report import Report
 from torch_nhwc.layout import Format, Strides, has_strides, is_permuted
 from torch_nhwc.nn.each_forward import is_in_each_forward
@@ -21,12 +21,10 @@ from torch_nhwc.planning.companions import (
     is_plain,
     sources_of,
 )
-from torch_nhwc.planning.deciding import decide
-from torch_nhwc.planning.matching import match, match_layers
-from torch_nhwc.planning.plans import Plan, expect_plan
-from torch_nhwc.planning.requested_inputs import has_lost_input_hook
-from torch_nhwc.planning.rows import Action, CompanionRow
-from torch_nhwc.sites import computed_weights, optimizers, wrappers
+from torch_nhwc.planning.deciding import decide, has_lost_input_hook, match, match_layers
+from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
+from torch_nhwc.sites import computed_weights, wrappers
+from torch_nhwc.sites import wrappers as optimizers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
 from torch_nhwc.step_guard import set_step_guard
 

@@ -12,7 +12,7 @@ from torch_nhwc import Reason
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import REPLACEMENTS, Preserving
 from torch_nhwc.planning import Action
-from torch_nhwc.sites.replaceable import find_replaceable_layers
+from torch_nhwc.sites.finding import find_replaceable_layers
 
 
 def known_subclass():

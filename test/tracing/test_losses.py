@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from user_code import Function
 
 import torch_nhwc as nhwc
-from torch_nhwc.tracing import call_sites
+from torch_nhwc.tracing import recorder as call_sites
 
 
 def converted(*layers):

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from torch_nhwc.tuning.race import Race, interval
+from torch_nhwc.tuning.tuner import Race, interval
 
 
 def run(times, seed=0, noise=0.02, rounds=40, drift=1.0):

@@ -12,8 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from torch_nhwc.layout import Format, contiguous_copies
 from torch_nhwc.nn.hooks import ContiguousStateDict, state_dict_hook_key
 from torch_nhwc.ops import set_strides_
-from torch_nhwc.planning.plans import Plan, expect_plan
-from torch_nhwc.planning.rows import Action
+from torch_nhwc.planning.plans import Action, Plan, expect_plan
 from torch_nhwc.step_guard import watch_for_good
 
 

@@ -9,8 +9,7 @@ from typing import Any, NamedTuple
 from torch_nhwc import __version__
 from torch_nhwc.serialization import write_whole
 from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace, TracedModule
-from torch_nhwc.tracing.activation_formats import CHANNELS_LAST_NAMES
-from torch_nhwc.tracing.traces import short_source
+from torch_nhwc.tracing.traces import CHANNELS_LAST_NAMES, short_source
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 # The formats that the legend names; all others look alike.

@@ -1,22 +1,24 @@
-"""The verbs `convert_` and `channels_last`."""
+"""`convert_`: find the sites, decide, and change everything or nothing."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from torch_nhwc.converting.applying import apply
-from torch_nhwc.converting.report import Report
-from torch_nhwc.ops import Storage
+from torch_nhwc.converting.edits import Edit, commit, edits_of, warn_unshared
+from torch_nhwc.converting.report import Report, Undo
+from torch_nhwc.layout import Format, memory_id
+from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.planning.companions import sources_of
-from torch_nhwc.planning.deciding import decide
-from torch_nhwc.planning.matching import match
-from torch_nhwc.planning.options import FilterFunction, Options
-from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.deciding import Decisions, decide, match
+from torch_nhwc.planning.plans import SEEN_BY_EXAMPLE, Action, CompanionRow, FilterFunction, Options, Plan, PlanRow
+from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.step_guard import is_guarded
 
 
 def convert_(
@@ -108,3 +110,96 @@ def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
         yield report
     finally:
         report.revert()
+
+
+_FRESH = (Outcome.COPIED, Outcome.COPIED_HELD, Outcome.COPIED_FOREIGN, Outcome.COPIED_SHARED)
+
+
+def apply(decisions: Decisions, strict: bool = False, start: float | None = None) -> Report:
+    """Do everything that was decided for a model, or nothing, and return the report.
+
+    Args:
+        decisions: What to do.
+        strict: As in `convert_`.
+        start: When the call began, by `time.perf_counter()`.
+
+    Raises:
+        RuntimeError: `strict`, and a weight was refused or there is none to convert; or the operators refuse a tensor.
+    """
+    start = time.perf_counter() if start is None else start
+    edits = edits_of(decisions)
+    warn_refused(decisions.rows, strict)
+    warn_nothing_found(decisions, edits, strict)
+    warn_unknown_optimizer(decisions)
+    warn_unshared([(row.full_name, tensor) for _, row, tensor in decisions.changing], decisions.options.format)
+    undo = Undo.of(decisions, edits)
+    new_bytes = change(decisions, edits)
+    companions = tuple(
+        CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)
+        for each in decisions.companions
+    )
+    seconds = time.perf_counter() - start
+    return Report(decisions.plan, companions, tuple(decisions.remarks), new_bytes, seconds, undo)
+
+
+def change(decisions: Decisions, edits: list[Edit]) -> int:
+    """Make all changes and note their outcomes in the rows and companions; return the bytes of new storage."""
+    options, changing = decisions.options, decisions.changing
+    companions = [companion for companion in decisions.companions if companion.changes]
+    tensors = [tensor for _, _, tensor in changing] + [companion.tensor for companion in companions]
+    strides = [row.target_strides or () for _, row, _ in changing]
+    strides += [companion.weight.strides for companion in companions]
+    outcomes = commit(tensors, strides, edits, options.storage)
+    for row in decisions.rows:
+        row.outcome = Outcome.UNCHANGED if row.takes_part and row.shape is not None else None
+    records: list[Any] = [*(row for _, row, _ in changing), *companions]
+    for record, outcome in zip(records, outcomes):
+        record.outcome = outcome
+    fresh = {memory_id(each): each.nbytes for each, outcome in zip(tensors, outcomes) if outcome in _FRESH}
+    return sum(fresh.values())  # exact aliases once
+
+
+def warn_refused(rows: Sequence[PlanRow], strict: bool) -> None:
+    """Warn about weights that should change and cannot."""
+    by_reason: dict[Reason, list[str]] = {}
+    for row in rows:
+        if row.action is Action.REFUSE and row.reason is not None:
+            by_reason.setdefault(row.reason, []).append(f"{row.full_name!r} ({row.layer})")
+    if by_reason:
+        sentences = [f"{first_of(names)}: {reason.value}" for reason, names in by_reason.items()]
+        count = sum(map(len, by_reason.values()))
+        _warn(f"{count} of {len(rows)} sites stay as they are: {'; '.join(sentences)}", strict)
+
+
+def warn_nothing_found(decisions: Decisions, edits: Sequence[Edit], strict: bool) -> None:
+    """Warn if there is no weight of a requested rank, unless layers are replaced or restored."""
+    wanted, ranks = decisions.options.format, {row.rank for row in decisions.rows}
+    is_back = bool(edits) and not wanted.is_channels_last
+    if is_back or any(map(wanted.serves, ranks)) or any(row.is_wanted for _, row in decisions.layers):
+        return
+    found = decisions.found
+    why = f"no 2D or 3D convolution was found{'' if found.observed else f'. {SEEN_BY_EXAMPLE}'}"
+    if ranks:
+        rank = max(ranks)
+        instead = Format(None).name_at(rank)
+        why = f"its convolutions are {rank - 2}D: pass {instead!r}, or no format, instead of {wanted.name!r}"
+    _warn(f"nothing to convert in the {type(found.model).__name__}: {why}", strict)
+
+
+def warn_unknown_optimizer(decisions: Decisions) -> None:
+    """Warn if weights that move have gradients, and the state of an optimizer that was not given stays as it is."""
+    if not decisions.sources.is_optimizer_unknown:
+        return
+    if any(row.action is Action.CONVERT and tensor.grad is not None for _, row, tensor in decisions.changing):
+        steps = "is right only thanks to the step guard" if is_guarded() else "gives wrong updates, silently"
+        _warn(
+            "the weights have gradients, and no optimizer was given: its state, if there is one, stays as it is, with "
+            f"which steps are slower, and a fused one on a CPU {steps}. Pass optimizer=..., or optimizer=() if there "
+            "is none"
+        )
+
+
+def _warn(message: str, strict: bool = False) -> None:
+    if strict:
+        raise RuntimeError(f"torch_nhwc: {message} (nothing was changed, since strict=True)")
+    warn(f"torch_nhwc: {message}")

@@ -8,21 +8,28 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from torch_nhwc.layout import Strides
+from torch_nhwc.layout import Format, Strides
 from torch_nhwc.nn.class_swap import Swap, restore_class, swap_class, swapped_class
 from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
-from torch_nhwc.nn.hooks import ConvertWhenMaterialised, add_hook, find_hook, remove_hook
-from torch_nhwc.nn.input_hooks import InputHook, input_hook, set_input_hook
+from torch_nhwc.nn.hooks import (
+    ConvertWhenMaterialised,
+    InputHook,
+    add_hook,
+    find_hook,
+    input_hook,
+    remove_hook,
+    set_input_hook,
+)
 from torch_nhwc.nn.replacements import Preserving, is_preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
 from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import Decisions
-from torch_nhwc.planning.rows import Action, PlanRow
+from torch_nhwc.planning.deciding import Decisions, outcomes_of
+from torch_nhwc.planning.plans import Action, PlanRow
+from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites import computed_weights as computed
-from torch_nhwc.sites.module_walk import walk
+from torch_nhwc.sites.finding import find_replaceable_layers
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.replaceable import find_replaceable_layers
-from torch_nhwc.sites.site import Site
+from torch_nhwc.sites.site import Site, walk
 from torch_nhwc.step_guard import (
     align_when_loaded,
     is_aligned_when_loaded,
@@ -195,3 +202,15 @@ def _loading(sources: Sources) -> list[Edit]:
         for each in loading
         if not is_aligned_when_loaded(each)
     ]
+
+
+def warn_unshared(weights: Sequence[tuple[str, Tensor]], wanted: Format) -> None:
+    """Warn about weights that get new storage because other processes share theirs."""
+    outcomes = outcomes_of([tensor for _, tensor in weights], [wanted] * len(weights), "auto")
+    names = [repr(name) for (name, _), outcome in zip(weights, outcomes) if outcome is Outcome.COPIED_SHARED]
+    if names:
+        warn(
+            f"torch_nhwc: {first_of(names)} will no longer be in shared memory: other processes that have the model "
+            "keep the old memory, so that neither side sees what the other trains. Convert, and revert, before sharing "
+            "the model and before starting processes"
+        )

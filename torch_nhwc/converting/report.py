@@ -10,16 +10,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from torch_nhwc import serialization
-from torch_nhwc.converting.edits import Edit, commit, restoring_edits
-from torch_nhwc.converting.warnings_ import warn_unshared
+from torch_nhwc.converting.edits import Edit, commit, restoring_edits, warn_unshared
 from torch_nhwc.layout import CONTIGUOUS, Strides, tied_by_view
 from torch_nhwc.ops import Outcome
 from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.deciding import Decisions
-from torch_nhwc.planning.matching import match
-from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.rows import Action, CompanionRow, PlanRow
-from torch_nhwc.planning.summaries import full_table, render, summary
+from torch_nhwc.planning.deciding import Decisions, match
+from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow, full_table, render, summary
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import wrappers as wrapping
 from torch_nhwc.sites.reasons import Reason

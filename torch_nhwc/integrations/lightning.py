@@ -16,9 +16,7 @@ from torch_nhwc.checkpoint import contiguous_checkpoints_
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.nn.hooks import state_dict_hook_key
-from torch_nhwc.planning.options import FilterFunction
-from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.rows import Action
+from torch_nhwc.planning.plans import Action, FilterFunction, Plan
 from torch_nhwc.rendering import warn
 from torch_nhwc.training import align_optimizer_, check
 

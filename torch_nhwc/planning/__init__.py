@@ -4,7 +4,6 @@ Carrying a plan out belongs to `converting`; nothing here writes to a tensor or 
 """
 
 from torch_nhwc.planning.planner import plan
-from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.rows import Action, CompanionRow, LayerRow, PlanRow
+from torch_nhwc.planning.plans import Action, CompanionRow, LayerRow, Plan, PlanRow
 
 __all__ = ["Action", "CompanionRow", "LayerRow", "Plan", "PlanRow", "plan"]

@@ -15,8 +15,8 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.layout import CHANNELS_LAST, Strides, has_strides, memory_id
 from torch_nhwc.ops import Outcome, plan_weights
-from torch_nhwc.sites.optimizers import state_of
 from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.wrappers import state_of
 
 AveragedCopy = nn.Module | Mapping[str, Tensor]
 # Types whose bytes are what they seem.

@@ -1,6 +1,6 @@
 """What happens to every site of a model, and to all that goes with it, decided before anything changes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -8,26 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.layout import CONTIGUOUS, Format, Strides, is_fake, is_permuted, memory_id, tied_by_view
+from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, is_fake, is_permuted, memory_id, tied_by_view
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
-from torch_nhwc.nn.hooks import state_dict_hook_key
-from torch_nhwc.nn.input_hooks import InputHook, input_hook
+from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, held_by
-from torch_nhwc.planning.matching import match_layers
-from torch_nhwc.planning.options import Options
-from torch_nhwc.planning.plans import Plan
-from torch_nhwc.planning.requested_inputs import decide_input_hook, remark_on_input_hook
-from torch_nhwc.planning.rows import Action, LayerRow, PlanRow, as_text
+from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import computed_weights as computed
-from torch_nhwc.sites import optimizers
+from torch_nhwc.sites import wrappers as optimizers
 from torch_nhwc.sites import wrappers as wrapping
-from torch_nhwc.sites.finding import is_layer
+from torch_nhwc.sites.finding import ReplaceableLayer, find, find_replaceable_layers, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
-from torch_nhwc.sites.replaceable import ReplaceableLayer, find_replaceable_layers
 from torch_nhwc.sites.site import Found, Site
 
 
@@ -473,3 +467,145 @@ def _has_ranks() -> bool:
 
 def _is_permuted(row: PlanRow) -> bool:
     return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())
+
+
+def decide_input_hook(found: Found, options: Options) -> InputHook | None:
+    """Return the hook that the model is to have: the present one, with what is requested added, or `None`.
+
+    An input of another rank than the convolutions' is no image or volume, such as a video of `[B, T, C, H, W]` for
+    convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it whose width is
+    strided: on some CPUs PyTorch computes those wrong where weight or input are channels-last.
+
+    Raises:
+        RuntimeError: A format of the inputs is requested, and the model takes no hook, or computes per-sample
+            gradients, which channels-last inputs make wrong.
+    """
+    present = input_hook(found.model)
+    if options.input_format is None:
+        return present if options.format.is_channels_last else None
+    expect_hookable(found.model)
+    if any(site.reason is Reason.PER_SAMPLE_GRADIENTS for site in found.sites):
+        raise RuntimeError(f"torch_nhwc: input_format: {Reason.PER_SAMPLE_GRADIENTS.value}")
+    ranks = ranks_to_bring(options.input_format, options.format)
+    sites = [site for site in found.sites if site.rank in ranks]
+    if not sites:
+        return present
+    return InputHook(_ranks_of(sites), _ranks_of(filter(_may_be_wrong_on_one_channel, sites))).joined(present)
+
+
+def remark_on_input_hook(model: nn.Module, hook: InputHook | None) -> str:
+    """Return what the report says if a format of the inputs is requested."""
+    if hook is None:
+        return (
+            "input_format: no input is converted, since no convolution was found that would take one (example_inputs "
+            "show more of them)"
+        )
+    end = "revert removes it"
+    if hook == input_hook(model):
+        end = "it was there before, and goes with the revert of the report that it came with"
+    ranks = " and ".join(f"{rank}D" for rank in hook.ranks)
+    remark = f"input_format: a forward pre-hook converts {ranks} inputs of the {type(model).__name__}; {end}"
+    if hook.one_channel_ranks:
+        remark += "; inputs of one channel stay as they are, since strided convolutions of one channel may take them"
+    return remark
+
+
+def has_lost_input_hook(model: nn.Module, plan: Plan) -> bool:
+    """Return whether a model lacks the hook for its inputs that a plan has."""
+    if plan.input_format is None or input_hook(model) is not None:
+        return False
+    ranks = ranks_to_bring(plan.input_format, Format(plan.memory_format))
+    return any(row.rank in ranks for row in plan.rows)
+
+
+def ranks_to_bring(input_format: str, weights: Format) -> list[int]:
+    """Return the ranks of inputs that a format of the inputs means, for weights in a format."""
+    of_inputs = Format(None if input_format == "channels_last" else input_format)
+    return [rank for rank in CHANNELS_LAST if weights.serves(rank) and of_inputs.serves(rank)]
+
+
+def _may_be_wrong_on_one_channel(site: Site) -> bool:
+    """Return whether a convolution of one group takes one channel and strides over its width, if that is known."""
+    strides = getattr(site.module, "stride", None)
+    if isinstance(strides, tuple) and strides[-1:] == (1,):
+        return False
+    if site.tensor is None:
+        return True
+    channels = getattr(site.module, "in_channels", None)  # a computed weight may come from tensors of other shapes
+    has_one = site.tensor.shape[1:2] == (1,) if channels is None else channels == 1
+    return bool(has_one) and site.groups <= 1
+
+
+def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
+    return tuple(sorted({site.rank for site in sites}))
+
+
+def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
+    """Return the model's sites in the order of a plan's rows.
+
+    Args:
+        plan: A plan for the model, or for another instance of the same architecture.
+        model: The model to find the sites in.
+        any_dtype: Whether the weights may have another dtype than in the plan.
+
+    Raises:
+        TypeError: `plan` is not a plan, or `model` not a module.
+        ValueError: The model differs from the plan; the first site that differs is named.
+    """
+    rows = expect_plan(plan).rows
+    found = find(model)
+    sites = {site.full_name: site for site in found.sites}
+    matched = []
+    for row in rows:
+        site = sites.pop(row.full_name, None) or _site_from_example(model, row)
+        if site is None:
+            raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")
+        if site.tensor is not None and row.shape is not None:
+            shape, dtype = tuple(site.tensor.shape), as_text(site.tensor.dtype)
+            if shape != row.shape or not (any_dtype or dtype == row.dtype):
+                raise ValueError(
+                    f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
+                    f"the plan has {row.shape} of {row.dtype}"
+                )
+        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site.because(row.reason))
+    for site in sites.values():
+        raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
+    return found._replace(sites=matched, observed=plan.observed)
+
+
+def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
+    """Return the model's layers that lose channels-last, in the order of a plan's rows; none if the plan has none.
+
+    A layer that is kept is not compared: it may have another class since, or be another layer.
+
+    Raises:
+        ValueError: The model differs from the plan; the first replaced layer that differs is named.
+    """
+    if not plan.layers:
+        return []
+    layers = {layer.path: layer for layer in find_replaceable_layers(model)}
+    matched = []
+    for row in plan.layers:
+        layer = layers.pop(row.path, None)
+        if row.is_wanted and (layer is None or layer.kind != row.layer):
+            got = "no such layer" if layer is None else f"a {layer.kind}"
+            raise ValueError(f"the model differs from the plan: it has {got} at {row.path!r}, the plan a {row.layer}")
+        if layer is not None:
+            matched.append(layer)
+    for layer in layers.values():
+        if layer.reason is None:
+            raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
+    return [*matched, *layers.values()]
+
+
+def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
+    """Return the site of a row that only example inputs have shown."""
+    try:
+        module = model.get_submodule(row.path)
+    except AttributeError:
+        return None
+    tensor = getattr(module, row.name, None)
+    tensor, reason = (tensor, None) if isinstance(tensor, Tensor) else (None, row.reason)
+    if tensor is None and reason is not Reason.ON_THE_FLY:
+        return None
+    return Site(row.path, row.name, row.layer, row.rank, row.groups, module, tensor, reason)

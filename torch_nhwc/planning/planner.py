@@ -8,8 +8,7 @@ from torch import nn
 from torch_nhwc.ops import Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import decide
-from torch_nhwc.planning.options import FilterFunction, Options
-from torch_nhwc.planning.plans import Plan
+from torch_nhwc.planning.plans import FilterFunction, Options, Plan
 from torch_nhwc.sites.finding import find
 
 

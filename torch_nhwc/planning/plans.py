@@ -1,15 +1,165 @@
-"""The plan: all that a conversion does, as data that can be kept, compared and applied."""
+"""The plan: all that a conversion is to do, as data that can be kept, compared, applied and printed."""
 
+import enum
 import hashlib
 import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple, get_args
+
+import torch
+from torch import nn
 
 from torch_nhwc import serialization
-from torch_nhwc.ops import Storage
-from torch_nhwc.planning.options import Options
-from torch_nhwc.planning.rows import LayerRow, PlanRow
-from torch_nhwc.planning.summaries import full_table, render, summary
+from torch_nhwc.layout import Format, Strides
+from torch_nhwc.ops import Outcome, Storage
+from torch_nhwc.rendering import amount, first_of, paragraphs, several, table
+from torch_nhwc.sites.reasons import Kind, Reason
+
+
+class Action(str, enum.Enum):
+    """An action is what happens to a site, that is to one convolution weight, or to a layer.
+
+    Example:
+        >>> torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0].action is torch_nhwc.planning.Action.CONVERT
+        True
+    """
+
+    CONVERT = "convert"
+    """The weight is converted; bytes move."""
+    RESTRIDE = "restride"
+    """Only the weight's strides change."""
+    KEEP = "keep"
+    """There is nothing to do, or it was not requested."""
+    REFUSE = "refuse"
+    """The weight should change and cannot; the reason says why, and what to do."""
+    EACH_FORWARD = "each_forward"
+    """The weight stays as it is, and its layer converts it in each forward."""
+    EXCHANGE = "exchange"
+    """The layer's class is replaced by one that keeps channels-last."""
+
+
+@dataclass(slots=True, unsafe_hash=True)
+class PlanRow:
+    """A row says what happens to one site, that is to one weight of one convolution, and in a report what happened.
+
+    Example:
+        >>> row = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3)).rows[0]
+        >>> row.full_name, row.strides, row.target_strides
+        ('weight', (27, 9, 3, 1), (27, 1, 9, 3))
+    """
+
+    path: str
+    """The layer's path in the model; empty for the model itself."""
+    name: str
+    """The tensor's name in the layer."""
+    layer: str
+    """The layer's class."""
+    rank: int
+    shape: tuple[int, ...] | None
+    """`None` where there is no tensor yet, or none to see."""
+    groups: int
+    """0 where the number of groups is not known."""
+    dtype: str | None
+    device: str | None
+    strides: Strides | None
+    """The weight's strides before the conversion."""
+    target_strides: Strides | None
+    """`None` where the site is not to change."""
+    bytes_to_move: int
+    action: Action
+    reason: Reason | None
+    outcome: Outcome | None = field(default=None, compare=False)
+    """What the operators did to the weight, in a report. `None` where they were not called, and in a plan."""
+
+    @property
+    def full_name(self) -> str:
+        """The weight's name in the state dict."""
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the weight should be in the format, now or once it has a shape."""
+        return self.target_strides is not None or self.reason is Reason.LAZY
+
+    @property
+    def is_in_each_forward(self) -> bool:
+        """Whether the weight is to be converted in each forward, or is so already."""
+        return self.action is Action.EACH_FORWARD or self.reason is Reason.IN_EACH_FORWARD
+
+    @property
+    def changes(self) -> bool:
+        """Whether the operators are called for the weight."""
+        return self.shape is not None and self.action in _CHANGES
+
+    @property
+    def takes_part(self) -> bool:
+        """Whether the weight is in the format in the end, and its companions with it."""
+        return (
+            self.target_strides is not None
+            and self.action is not Action.REFUSE
+            and self.reason is not Reason.FAKE
+            and self.reason is not Reason.TIED
+        )
+
+    def refuse(self, reason: Reason | None, action: Action = Action.REFUSE) -> None:
+        """Leave the weight as it is, for a reason that was found after the row was made."""
+        self.action, self.reason, self.bytes_to_move = action, reason, 0
+
+
+_CHANGES = (Action.CONVERT, Action.RESTRIDE)
+
+
+class LayerRow(NamedTuple):
+    """A row says what happens to one layer that loses channels-last.
+
+    Example:
+        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GELU()), preserve=True)
+        >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
+        ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
+    """
+
+    path: str
+    """The layer's path in the model; empty for the model itself."""
+    layer: str
+    """The layer's original class."""
+    loses: str
+    """What the layer loses on channels-last."""
+    action: Action
+    """`EXCHANGE` or `KEEP`."""
+    reason: Reason | None
+    """Why the layer stays as it is."""
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether the layer is to keep channels-last, or does already."""
+        return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
+
+
+class CompanionRow(NamedTuple):
+    """A row says what was done to a gradient, a state of an optimizer or an averaged copy.
+
+    Example:
+        >>> model = torch.nn.Conv2d(3, 8, 3)
+        >>> model.weight.grad = torch.zeros(8, 3, 3, 3)
+        >>> torch_nhwc.convert_(model).companions
+        (CompanionRow(site='weight', label='grad', outcome=<Outcome.IN_PLACE: 2>, reason=None),)
+    """
+
+    site: str
+    """The full name of its weight."""
+    label: str
+    """`grad`, `ema`, `ema.grad`, or the optimizer's name for its state."""
+    outcome: Outcome | None
+    """`None` where the tensor stays as it is."""
+    reason: Reason | None
+    """Why the tensor stays as it is."""
+
+
+# Cached, since a model has few different dtypes and devices, and many weights.
+as_text = cache(str)
 
 
 @dataclass(frozen=True, repr=False)
@@ -68,7 +218,7 @@ class Plan:
         """Whether a layer converts its weight in each forward."""
         return any(row.is_in_each_forward for row in self.rows)
 
-    def options(self, storage: Storage | None = None, input_format: Any = None) -> Options:
+    def options(self, storage: Storage | None = None, input_format: Any = None) -> "Options":
         """Return the options that the plan was made with, with another storage or format of the inputs if given.
 
         Raises:
@@ -121,3 +271,202 @@ def expect_plan(plan: object) -> Plan:
         hint = f": pass {holder}.plan" if holder else ""
         raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
     return plan
+
+
+FilterFunction = Callable[[nn.Module, str], bool]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What `plan` and `convert_` were called with, checked."""
+
+    format: Format
+    storage: Storage = "auto"
+    filter_fn: FilterFunction | None = None
+    input_format: str | None = None
+    preserve: bool = False
+    each_forward: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        memory_format: torch.memory_format | str | None = None,
+        storage: Storage | None = None,
+        filter_fn: FilterFunction | None = None,
+        input_format: Any = None,
+        preserve: bool = False,
+        each_forward: bool = False,
+    ) -> "Options":
+        """Check the arguments of `plan` and `convert_`.
+
+        Raises:
+            ValueError, TypeError: One of them is not valid.
+        """
+        wanted = Format.of(memory_format)
+        input_name = None if input_format is None else str(input_format).removeprefix("torch.")
+        if input_name not in (None, "channels_last", "channels_last_3d"):
+            raise ValueError(
+                "expected input_format to be 'channels_last', 'channels_last_3d' for volumes alone, or None, "
+                f"got {input_format!r}"
+            )
+        storage = "auto" if storage is None else storage
+        if storage not in get_args(Storage):
+            raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
+        if filter_fn is not None and not callable(filter_fn):
+            raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
+        for name, value in (("preserve", preserve), ("each_forward", each_forward)):
+            if not isinstance(value, bool):
+                raise ValueError(f"expected {name} to be True or False, got {value!r}")
+            if value and not wanted.is_channels_last:
+                raise ValueError(
+                    f"{name}=True is for channels-last: torch.contiguous_format restores the layers' original classes"
+                )
+        return cls(wanted, storage, filter_fn, input_name, preserve, each_forward)
+
+    def skip_reason(self, module: nn.Module, path: str) -> Reason | None:
+        """Return why a layer is left out, or `None`."""
+        return None if self.filter_fn is None or self.filter_fn(module, path) else Reason.FILTERED
+
+
+SEEN_BY_EXAMPLE = (
+    "Modules that call torch.nn.functional.conv2d or a similar function themselves, as those from torch.export do, are "
+    "found only by running the model: pass example_inputs"
+)
+# What happens to weights, in the order of the summary; the first two are done in a report.
+_MOVED, _RESTRIDED, _IN_FORMAT, _REFUSED, _KEPT = "to move", "to restride", "in format already", "refused", "kept"
+_IN_EACH_FORWARD = "in each forward"
+_DONE = {_MOVED: "moved", _RESTRIDED: "restrided"}
+_BY_ACTION = {
+    Action.CONVERT: _MOVED,
+    Action.RESTRIDE: _RESTRIDED,
+    Action.REFUSE: _REFUSED,
+    Action.EACH_FORWARD: _IN_EACH_FORWARD,
+}
+# The sites of any other reason are named below the summary.
+_BY_REASON: dict[Reason | None, str] = {
+    Reason.IN_FORMAT: _IN_FORMAT,
+    Reason.ONE_CHANNEL: "of one channel stay contiguous",
+    Reason.META: "on the meta device",
+    Reason.IN_EACH_FORWARD: _IN_EACH_FORWARD,
+    Reason.LAZY: "once they have a shape",
+    Reason.FILTERED: "left out by the filter",
+    Reason.OTHER_RANK: "of the other rank",
+    Reason.FAKE: "fake",
+    Reason.TIED: "tied to another",
+}
+_ORDER = [*dict.fromkeys((_MOVED, _RESTRIDED, *_BY_REASON.values(), _REFUSED, _KEPT))]
+_MOST = 10  # sites that are named for one reason
+# Where the bytes went, in the table of a report.
+_WHERE: dict[Outcome | None, str] = {
+    Outcome.IN_PLACE: "in place",
+    Outcome.COPIED: "to new",
+    Outcome.COPIED_HELD: "to new: held",
+    Outcome.COPIED_FOREIGN: "to new: foreign",
+    Outcome.COPIED_SHARED: "to new: shared",
+}
+
+
+def render(
+    rows: Sequence[PlanRow],
+    layers: Sequence[LayerRow],
+    memory_format: str | None,
+    is_done: bool,
+    observed: bool,
+    lines: Sequence[str] = (),
+) -> str:
+    """Return the summary, the sites that need a look, the layers that lose channels-last, and more lines.
+
+    Args:
+        rows: The plan's rows.
+        layers: The plan's rows of layers.
+        memory_format: The plan's memory format.
+        is_done: Whether the plan has been carried out.
+        observed: Whether the model ran on example inputs.
+        lines: What else is to be said.
+    """
+    hint = "" if rows or observed else f" {SEEN_BY_EXAMPLE}."
+    text = paragraphs([f"{summary(rows, memory_format, is_done)}.{hint}"])
+    alike: dict[tuple[str, Reason], list[PlanRow]] = {}
+    for row in rows:
+        is_contiguous_now = row.reason is Reason.ONE_CHANNEL and row.action is not Action.KEEP
+        if row.reason is not None and (row.reason not in _BY_REASON or is_contiguous_now):
+            fate = _fate(row)
+            fate = fate if fate in (_REFUSED, _KEPT) else "with a remark"
+            alike.setdefault((fate, row.reason), []).append(row)
+    for (fate, reason), some in alike.items():
+        text += paragraphs([f"{len(some)} {fate}, {reason.name}: {reason.value}"])
+        text += table(_cells(some, rows), indent="  ", most=_MOST)
+    all_rows = ["(All rows: .table())"] if rows or layers else []
+    return text + paragraphs([*_layer_lines(layers, is_done), *lines, *all_rows])
+
+
+def summary(rows: Sequence[PlanRow], memory_format: str | None, is_done: bool) -> str:
+    """Return how many weights become what; each row is counted once."""
+    if not rows:
+        return "No 2D or 3D convolution was found"
+    counts = Counter(map(_fate, rows))
+    wanted = "contiguous" if memory_format == "contiguous_format" else "channels-last"
+    moved = f" ({amount(sum(row.bytes_to_move for row in rows))})"
+    parts = [
+        f"{counts[fate]} {_DONE.get(fate, fate) if is_done else fate}{moved if fate == _MOVED else ''}"
+        for fate in _ORDER
+        if counts[fate]
+    ]
+    return f"{several(len(rows), 'weight')} to {wanted}: {', '.join(parts)}"
+
+
+def full_table(rows: Sequence[PlanRow], layers: Sequence[LayerRow]) -> str:
+    """Return a line for every row, and what the reasons in them mean."""
+    text = ""
+    if rows:
+        what = [[_WHERE.get(row.outcome, row.action.value), _name(row.reason)] for row in rows]
+        cells = [[*site, *done] for site, done in zip(_cells(rows, rows), what)]
+        text += table(cells, ["site", "layer", "shape", "dtype", "action", "reason"])
+    if layers:
+        cells = [[row.path or "(the model itself)", row.layer, row.action.value, _name(row.reason)] for row in layers]
+        text += table(cells, ["layer that loses", "class", "action", "reason"])
+    # A lazy weight that is kept will not be converted, as the sentence says.
+    reasons = [row.reason for row in rows if not (row.reason is Reason.LAZY and row.action is Action.KEEP)]
+    reasons += [row.reason for row in layers]
+    return text + paragraphs(f"{reason.name}: {reason.value}" for reason in dict.fromkeys(reasons) if reason)
+
+
+def _fate(row: PlanRow) -> str:
+    """Return what the summary counts a row as."""
+    if row.reason in _BY_REASON:
+        return _BY_REASON[row.reason]
+    if row.action is Action.KEEP:  # with a remark, a weight is in the format
+        return _IN_FORMAT if row.reason is None or row.reason.kind is Kind.REMARK else _KEPT
+    return _BY_ACTION[row.action]
+
+
+def _name(reason: Reason | None) -> str:
+    return reason.name if reason else ""
+
+
+def _cells(some: Sequence[PlanRow], rows: Sequence[PlanRow]) -> list[list[str]]:
+    """Return the cells that identify some of the rows, with the dtype if the rows have different ones."""
+    has_dtypes = len({row.dtype for row in rows if row.dtype}) > 1
+    return [
+        [
+            row.full_name.removesuffix(".weight"),
+            row.layer,
+            "x".join(map(str, row.shape or ())),
+            (row.dtype or "").removeprefix("torch.") if has_dtypes else "",
+        ]
+        for row in some
+    ]
+
+
+def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
+    """Return what happens to the layers that lose channels-last, by their class; for layers that stay, their paths."""
+    alike: dict[tuple[str, str, Reason | None], list[str]] = {}
+    for row in layers:
+        alike.setdefault((row.layer, row.loses, row.reason), []).append(row.path or "the model itself")
+    for (layer, loses, reason), paths in alike.items():
+        if reason is None:
+            yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: on channels-last it loses {loses}"
+        elif reason is Reason.EXCHANGED:
+            yield f"{len(paths)} {layer} kept: {reason.value}"
+        else:
+            yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}; on channels-last it loses {loses}"

@@ -3,13 +3,29 @@
 Nothing here knows of convolution weights or plans.
 """
 
-from torch_nhwc.running.calling import arguments_of, call, copy_inputs, copy_model
-from torch_nhwc.running.comparison import TOLERANCES, Difference, Tolerance, compare, tolerance_of
-from torch_nhwc.running.containers import map_tensors, tensors_in
+from torch_nhwc.running.calls import (
+    arguments_of,
+    call,
+    copy_inputs,
+    copy_model,
+    evaluation_mode,
+    in_turns,
+    preserved_state,
+    run_once,
+    seconds,
+    seconds_in_turns,
+)
+from torch_nhwc.running.comparison import (
+    TOLERANCES,
+    Difference,
+    Tolerance,
+    compare,
+    map_tensors,
+    tensors_in,
+    tolerance_of,
+)
 from torch_nhwc.running.machine import machine
 from torch_nhwc.running.module_stack import ModuleStack
-from torch_nhwc.running.state import evaluation_mode, preserved_state, run_once
-from torch_nhwc.running.timing import in_turns, seconds, seconds_in_turns
 
 __all__ = [
     "TOLERANCES",

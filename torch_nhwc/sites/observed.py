@@ -8,10 +8,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nhwc.running import ModuleStack, run_once
-from torch_nhwc.sites.convolutions import OPERATORS, PASSING_ON
-from torch_nhwc.sites.module_walk import walk
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import Found, Site
+from torch_nhwc.sites.site import OPERATORS, PASSING_ON, Found, Site, walk
 
 
 def add_sites(found: Found, example_inputs: Any) -> Found:

@@ -7,10 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.sites.convolutions import OPERATORS, PASSING_ON, RANKS
-from torch_nhwc.sites.module_walk import is_within
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import Site
+from torch_nhwc.sites.site import OPERATORS, PASSING_ON, RANKS, Site, is_within
 
 # The place of `groups` among an operator's arguments; it is 6 for the other operators.
 _PLACE_OF_GROUPS = {"aten::convolution": 8, "aten::_convolution": 8}

@@ -1,12 +1,14 @@
-"""The site that every stage of a conversion is about, what a walk finds, and modules that stand for plain tensors."""
+"""The site, what every stage of a conversion is about; walking modules; and the operators that convolve."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from torch_nhwc.layout import Format
+from torch_nhwc.sites import wrappers
 from torch_nhwc.sites.reasons import Reason
 
 
@@ -86,3 +88,59 @@ class TensorContainer(nn.Module):
     def sites(self, prefix: str) -> list[Site]:
         """Return the sites among the tensors; `prefix` is the path of this module in the model."""
         raise NotImplementedError
+
+
+def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
+    """Yield every module once: its path, the module, and the reason that a wrapper around it gives, or `None`.
+
+    The order is that of `named_modules`, whose nested generators take quadratic time in a deep model. The modules
+    inside of a TorchScript module are left to `sites.scripted`.
+    """
+    seen: set[int] = set()  # by identity, since a module may define its own equality
+    known: dict[type, wrappers.Wrapper] = {}
+    stack: list[tuple[str, nn.Module, Reason | None]] = [("", model, None)]
+    while stack:
+        path, module, reason = stack.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        if reason is None:
+            module_type = type(module)
+            if module_type not in known:
+                known[module_type] = wrappers.wrapper_of(module_type)
+            reason = wrappers.reason_of(module, known[module_type])
+        yield path, module, reason
+        if module._modules and not isinstance(module, torch.jit.ScriptModule):
+            prefix = f"{path}." if path else ""
+            for name, child in reversed(module._modules.items()):
+                if child is not None:
+                    stack.append((prefix + name, child, reason))
+
+
+def is_within(path: str, others: Iterable[str]) -> bool:
+    """Return whether a module is one of the modules at some paths, or is inside of one."""
+    return any(not other or path == other or path.startswith(f"{other}.") for other in others)
+
+
+# The layers whose weight has this rank. Each may have a quantized and a scripted namesake.
+LAYERS: dict[int, tuple[type[nn.Module], ...]] = {
+    4: (nn.Conv2d, nn.ConvTranspose2d),
+    5: (nn.Conv3d, nn.ConvTranspose3d),
+}
+RANKS = {layer.__name__: rank for rank, layers in LAYERS.items() for layer in layers}
+
+# The operators, with the rank of their weight, which is their second argument. 0 means any rank, 1D convolutions too:
+# their fourth argument (the stride or the padding) has as many elements as the kernel has dimensions.
+OPERATORS = {
+    **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
+    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d", "nhwc::conv3d"), 5),
+    **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution_mode"), 0),
+    **dict.fromkeys(("aten::mkldnn_convolution", "prim::mkldnn_convolution"), 0),
+}
+
+# The operators whose result is the same weight: another name for it, another dtype (autocast), or one known not to be
+# `None`.
+PASSING_ON = {
+    *("aten::alias", "aten::clone", "aten::detach", "aten::to", "aten::_to_copy"),
+    *("prim::unchecked_cast", "nhwc::convert_weight"),
+}

@@ -3,12 +3,12 @@
 A trace changes nothing in a model.
 """
 
-from torch_nhwc.tracing.activation_formats import Layout
 from torch_nhwc.tracing.auditing import audit
 from torch_nhwc.tracing.recorder import trace
 from torch_nhwc.tracing.traces import (
     FormatLoss,
     Gain,
+    Layout,
     MixedConvolution,
     OperatorRow,
     Phase,

@@ -9,9 +9,19 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from torch_nhwc.sites.convolutions import OPERATORS
-from torch_nhwc.tracing.activation_formats import CONTIGUOUS, Layout, format_of_strides, is_channels_last
-from torch_nhwc.tracing.traces import FormatLoss, MixedConvolution, Phase, Reorder, Trace, TraceWriter
+from torch_nhwc.sites.site import OPERATORS
+from torch_nhwc.tracing.traces import (
+    CONTIGUOUS,
+    FormatLoss,
+    Layout,
+    MixedConvolution,
+    Phase,
+    Reorder,
+    Trace,
+    TraceWriter,
+    format_of_strides,
+    is_channels_last,
+)
 
 _BACKWARD = "autograd::engine::evaluate_function"
 _ELEMENT_SIZES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}

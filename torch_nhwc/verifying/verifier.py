@@ -1,15 +1,308 @@
 """`verify`: whether a model computes what another one computes."""
 
+import copy
+import math
 import time
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from functools import cache, cached_property, partial, reduce
+from itertools import chain
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.running import ModuleStack, arguments_of, copy_inputs
-from torch_nhwc.verifying.reference import Options, compare_module, compare_parameter
-from torch_nhwc.verifying.repeatable_run import Inputs, repeatable
+from torch_nhwc.running import ModuleStack, arguments_of, copy_inputs, tolerance_of
+from torch_nhwc.running.comparison import distances, largest, magnitudes, rms
+from torch_nhwc.verifying.repeatable_run import (
+    BOTH_CHANNELS_LAST,
+    BOTH_CONTIGUOUS,
+    LAYER_FORMATS,
+    Change,
+    Formats,
+    Inputs,
+    Results,
+    can_have_gradient,
+    is_image,
+    repeatable,
+    run_module,
+)
 from torch_nhwc.verifying.verification import Verdict, Verification, VerificationRow
+
+AS_GIVEN, LARGE_MEAN = "as given", "a large mean"
+_AFFORDABLE = 2**26  # elements, times a convolution's taps, which a float64 convolution on a CPU spreads out in memory
+# The noise floor is a maximum of a few errors only, and the largest possible one is larger.
+_FLOORS = 4
+
+
+class Options(NamedTuple):
+    """The arguments of `verify` about the comparison."""
+
+    backward: bool
+    rtol: float | None
+    atol: float
+
+
+def compare_module(
+    path: str, before: nn.Module, after: nn.Module, inputs: Inputs, options: Options, is_model: bool = False
+) -> Iterator[VerificationRow]:
+    """Iterate over rows for everything that a module computes, for each change of the inputs and in each format.
+
+    Args:
+        path: The module's path in the model.
+        before: The reference's module.
+        after: The module to be compared.
+        inputs: What the reference's module gets.
+        options: The arguments of `verify`.
+        is_model: Whether it is the whole model, with the tolerance of one, and with inputs that only change in batch:
+            the first layers would hide other changes.
+    """
+    named = partial(VerificationRow, path, type(before).__name__)
+    has_images = any(is_image(tensor) for _, tensor in inputs.named())
+    for label, changed in _variants(inputs, is_model):
+        reference = _Reference.of(before, changed, options, is_model, label == LARGE_MEAN)
+        if reference is None:
+            if label == AS_GIVEN:
+                note = "the reference raises when it is called again, by itself"
+                yield named("output", 0.0, None, 0.0, 0.0, label, Verdict.UNREPEATABLE, note=note)
+                return
+            continue
+        if not any(name.startswith("output") for name in reference.results):
+            note = "no tensor is found in what it returns"
+            yield named("output", 0.0, None, 0.0, 0.0, label, Verdict.NOT_COMPARED, note=note)
+        formats: tuple[Formats, ...] = (BOTH_CHANNELS_LAST,) if has_images else (BOTH_CONTIGUOUS,)
+        if has_images and label == AS_GIVEN:
+            formats = (BOTH_CONTIGUOUS, BOTH_CHANNELS_LAST) if is_model else LAYER_FORMATS
+        for each in formats:
+            where, own = f"{label}{each}", cache(partial(reference.in_formats, each))
+            try:
+                results, _ = run_module(after, changed, each, reference.backward)
+            except Exception as error:
+                note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+                row = named("forward", torch.inf, None, 0.0, 0.0, where, Verdict.DIFFERS, note=note)
+                yield row._replace(before_differs=own() is None)
+                continue
+            for what in dict.fromkeys((*reference.results, *results)):
+                if what not in reference.left_out:
+                    row = named(what, 0.0, None, 0.0, 0.0, where, Verdict.EQUAL)
+                    yield reference.judge(row, results.get(what), own, always_repeats=label == AS_GIVEN)
+
+
+def compare_parameter(path: str, layer: nn.Module, name: str, before: Tensor, after: Tensor) -> VerificationRow:
+    """Return the row of a parameter, which has to be equal bit for bit unless its dtype changes."""
+    rtol = 0.0 if before.dtype == after.dtype else tolerance_of((before.dtype, after.dtype)).layer
+    error, largest = distances(after, before).item(), magnitudes(before).item()
+    verdict = Verdict.DIFFERS if error > rtol * largest else Verdict.EQUAL
+    return VerificationRow(path, type(layer).__name__, name, error, None, rtol * largest, largest, "", verdict)
+
+
+class _Reference:
+    """What a module of the reference computes on contiguous inputs, and how exact that is."""
+
+    def __init__(
+        self, module: nn.Module, inputs: Inputs, options: Options, backward: bool, is_model: bool, has_large_mean: bool
+    ) -> None:
+        self.module, self.inputs, self.backward, self.atol = module, inputs, backward, options.atol
+        self.results, self.is_random = run_module(module, inputs, BOTH_CONTIGUOUS, backward)
+        tensors = chain((each for _, each in inputs.named()), self.results.values(), module.parameters())
+        tolerance = tolerance_of(_dtypes(chain(tensors, module.buffers())))
+        by_kind = tolerance.model if is_model else tolerance.large_mean if has_large_mean else tolerance.layer
+        self.rtol = by_kind if options.rtol is None else options.rtol
+        self.gradient_rtol = max(self.rtol, tolerance.model_gradients) if is_model else self.rtol
+        self.is_coarse = any(each.element_size() < 4 for each in self.results.values() if can_have_gradient(each))
+        self.left_out: set[str] = set()
+        if is_model or (has_large_mean and self.is_coarse):  # in 16 bits the variance around a large mean is rounding
+            self.left_out |= {name for name, _ in module.named_buffers()}
+        if math.isinf(self.gradient_rtol):
+            self.left_out |= {name for name in self.results if _is_gradient(name)}
+        self.is_model = is_model
+        self.weights = {f"gradient of {name}" for name, _ in module.named_parameters()}
+
+    @classmethod
+    def of(
+        cls, module: nn.Module, inputs: Inputs, options: Options, is_model: bool, has_large_mean: bool
+    ) -> "_Reference | None":
+        """Run with gradients where that works; return `None` where the module does not take such inputs."""
+        for backward in (True, False) if options.backward else (False,):
+            try:
+                return cls(module, inputs, options, backward, is_model, has_large_mean)
+            except Exception:
+                continue
+        return None
+
+    def judge(
+        self, row: VerificationRow, result: Tensor | None, own: Callable[[], Results | None], always_repeats: bool
+    ) -> VerificationRow:
+        """Return the row of a result, completed by its comparison with the reference's.
+
+        Args:
+            row: The row, without numbers.
+            result: The module's result; `None` where it has none of this name.
+            own: Returns the reference's results in the same formats; `None` where it raises.
+            always_repeats: Whether the reference runs again even where the result is within the tolerance.
+        """
+        target = reference = self.results.get(row.what)
+        is_by_channel = reference is not None and is_image(reference)
+        reduce: Callable[[Tensor], Tensor] = partial(
+            largest, dim=int(row.what not in self.weights) if is_by_channel else None
+        )
+        if self.is_model and _is_gradient(row.what):
+            reduce = rms
+        rtol = self.gradient_rtol if _is_gradient(row.what) else self.rtol
+        size, apart = magnitudes(reference, reduce), partial(distances, reduce=reduce)
+        is_real = reference is None or can_have_gradient(reference)
+        error, allowed = apart(result, reference), (self.atol + rtol * size) * is_real
+        floor, verdict, before_differs = None, Verdict.EQUAL, False
+        is_beyond = bool((error > allowed).any())
+        noise = apart(self._again.get(row.what), reference) if always_repeats or is_beyond else torch.zeros(1)
+        if (noise > allowed).any():
+            error, floor, verdict = noise, noise, Verdict.UNREPEATABLE
+        elif is_beyond:
+            target = self._truth.get(row.what, reference)
+            error = apart(result, target)
+            others = [apart(each.get(row.what), right.get(row.what)) for each, right in self._rounded]
+            floor = _noise_floor([noise, apart(reference, target), *others], size)
+            allowed = allowed + _FLOORS * floor * is_real
+            verdict = Verdict.DIFFERS if (error > allowed).any() else Verdict.EQUAL
+        channel = int((error / allowed).nan_to_num_(0, torch.inf).argmax())
+        if verdict is Verdict.DIFFERS:
+            theirs = own()
+            before_differs = theirs is None or bool((apart(theirs.get(row.what), target) > allowed)[channel])
+        return row._replace(
+            error=_at(error, channel),
+            floor=None if floor is None else _at(floor, channel),
+            tolerance=_at(allowed, channel),
+            largest=_at(size, channel),
+            verdict=verdict,
+            before_differs=before_differs,
+        )
+
+    def in_formats(self, formats: Formats) -> Results | None:
+        """Return the reference's results on inputs, or gradients, in channels-last; `None` where it raises."""
+        try:
+            return run_module(self.module, self.inputs, formats, self.backward)[0]
+        except Exception:
+            return None
+
+    @cached_property
+    def _again(self) -> Results:
+        return run_module(self.module, self.inputs, BOTH_CONTIGUOUS, self.backward)[0]
+
+    @cached_property
+    def _truth(self) -> Results:
+        return self._in_double(self.inputs)
+
+    @cached_property
+    def _rounded(self) -> list[tuple[Results, Results]]:
+        """Results on inputs that change by a rounding error, with what they are compared with."""
+        if not self.is_coarse:
+            run = partial(run_module, self.module, self.inputs, BOTH_CONTIGUOUS, self.backward)
+            return [(run(change=_rounding(seed))[0], self.results) for seed in (0, 1)]
+        # In 16 bits a rounding error is large: the results on changed inputs have a float64 run of their own.
+        changed = [self.inputs.mapped(_rounding(seed)) for seed in (0, 1)]
+        run = partial(run_module, self.module, formats=BOTH_CONTIGUOUS, backward=self.backward)
+        return [(run(inputs=each)[0], truth) for each in changed if (truth := self._in_double(each))]
+
+    def _in_double(self, inputs: Inputs) -> Results:
+        """Return the results in float64; none where that is too expensive or impossible."""
+        tensors = [tensor for _, tensor in inputs.named() if tensor.is_floating_point()]
+        weights = list(self.module.parameters())
+        taps = max((math.prod(weight.shape[2:]) for weight in weights), default=1)
+        elements = sum(tensor.numel() for tensor in tensors) * taps + sum(weight.numel() for weight in weights)
+        if self.is_random or elements > _AFFORDABLE:
+            return {}
+        try:
+            with ExitStack() as stack:
+                for device in {tensor.device.type for tensor in (*tensors, *weights)}:
+                    stack.enter_context(torch.autocast(device, enabled=False))
+                exact = copy.deepcopy(self.module).double()
+                cast = inputs.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+                return run_module(exact, cast, BOTH_CONTIGUOUS, self.backward)[0]
+        except Exception:
+            return {}
+
+
+def _variants(inputs: Inputs, is_model: bool) -> Iterator[tuple[str, Inputs]]:
+    """Iterate over the inputs as they are, and changed so that they show what ordinary inputs hide.
+
+    A large mean shows a variance that is computed as a difference of squares, a constant channel shows a division by
+    a deviation, and batches of 1 and 2 show code for special cases.
+    """
+    yield AS_GIVEN, inputs
+    images = [tensor for _, tensor in inputs.named() if is_image(tensor) and tensor.is_floating_point()]
+    if not images or not all(tensor.numel() for tensor in images):
+        return
+    if not is_model:
+        yield LARGE_MEAN, inputs.mapped(_with_large_mean)
+        yield "a constant channel", inputs.mapped(_with_constant_channel)
+    batch = images[0].size(0)
+    for size in (1, 2):
+        if batch != size:
+            yield f"a batch of {size}", inputs.mapped(partial(_of_batch, batch, size))
+
+
+def _with_large_mean(tensor: Tensor) -> Tensor:
+    """Return an image with a mean of a thousand deviations, or as many as leave a twentieth of one after rounding."""
+    if not (is_image(tensor) and tensor.is_floating_point()):
+        return tensor
+    deviation = tensor.float().std(correction=0).nan_to_num(1.0, 1.0, 1.0)
+    count = min(1000.0, 0.05 / torch.finfo(tensor.dtype).eps)
+    return tensor + (count * (deviation + (deviation == 0))).to(tensor.dtype)
+
+
+def _with_constant_channel(tensor: Tensor) -> Tensor:
+    if not (is_image(tensor) and tensor.is_floating_point()):
+        return tensor
+    changed = tensor.clone()
+    changed[:, 0] = 1
+    return changed
+
+
+def _of_batch(batch: int, size: int, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0 or tensor.size(0) != batch:
+        return tensor
+    return tensor[:size] if batch > size else torch.cat([tensor, tensor.roll(1, -1)])
+
+
+def _rounding(seed: int) -> Change:
+    """Return a function that changes each element by a few units in its last place."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def change(tensor: Tensor) -> Tensor:
+        if not tensor.is_floating_point():
+            return tensor
+        noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor)
+        return tensor * (1 + 4 * torch.finfo(tensor.dtype).eps * noise)
+
+    return change
+
+
+def _noise_floor(errors: Iterable[Tensor], size: Tensor) -> Tensor:
+    """Return how far a reference may be wrong in each channel.
+
+    The errors of a channel may be small by chance: the floor is at least the median channel's, as it is and in
+    proportion to the channel's magnitude.
+    """
+    own = reduce(torch.maximum, errors)
+    return own.maximum(own.median()).maximum((own / size).nan_to_num_(0, 0).median() * size)
+
+
+def _at(by_channel: Tensor, channel: int) -> float:
+    """Return the value of a channel, or the only value."""
+    return by_channel[min(channel, len(by_channel) - 1)].item()
+
+
+def _is_gradient(what: str) -> bool:
+    return what.startswith("gradient of ")
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> Iterator[torch.dtype]:
+    """Iterate over the dtypes that decide the tolerance: those of the tensors, and of autocast."""
+    for tensor in tensors:
+        yield tensor.dtype
+        if torch.is_autocast_enabled(tensor.device.type):
+            yield torch.get_autocast_dtype(tensor.device.type)
 
 
 def verify(
