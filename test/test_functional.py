@@ -288,10 +288,3 @@ def test_h35_instance_norm_of_batch_one_takes_a_channels_last_gradient(way, memo
     given = x.detach().to(memory_format=memory_format).requires_grad_()
     (found,) = torch.autograd.grad(WAYS[way](given)(given), given, gradient.to(memory_format=CL))
     torch.testing.assert_close(found, expected)
-
-
-def test_the_gradient_of_instance_norm_under_a_transform_of_functions():
-    x, gradient = torch.randn(2, 1, 4, 5, 6, dtype=torch.double).unbind()
-    (expected,) = torch.autograd.grad(F.instance_norm(x.requires_grad_()), x, gradient)
-    found = torch.func.grad(lambda x: (functional.instance_norm(x) * gradient.to(memory_format=CL)).sum())(x.detach())
-    torch.testing.assert_close(found, expected)

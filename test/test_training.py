@@ -8,7 +8,7 @@ import torch
 from guarding import unguarded
 from tied_network import LAST, SITES, Net, converted, network, said, strides, train
 from torch import nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.nn.utils import vector_to_parameters
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason, check
@@ -226,16 +226,6 @@ def test_a_plan_of_a_fake_or_lazy_model_checks_and_restores_the_real_one():
     assert check(model, plan) == []
 
 
-def test_h07_a_restored_model_takes_a_vector_that_it_cannot_make():
-    model, plan = converted()
-    with pytest.raises(RuntimeError, match="view size is not compatible"):  # what plain PyTorch does
-        parameters_to_vector(model.parameters())
-    vectorised(model)
-    assert len({p.untyped_storage().data_ptr() for p in model.parameters()}) == 1  # all are slices of one vector
-    restore_(model, plan)
-    assert check(model, plan) == []
-
-
 def test_what_was_refused_for_an_optimizer_stays_refused_when_the_plan_is_applied_again():
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     with pytest.warns(UserWarning, match="takes a view"):
@@ -325,17 +315,6 @@ def test_align_names_what_it_has_changed_in_several_optimizers_and_takes_every_p
     for parameter in first.param_groups[0]["params"]:
         state = first.state[parameter]
         assert all(a == b for n, a, b in zip(parameter.shape, state["exp_avg"].stride(), parameter.stride()) if n > 1)
-
-
-def test_align_lays_out_gradients():
-    model, _ = converted()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    model.block.weight.grad = torch.randn(4, 4, 3, 3)
-    expected = model.block.weight.detach() - 0.1 * model.block.weight.grad
-    [row] = align_optimizer_(model, optimizer)
-    assert (row.site, row.label) == ("block.weight", "grad")
-    optimizer.step()
-    torch.testing.assert_close(model.block.weight.detach(), expected)
 
 
 def test_align_leaves_sparse_gradients_and_state_of_other_shapes():

@@ -2,7 +2,7 @@
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
 function, and so does every call while a compiler traces, which then fuses as usual. TorchScript compiles all but
-`interpolate`: what it does not know stands behind `is_scripting`.
+`interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
 from collections.abc import Sequence

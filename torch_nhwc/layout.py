@@ -1,4 +1,4 @@
-"""Memory formats and strides of tensors, which of them share memory, and bringing a tensor into a format."""
+"""Memory formats and strides, the conversion of a tensor to a format, and which tensors share memory."""
 
 from collections.abc import Callable, Iterable
 from operator import itemgetter
@@ -40,7 +40,7 @@ class Format(NamedTuple):
 
     @property
     def is_channels_last(self) -> bool:
-        """Whether it is a channels-last format, of any rank."""
+        """Return whether it is a channels-last format, of any rank."""
         return self.name != "contiguous_format"
 
     @property
@@ -185,9 +185,10 @@ def tied_by_view(tensors: Iterable[Tensor | None], weights: Iterable[Tensor | No
         end = max(end, stop)
     tied: set[int] = set()
     for group in groups:
-        are_aliases = len({_alias_key(tensor) for tensor in group}) == 1
-        if len(group) > 1 and not (are_aliases and all(id(tensor) in known for tensor in group)):
-            tied.update(map(id, group))
+        if len(group) > 1:
+            are_aliases = len({_alias_key(tensor) for tensor in group}) == 1
+            if not are_aliases or any(id(tensor) not in known for tensor in group):
+                tied.update(map(id, group))
     return tied
 
 

@@ -6,9 +6,7 @@ a step, the guard gives state and gradients the strides of their parameter. It l
 channels-last format, since loading, copying and casting replace the parameters of a converted layer.
 """
 
-import functools
 import logging
-import weakref
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -25,17 +23,16 @@ from torch_nhwc.ops import mismatched_layouts, set_strides_
 from torch_nhwc.rendering import warn
 from torch_nhwc.sites.wrappers import state_of, with_inner
 
-_PLAIN = (nn.Parameter, Tensor)
 # One-byte numbers are codes with a scale for each block of memory, and cannot be permuted.
 _CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _logger = logging.getLogger("torch_nhwc")
 
 _is_enabled = True
-_is_permanent = False
 _handles: list[RemovableHandle] = []
-_layers: "dict[int, weakref.ref[nn.Module]]" = {}  # the converted layers, by identity
-# By the identity of optimizers: the problems that were reported, and during a step a parameter, its gradient, and the
-# copy that replaces the gradient.
+_watched: MutableMapping[object, None] = WeakIdKeyDictionary()
+# How often `watch` was called without `release`. Layers that are deleted still count, since copies of them may exist.
+_count = 0
+# For each optimizer: the kinds of warnings that it has had, and the gradients that copies replace during a step.
 _warned: MutableMapping[Optimizer, set[str]] = WeakIdKeyDictionary()
 _replaced: MutableMapping[Optimizer, list[tuple[Tensor, Tensor, Tensor]]] = WeakIdKeyDictionary()
 
@@ -70,27 +67,31 @@ def is_guarded() -> bool:
     return _is_enabled
 
 
-def watch(layer: nn.Module) -> None:
-    """Keep the guard installed until the layer is released."""
-    _layers[id(layer)] = weakref.ref(layer, functools.partial(_outlive, id(layer)))
-    _install_or_remove()
+def watch(owner: nn.Module | Optimizer) -> None:
+    """Keep the guard installed until the owner is released; for good if it is deleted before that."""
+    if not is_watched(owner):
+        _watched[owner] = None
+        watch_for_good()
 
 
-def is_watched(layer: nn.Module) -> bool:
-    """Return whether the guard is installed for a layer."""
-    return id(layer) in _layers
+def is_watched(owner: nn.Module | Optimizer) -> bool:
+    """Return whether the guard is installed for an owner."""
+    return owner in _watched
 
 
-def release(layer: nn.Module) -> None:
+def release(owner: nn.Module | Optimizer) -> None:
     """End what `watch` began."""
-    _layers.pop(id(layer), None)
-    _install_or_remove()
+    global _count
+    if is_watched(owner):
+        del _watched[owner]
+        _count -= 1
+        _install_or_remove()
 
 
 def watch_for_good() -> None:
     """Keep the guard installed for the rest of the process: for converted weights whose layers are not known."""
-    global _is_permanent
-    _is_permanent = True
+    global _count
+    _count += 1
     _install_or_remove()
 
 
@@ -118,41 +119,38 @@ def loading_optimizer(optimizer: Any) -> Optimizer | None:
     return next((each for each in with_inner(optimizer) if hooks in getattr(each, "__dict__", {})), None)
 
 
-def _outlive(identity: int, _: object) -> None:
-    """Keep the guard installed when a layer is deleted that was not reverted: copies of it may exist."""
-    global _is_permanent
-    _is_permanent = True
-    _layers.pop(identity, None)
-
-
 def _install_or_remove() -> None:
-    is_needed = _is_enabled and (_is_permanent or bool(_layers))
+    is_needed = _is_enabled and _count > 0
     if is_needed and not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before_step))
-        _handles.append(register_optimizer_step_post_hook(_after_step))
+        _handles.append(register_optimizer_step_post_hook(_restore_gradients))
     while _handles and not is_needed:
         _handles.pop().remove()
 
 
 @_disable_dynamo
-def _before_step(optimizer: Optimizer, _: object, __: object) -> None:
-    global _is_permanent
+def _before_step(optimizer: Optimizer, *_: object) -> None:
     try:
-        _put_back(optimizer)  # the last step raised
-        _warn_of_sample_gradients(optimizer)
-        fused = [group for group in optimizer.param_groups if group.get("fused")]
-        parameters = [each for group in fused for each in group["params"] if each.is_cpu and _can_be_converted(each)]
-        mismatched = _mismatched(optimizer, parameters, has_gradients=True)
-        _lay_out(optimizer, mismatched)
-        # Its state has these strides from here on, which a revert does not know.
-        _is_permanent = _is_permanent or bool(parameters)
-        if mismatched:
-            labels = " and ".join(sorted({label for _, label, _ in mismatched}))
-            count = len({id(parameter) for parameter, _, _ in mismatched})
+        _restore_gradients(optimizer)  # the last step may have raised
+        parameters = _parameters(optimizer, optimizer.param_groups)
+        if any(getattr(each, "grad_sample", None) is not None and not each.is_contiguous() for each in parameters):
             problem = (
-                f"{labels} had other strides than the parameters ({count} of them), with which a fused CPU optimizer "
-                "gives wrong updates, and got the parameters' strides: give the optimizer to convert_ or revert, or "
-                "call torch_nhwc.training.align_optimizer_ after its state is loaded"
+                "its parameters are channels-last and have per-sample gradients (Opacus), which are computed from "
+                "activations by their strides and are wrong: revert the conversion"
+            )
+            _warn_once(optimizer, "samples", problem)
+        groups = [group for group in optimizer.param_groups if group.get("fused")]
+        parameters = [each for each in _parameters(optimizer, groups) if each.is_cpu]
+        moved = _align(optimizer, parameters, has_gradients=True)
+        if parameters:
+            watch(optimizer)  # a revert does not know that its state has these strides now
+        if moved:
+            count = len({id(parameter) for parameter, _ in moved})
+            problem = (
+                f"{' and '.join(sorted({label for _, label in moved}))} had other strides than the parameters "
+                f"({count} of them), with which a fused CPU optimizer gives wrong updates, and got the parameters' "
+                "strides: give the optimizer to convert_ or revert, or call torch_nhwc.training.align_optimizer_ after "
+                "its state is loaded"
             )
             _warn_once(optimizer, "moved", problem)
     except Exception as error:
@@ -160,59 +158,7 @@ def _before_step(optimizer: Optimizer, _: object, __: object) -> None:
 
 
 @_disable_dynamo
-def _after_step(optimizer: Optimizer, _: object, __: object) -> None:
-    _put_back(optimizer)
-
-
-def _align_state(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of its parameters. Never raises."""
-    try:
-        parameters = [each for group in optimizer.param_groups for each in group["params"] if type(each) in _PLAIN]
-        _lay_out(optimizer, _mismatched(optimizer, parameters))
-    except Exception as error:
-        _warn_of_failure(optimizer, error)
-
-
-def _can_be_converted(parameter: Tensor) -> bool:
-    return type(parameter) in _PLAIN and parameter.dim() in CHANNELS_LAST
-
-
-_Mismatched = list[tuple[Tensor, str, Tensor]]
-
-
-def _mismatched(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> _Mismatched:
-    """Return the parameter, label and tensor of each gradient and state whose layout is not its parameter's."""
-    states = state_of(optimizer)
-    companions: _Mismatched = []
-    for parameter in parameters:
-        named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
-        tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
-        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in _CODES]
-    apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
-    # A parameter with gaps was not converted, and nothing else can have its strides.
-    is_dense = torch.ops.aten.is_non_overlapping_and_dense
-    return [companions[index] for index in apart if is_dense(companions[index][0])]
-
-
-def _lay_out(optimizer: Optimizer, mismatched: _Mismatched) -> None:
-    """Give tensors the strides of their parameters, as far as possible; then raise the error of one that failed."""
-    failure = None
-    for parameter, label, tensor in mismatched:
-        try:
-            set_strides_([tensor], [parameter.stride()], storage="reuse" if label == "grad" else "detach")
-        except RuntimeError as error:
-            if label != "grad":
-                failure = error
-                continue
-            # Others hold the gradient's memory, as DDP's buckets do: the step gets a copy.
-            copy = torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype).copy_(tensor.detach())
-            parameter.grad = copy
-            _replaced.setdefault(optimizer, []).append((parameter, tensor, copy))
-    if failure is not None:
-        raise failure
-
-
-def _put_back(optimizer: Optimizer) -> None:
+def _restore_gradients(optimizer: Optimizer, *_: object) -> None:
     """Restore the gradients that copies have replaced, with the copies' values, which the step may have unscaled."""
     for parameter, gradient, copy in _replaced.pop(optimizer, []):
         if parameter.grad is copy:
@@ -221,19 +167,53 @@ def _put_back(optimizer: Optimizer) -> None:
                 gradient.detach().copy_(copy)
 
 
-def _warn_of_sample_gradients(optimizer: Optimizer) -> None:
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if _can_be_converted(each)]
-    if any(getattr(each, "grad_sample", None) is not None and not each.is_contiguous() for each in parameters):
-        problem = (
-            "its parameters are channels-last and have per-sample gradients (Opacus), which are computed from "
-            "activations by their strides and are wrong: revert the conversion"
-        )
-        _warn_once(optimizer, "samples", problem)
+def _align_state(optimizer: Optimizer) -> None:
+    """Give an optimizer's state the strides of its parameters. Never raises."""
+    try:
+        _align(optimizer, _parameters(optimizer, optimizer.param_groups))
+    except Exception as error:
+        _warn_of_failure(optimizer, error)
+
+
+def _parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tensor]:
+    """Return the parameters of some groups that can be in a channels-last format."""
+    parameters = (each for group in groups for each in group["params"])
+    return [each for each in parameters if type(each) in (nn.Parameter, Tensor) and each.dim() in CHANNELS_LAST]
+
+
+def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> list[tuple[Tensor, str]]:
+    """Give state and gradients the strides of their parameters; return the parameter and label of each that changed."""
+    states = state_of(optimizer)
+    companions: list[tuple[Tensor, str, Tensor]] = []
+    for parameter in parameters:
+        named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
+        tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
+        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in _CODES]
+    apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
+    moved = []
+    for parameter, label, tensor in (companions[index] for index in apart):
+        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
+            continue  # a parameter with gaps was not converted, and nothing else can have its strides
+        is_gradient = label == "grad"
+        try:
+            set_strides_([tensor], [parameter.stride()], storage="reuse" if is_gradient else "detach")
+        except RuntimeError as error:
+            if not is_gradient:
+                _warn_of_failure(optimizer, error)
+                continue
+            # Others hold the gradient's memory, as DDP's buckets do: the step gets a copy.
+            copy = torch.empty_strided(tensor.shape, parameter.stride(), dtype=tensor.dtype).copy_(tensor.detach())
+            parameter.grad = copy
+            _replaced.setdefault(optimizer, []).append((parameter, tensor, copy))
+        moved.append((parameter, label))
+    return moved
 
 
 def _warn_of_failure(optimizer: Optimizer, error: Exception) -> None:
-    reason = str(error).split("\n")[0]
-    problem = f"its state or gradients cannot get the strides of its parameters, and it may step wrong: {reason}"
+    problem = (
+        f"its state or gradients cannot get the strides of its parameters: {str(error).splitlines()[0]}. A fused CPU "
+        "optimizer may give wrong updates: use one that is not fused, or revert the conversion"
+    )
     _warn_once(optimizer, "failed", problem)
 
 

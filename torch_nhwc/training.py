@@ -1,4 +1,4 @@
-"""Looking after a converted model while it trains: what no longer has its layout, and how to restore it."""
+"""Checks for what has lost the layout of a plan while a model trains, and calls that restore it."""
 
 import zlib
 from collections import Counter
@@ -13,18 +13,10 @@ from torch_nhwc.converting.report import Report
 from torch_nhwc.layout import Format, Strides, has_strides, is_permuted
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.ops import Storage, set_strides_
-from torch_nhwc.planning.companions import (
-    Weight,
-    find_apart,
-    find_companions,
-    held_by,
-    is_plain,
-    sources_of,
-)
+from torch_nhwc.planning.companions import Weight, find_apart, find_companions, held_by, is_plain, sources_of
 from torch_nhwc.planning.deciding import decide, has_lost_input_hook, match, match_layers
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
 from torch_nhwc.sites import computed_weights, wrappers
-from torch_nhwc.sites import wrappers as optimizers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
 from torch_nhwc.step_guard import set_step_guard
 
@@ -221,7 +213,7 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
         if each.tensor.requires_grad and is_permuted(each.tensor.shape, each.strides)
     }
     for each in sources.optimizers:
-        if optimizers.keeps_buckets(each) and not permuted.isdisjoint(held_by(each)):
+        if wrappers.keeps_buckets(each) and not permuted.isdisjoint(held_by(each)):
             seen.add("", type(each).__name__, _KEEPS_BUCKETS)
     for companion in find_companions(weights, sources):
         weight, tensor = companion.weight, companion.tensor

@@ -341,29 +341,6 @@ def h31_converting_after_ddp_permutes_gradients_in_plain_pytorch_and_is_refused_
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-6)
 
 
-@scenario
-def h30_ddp_without_its_first_synchronisation_mixes_layouts_silently_and_check_says_so():
-    def gradients(convert_first):
-        model = network()
-        plan = nhwc.plan(model)
-        if rank() == 0:
-            nhwc.convert_(model, plan=plan)
-        assert {text.split(":")[0] for text in check_everywhere(model, plan)} == {
-            f"rank {i}" for i in range(1, world())
-        }
-        if convert_first:
-            nhwc.convert_(model, plan=plan)
-            assert check_everywhere(model, plan) == []
-        return trained(DistributedDataParallel(model, init_sync=False), 2, own_part)
-
-    expected = trained(network(), 2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        plain = gradients(False)
-    assert not torch.allclose(plain[0][6], expected[0][6], rtol=1e-2)  # grouped.weight: permuted, without an error
-    torch.testing.assert_close(gradients(True), expected, rtol=1e-4, atol=1e-6)
-
-
 # What reads DDP's buckets, where gradients and parameters have contiguous strides.
 
 
@@ -641,23 +618,6 @@ def a_model_with_replaced_layers_trains_under_what_wraps_it_as_one_process_train
             for got, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
                 got = got.full_tensor() if wrap is shard else got
                 torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-@scenario
-def drop_ins_convert_dtensors_with_their_local_tensors():
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    mesh = dist.init_device_mesh("cpu", (world(),))
-    for placement in (Replicate(), Shard(0), Shard(1)):
-        layer = nn.Conv2d(5, 6, 3, bias=False)
-        values = torch.arange(6 * 5 * 9, dtype=torch.float32).view(6, 5, 3, 3)
-        layer.weight = weight = nn.Parameter(distribute_tensor(values.clone(), mesh, [placement]))
-        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
-        local = weight._local_tensor  # to_local gives a view, with other strides if a rank has one channel
-        assert layer.weight is weight
-        assert weight.stride() == (45, 1, 15, 5)
-        assert local.stride() == torch.empty(local.shape, memory_format=torch.channels_last).stride()
-        assert torch.equal(weight.full_tensor(), values)
 
 
 # Weights that are converted in each forward.

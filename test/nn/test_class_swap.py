@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
 import torch_nhwc as nhwc
-from torch_nhwc.nn.class_swap import is_pickled_otherwise, original_class, restore_class, swap_class
+from torch_nhwc.nn.class_swap import original_class, restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward
 from torch_nhwc.nn.replacements import Preserving
 
@@ -150,16 +150,6 @@ def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised():
     assert type(layer).__name__ == "EachForwardConv2d"
     restore_class(layer, EachForward)
     assert type(layer) is nn.Conv2d
-
-
-def test_a_layer_that_the_table_does_not_have_is_refused():
-    with pytest.raises(TypeError, match="Linear loses nothing on channels-last"):
-        swap_class(nn.Linear(2, 2), Preserving)
-
-
-def test_a_class_with_a_pickle_of_its_own_is_known():
-    assert is_pickled_otherwise(type("Own", (nn.Conv2d,), {"__reduce__": lambda self: (nn.Identity, ())}))
-    assert not is_pickled_otherwise(type(swapped("both_known")[0]))
 
 
 def test_reports_revert_in_any_order_and_contiguous_takes_all_swaps_back():

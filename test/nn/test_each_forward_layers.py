@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from reference import FORMATS, canonical_strides, in_channels_last
 from selection import some_of
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -238,25 +237,3 @@ def test_autocast_casts_in_the_same_pass(name):
     assert layer.weight.grad.dtype == torch.float32
     assert layer.weight.grad.is_contiguous()
     torch.testing.assert_close(layer.weight.grad, plain.weight.grad, rtol=0.02, atol=0.2)
-
-
-def test_transforms_fake_modes_and_changed_weights_inside_of_an_autocast_region_are_right():
-    layer = made("2d")
-    swap_class(layer, EachForward)
-    layer.bias = None  # of which autocast itself would remember a fake cast
-    x = input_for(layer)
-    with torch.autocast("cpu", torch.bfloat16):
-        with torch.no_grad():
-            layer(x)
-        gradient = torch.func.grad(lambda x: layer(x).float().sum())(x)
-        torch.vmap(layer)(torch.stack([x, x]))
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            layer(x)
-        with torch.no_grad():
-            layer.weight.mul_(2)
-        output = layer(x)
-    output.sum().backward()
-    assert layer.weight.grad is not None
-    assert gradient.shape == x.shape
-    expected = F.conv2d(x, layer.weight, None, layer.stride, groups=layer.groups)
-    torch.testing.assert_close(output.float(), expected, rtol=0.02, atol=0.02)

@@ -255,24 +255,6 @@ MADE = {"script": lambda model, x: torch.jit.script(model), "trace": torch.jit.t
 class TestCompilersAndTransforms:
     """The hook is a part of what is made of the model."""
 
-    def test_vmap(self):
-        model, x = converted(), torch.randn(3, 2, 3, 8, 8)
-        expected = torch.stack([model(each) for each in x])
-        for batch, dim in ((x, 0), (x.movedim(0, 2), 2)):
-            torch.testing.assert_close(torch.func.vmap(model, in_dims=dim)(batch), expected)
-        seen = []
-        model[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].stride()))
-        torch.func.vmap(model)(x)
-        assert seen == [(192, 1, 24, 3)]
-        parameters = dict(model.named_parameters())
-
-        def loss(parameters, image):
-            return torch.func.functional_call(model, parameters, image[None]).square().sum()
-
-        each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(parameters, x[0])
-        alone = torch.func.grad(loss)(parameters, x[0, 0])
-        torch.testing.assert_close({name: each[name][0] for name in each}, alone)
-
     @pytest.mark.filterwarnings("ignore:.torch.jit")
     @pytest.mark.parametrize("has_parent", [False, True])
     @pytest.mark.parametrize("make", ["script", "trace", exhaustive("export")])
@@ -322,17 +304,3 @@ class TestCompilersAndTransforms:
             output = torch.compile(function, backend="aot_eager", fullgraph=True)(given)
             torch.testing.assert_close(output, expected)
             assert output.stride() == expected.stride()
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_torchscript_has_types_for_one_tensor_only():
-    class Masked(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Conv2d(3, 4, 3)
-
-        def forward(self, x, mask: torch.Tensor | None = None):
-            return self.layer(x)
-
-    with pytest.raises(RuntimeError, match=r"Pre-hook 'convert_images' on module 'Masked'(.|\n)*remove it"):
-        torch.jit.script(converted(Masked()))

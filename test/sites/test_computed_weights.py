@@ -188,21 +188,6 @@ def test_h23_a_converted_model_can_be_pickled_and_saved_where_pytorch_can(kind, 
         assert_trains_alike(again, copied(model), lambda each: each(x), steps=2)
 
 
-def test_cached_parametrizations_are_in_format():
-    model, x = model_with("2d", "own_that_loses_the_format")
-    plain = copied(model)
-    nhwc.convert_(model)
-
-    def run(each):
-        with parametrize.cached():
-            return each(x) + each(x)
-
-    with parametrize.cached():
-        assert_weights_arrive_in(None, model, x)
-        assert_weights_arrive_in(None, model, x)
-    assert_trains_alike(model, plain, run, steps=3)
-
-
 def test_a_parametrization_that_is_removed_leaves_a_weight_in_format():
     # Not a deep copy: PyTorch shares a parametrized layer's class with it, and removing takes from the class.
     (model, x), (plain, _) = (model_with("2d", "weight_norm") for _ in range(2))
@@ -248,25 +233,6 @@ def test_after_another_round_of_pruning_a_second_call_lays_out_the_weight(layer)
     nhwc.convert_(model)
     assert_weights_arrive_in(None, model, x)
     assert len(steps_of(model)) == (layer == "pointwise")
-
-
-def test_a_parametrization_registered_later_is_laid_out_by_a_second_call():
-    model, x = model_with("2d", "own_that_loses_the_format")
-    nhwc.convert_(model)
-    parametrized(model[0], Flattened())
-    nhwc.convert_(model)
-    assert_weights_arrive_in(None, model, x)
-    assert len(steps_of(model)) == 1
-    nhwc.convert_(model, torch.contiguous_format)
-    assert not steps_of(model)
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_a_last_step_can_be_traced():
-    model = nn.Sequential(parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), old_weight_norm(nn.Conv2d(4, 4, 1)))
-    x = torch.randn(2, 3, 6, 6)
-    nhwc.convert_(model)
-    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
 
 
 class Locked(nn.Module):

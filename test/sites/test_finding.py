@@ -111,25 +111,6 @@ def test_only_weights_of_2d_and_3d_convolutions_are_touched(has_example):
     assert_converts(Surroundings().double(), lambda each: each(x), names=["conv.weight"], **options)
 
 
-class Mixed(nn.Module):
-    """A model of both ranks."""
-
-    def __init__(self):
-        super().__init__()
-        self.image, self.volume = nn.Conv2d(3, 4, 3), nn.Conv3d(4, 2, (2, 3, 3))
-
-    def forward(self, x):
-        x = self.image(x)
-        return self.volume(torch.stack([x, x], 2))
-
-
-def test_h08_one_call_converts_both_ranks():
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    assert_converts(Mixed().double(), lambda each: each(x), names=["image.weight", "volume.weight"])
-    with pytest.raises(RuntimeError, match="required rank 4 tensor"):
-        Mixed().to(memory_format=torch.channels_last)  # what plain PyTorch does
-
-
 @pytest.mark.parametrize("name", LAZY)
 def test_h10_a_lazy_layer_converts_when_it_materialises(name):
     make, rank = LAYERS[name]
@@ -143,7 +124,7 @@ def test_h10_a_lazy_layer_converts_when_it_materialises(name):
     layer = model[1]
     plain = copy.deepcopy(layer)
     for hook in list(plain._forward_pre_hooks.values())[1:]:
-        nhwc.hooks.remove_hook(plain, hook)
+        nhwc.nn.hooks.remove_hook(plain, hook)
     for each in (layer, plain):
         torch.manual_seed(0)
         with quiet():
@@ -227,17 +208,6 @@ def test_h14_what_is_shared_is_converted_once_and_stays_shared(make, names):
     assert [row.reason for row in report.plan.rows] == [None, Reason.TIED]
     assert_weights_arrive_in(None, model, x)
     assert_trains_alike(model, plain, lambda each: each(x), steps=3)
-
-
-def test_h14_two_parameters_over_one_storage_stay_aliases():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
-    model[1].weight = nn.Parameter(model[0].weight.data)
-    report = nhwc.convert_(model, strict=True)
-    for strides in ((27, 1, 9, 3), (27, 9, 3, 1)):
-        assert [layer.weight.stride() for layer in model] == [strides] * 2
-        assert model[0].weight.data_ptr() == model[1].weight.data_ptr()
-        assert model[0].weight is not model[1].weight
-        report.revert()
 
 
 class Raw(nn.Module):

@@ -1,7 +1,5 @@
 """Example inputs: what reaches a convolution, as the model runs once."""
 
-import copy
-
 import pytest
 import torch
 from bare_kernel import Kernel
@@ -134,13 +132,3 @@ def test_a_weight_that_the_run_does_not_reach_is_a_site_all_the_same():
     model = nn.ModuleDict({"used": Kernel(), "unused": nn.Conv2d(3, 3, 3)})
     model.forward = model["used"].forward
     assert [row.full_name for row in nhwc.plan(model, example_inputs=X).rows] == ["unused.weight", "used.kernel"]
-
-
-def test_a_plan_made_with_example_inputs_applies_to_another_instance():
-    first, second = (nn.Sequential(Kernel(), nn.Conv2d(3, 3, 3)) for _ in range(2))
-    plan = nhwc.Plan.from_json(nhwc.plan(first, example_inputs=X).to_json())
-    plain = copy.deepcopy(second)
-    report = nhwc.convert_(second, strict=True, plan=plan)
-    assert_weights_arrive_in(None, second, X)
-    report.revert()
-    assert [p.stride() for p in second.parameters()] == [p.stride() for p in plain.parameters()]

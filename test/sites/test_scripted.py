@@ -73,12 +73,6 @@ def layers():
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.ConvTranspose2d(4, 3, 3))
 
 
-def tied():
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3))
-    model[1].weight = model[0].weight
-    return model
-
-
 def script(model):
     return torch.jit.script(model)
 
@@ -182,15 +176,6 @@ def test_methods_that_forward_does_not_call_are_looked_through():
     assert getattr(model[1], "0").kernel.stride() == (27, 1, 9, 3)
 
 
-def test_h14_a_tied_weight_is_converted_once_and_stays_tied():
-    model, plain = script(tied().double()), tied().double()
-    plain.load_state_dict(model.state_dict())
-    report = nhwc.convert_(model, strict=True)
-    assert [row.reason for row in report.plan.rows] == [None, Reason.TIED]
-    assert getattr(model, "0").weight.data_ptr() == getattr(model, "1").weight.data_ptr()
-    assert_trains_alike(model, plain, lambda each: each(X), steps=2)
-
-
 def test_a_module_traced_under_autocast_is_recognised():
     model = layers()
     with quiet(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
@@ -217,28 +202,6 @@ def test_a_weight_that_is_computed_in_a_graph_is_refused_once_and_the_rest_conve
         ("1.0.<computed 0>", Reason.ON_THE_FLY),
         ("2.<computed 0>", Reason.ON_THE_FLY),
     ]
-
-
-class TakesView(nn.Module):
-    """Also computes with its weights; a view of a channels-last one raises."""
-
-    def __init__(self):
-        super().__init__()
-        self.viewed, self.reshaped = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
-
-    def forward(self, x):
-        norms = self.viewed.weight.detach().view(-1).norm() + self.reshaped.weight.reshape(-1).norm()
-        return self.reshaped(self.viewed(x)) * norms
-
-
-@every_compiler
-def test_a_weight_that_code_takes_a_view_of_is_refused(compiler):
-    model = TakesView().double().eval()
-    scripted = COMPILERS[compiler](model)
-    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
-        report = nhwc.convert_(scripted)
-    assert [row.reason for row in report.rows] == [Reason.VIEWS_WEIGHT, None]
-    torch.testing.assert_close(scripted(X), model(X))
 
 
 def constants_of(frozen):
@@ -270,19 +233,6 @@ def test_weights_that_are_packed_for_onednn_are_refused_and_the_rest_converts():
     assert sorted(str(row.reason) for row in report.rows) == ["None", "Reason.FROZEN", "Reason.FROZEN"]
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(fused(x), layers(x))
-
-
-def test_a_class_that_only_shares_a_layers_name_is_no_site():
-    class Conv2d(nn.Module):
-        def __init__(self, weight):
-            super().__init__()
-            self.weight = weight
-
-        def forward(self, x):
-            return x
-
-    for weight in (nn.Parameter(torch.randn(3, 3)), None):
-        assert not nhwc.plan(nn.Sequential(script(Conv2d(weight)))).rows
 
 
 def test_only_2d_and_3d_convolutions_are_sites():

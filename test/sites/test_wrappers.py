@@ -1,4 +1,4 @@
-"""What has been wrapped or compiled already: recognised, with the order that works."""
+"""Models that are wrapped or compiled already, and optimizers that need contiguous parameters."""
 
 import copy
 import warnings
@@ -11,7 +11,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_nhwc as nhwc
-from torch_nhwc.sites.reasons import ORDER
 
 
 @pytest.fixture(scope="module")
@@ -109,22 +108,6 @@ def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
     assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
 
 
-@pytest.mark.parametrize("reason", [nhwc.Reason.DDP, nhwc.Reason.WRAPPED, nhwc.Reason.ENGINE, nhwc.Reason.COMPILED])
-def test_reasons_say_the_order_that_works(reason):
-    assert ORDER in reason.value
-
-
-@pytest.mark.usefixtures("process_group")
-def test_h31_the_module_inside_of_ddp_is_recognised_by_its_reducer():
-    model = network()
-    wrapped = DistributedDataParallel(model)
-    before = layout(model)
-    with pytest.warns(UserWarning, match="post hooks, as DDP and FSDP leave there"):
-        report = nhwc.convert_(wrapped.module)
-    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.WRAPPED}
-    assert layout(model) == before
-
-
 @pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
 def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
@@ -147,13 +130,6 @@ def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_fir
         report = nhwc.convert_(model)
     assert free.weight.is_contiguous()
     assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.REFUSE}
-
-
-def test_data_parallel_converts():
-    model = nn.DataParallel(network())
-    report = nhwc.convert_(model, strict=True)
-    assert [row.full_name for row in report.plan.rows] == ["module.0.weight", "module.3.weight", "module.4.weight"]
-    assert model.module[0].weight.stride() == (27, 1, 9, 3)
 
 
 @pytest.mark.usefixtures("process_group")
@@ -193,3 +169,46 @@ def test_offloaded_weights_are_refused():
     with pytest.warns(UserWarning, match="kept elsewhere and restored before each forward"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
+
+
+# Optimizers that need contiguous parameters: their weights are refused, and the optimizer goes on.
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Steps another optimizer, which it has under one name or the other."""
+
+    def __init__(self, optimizer, name):
+        setattr(self, name, optimizer)
+        self.defaults = {}
+
+    param_groups = property(lambda self: vars(self).get("optimizer", vars(self).get("base_optimizer")).param_groups)
+    state = property(lambda self: {})
+
+
+@pytest.mark.parametrize("names", [(), ("optimizer",), ("base_optimizer", "optimizer")], ids=str)
+def test_h07_lbfgs_refuses_its_weights_that_would_move_and_steps_on(names):
+    model, free = network(), nn.Conv2d(3, 4, 3)
+    given = optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2)
+    for name in names:
+        given = Lookahead(given, name)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 3, 8, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    with pytest.warns(UserWarning, match="the optimizer takes a view"):
+        report = nhwc.convert_(nn.ModuleList([model, free]), optimizer=given)
+    assert {row.full_name: row.reason for row in report.plan.rows} == {
+        "0.0.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
+        "0.3.weight": None,  # 1x1: no bytes move
+        "0.4.weight": nhwc.Reason.FLATTENING_OPTIMIZER,
+        "1.weight": None,
+    }
+    optimizer.step(closure)
+
+    nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
+    with pytest.raises(RuntimeError, match="view size is not compatible"):  # what plain PyTorch does
+        optimizer.step(closure)

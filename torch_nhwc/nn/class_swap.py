@@ -1,4 +1,4 @@
-"""Swapping a layer's class for a subclass of it, and back: the object stays, with everything that it holds.
+"""Swaps of a layer's class for a subclass, and back. The object stays, with everything that it holds.
 
 A subclass is made of a mixin and the layer's own class. Layers are copied and pickled by their own class. A class that
 was made around a layer's, as PyTorch does to parametrize or shard it, stays the outermost one.
@@ -17,7 +17,7 @@ class Swap:
     prefix: ClassVar[str]
     """The beginning of the names of the classes."""
     order: ClassVar[int]
-    """Of two swaps of one layer, the one with the higher number overrides the methods of the other."""
+    """If a layer has two swaps, the one with the higher number overrides the methods of the other."""
 
     @classmethod
     def mixin_for(cls, layer_type: type) -> type:

@@ -58,8 +58,8 @@ def _hook(scripted: Callable[..., Any]) -> Callable[..., Any]:
 class InputHook:
     """Converts a module's images and volumes to channels-last, in dicts, lists and tuples as well.
 
-    Only floating-point tensors without expanded dimensions are converted. A container without one is passed on as it
-    is.
+    Only floating-point tensors without expanded dimensions are converted. A container without one is passed on
+    unchanged.
     """
 
     ranks: tuple[int, ...] = tuple(CHANNELS_LAST)

@@ -1,7 +1,7 @@
-"""Subclasses of PyTorch's layers that keep channels-last, and the one table of the layers that lose without them.
+"""Subclasses of PyTorch's layers that keep channels-last, and the table of the layers that they replace.
 
-A layer loses the format, speed, accuracy or its right gradient on channels-last. Its replacement overrides the one
-method that calls the function which loses, by one of `torch_nhwc.functional`.
+On channels-last, these layers lose the format, speed, accuracy or the right gradient. A replacement overrides the one
+method that calls the function at fault, and calls the one of `torch_nhwc.functional` instead.
 """
 
 from collections.abc import Callable
@@ -240,9 +240,9 @@ class Replacement(NamedTuple):
     loses: str
     """The end of a sentence that begins with "on channels-last it loses"."""
     concerns: Callable[[Any], bool] = _always
-    """Whether a layer is one of those that lose; one that is not has no row in a plan."""
+    """Says of a layer if it loses anything; if not, it has no row in a plan."""
     serves: Callable[[Any], bool] = _always
-    """Whether the replacement takes a layer's arguments."""
+    """Says of a layer if the replacement takes its arguments."""
 
 
 _NORM = "the gradient where the batch is 1; the format; and speed, forward and backward"

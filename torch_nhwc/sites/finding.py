@@ -135,7 +135,7 @@ def _sites_of_layer(path: str, module: nn.Module, rank: int, wrapped: Reason | N
 
 
 class ReplaceableLayer(NamedTuple):
-    """A layer that loses on channels-last, replaced or not."""
+    """A layer that is worse on channels-last than its replacement, which it may be already."""
 
     path: str
     module: nn.Module
@@ -151,7 +151,7 @@ def find_replaceable_layers(model: nn.Module) -> list[ReplaceableLayer]:
     """Return the layers of a model that lose on channels-last, in its order.
 
     Example:
-        >>> (layer,) = torch_nhwc.sites.replaceable.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
+        >>> (layer,) = torch_nhwc.sites.finding.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
         >>> layer.path, layer.kind, layer.loses
         ('0', 'GELU', 'speed, forward and backward')
     """

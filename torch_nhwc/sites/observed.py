@@ -85,15 +85,15 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.stack = stack
         self.uses: list[_Use] = []
         self.sources: dict[int, Tensor] = {id(tensor): tensor for tensor in owned}  # by id, the tensor it came from
-        self.laid_out: set[int] = set()  # by id, the weights that the model's own code converts
-        self.keep: list[Tensor] = []  # an id means a tensor for as long as the tensor exists
+        self.converted: set[int] = set()  # by id, the weights that the model's own code converts
+        self.keep: list[Tensor] = []  # the tensors of these ids, since an id may be reused once its tensor is gone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""
         if name in OPERATORS:
             weight = args[1]
-            if weight.dim() in (4, 5) and id(weight) not in self.laid_out:
+            if weight.dim() in (4, 5) and id(weight) not in self.converted:
                 groups = next((each for each in reversed(args) if type(each) is int), 1)
                 source = self.sources.get(id(weight), weight)
                 self.uses.append(_Use(source, groups, self.stack.path, self.stack.module))
@@ -101,6 +101,6 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
             self.sources[id(result)] = self.sources[id(args[0])]
             self.keep.append(result)
         elif name == "nhwc::convert_weight":
-            self.laid_out.add(id(result))
+            self.converted.add(id(result))
             self.keep.append(result)
         return result

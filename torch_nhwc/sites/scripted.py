@@ -1,4 +1,4 @@
-"""Finding the convolution weights of a TorchScript module, by the original classes of its layers and by its graphs."""
+"""The convolution weights of a TorchScript module, by the original classes of its layers and by its graphs."""
 
 import re
 from collections.abc import Iterator
@@ -12,8 +12,6 @@ from torch_nhwc.sites.site import OPERATORS, PASSING_ON, RANKS, Site, is_within
 
 # The place of `groups` among an operator's arguments; it is 6 for the other operators.
 _PLACE_OF_GROUPS = {"aten::convolution": 8, "aten::_convolution": 8}
-# These raise for a channels-last tensor, or read its memory in another order.
-_VIEWS = "aten::view", "aten::as_strided"
 _CHANNELS_LAST = (2, 3)  # as graphs number the memory formats
 # A weight without a name, by the kind of the node that it comes from. The second is in oneDNN's own layout.
 _CONSTANTS = {"prim::Constant": None, "prim::ConstantMKLDNNTensor": Reason.FROZEN}
@@ -30,10 +28,9 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
     # A module's graphs contain those of the children that it calls, but not the methods that only others call. So all
     # graphs are read, the deepest first, and a nameless weight that shows again at the same line of source is known.
     nameless: list[tuple[str, str]] = []
-    viewed: set[str] = set()
     for path, child in reversed(modules):
         lines = {line for where, line in nameless if is_within(where, [path])}
-        for line, site in _reaching_a_convolution(path, child, viewed):
+        for line, site in _reaching_a_convolution(path, child):
             if site.name.startswith("<"):
                 if line not in lines:
                     found[site.full_name] = site
@@ -41,8 +38,6 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
             else:
                 known = found.setdefault(site.full_name, site)
                 known.groups = known.groups or site.groups  # only the graphs of a loaded module have them
-    for name in found.keys() & viewed:
-        found[name] = found[name].because(found[name].reason or Reason.VIEWS_WEIGHT)
     order = {path: index for index, (path, _) in enumerate(modules)}
     return sorted(found.values(), key=lambda site: order[site.path])
 
@@ -60,22 +55,17 @@ def _layer(path: str, module: nn.Module) -> Iterator[Site]:
         yield Site(path, "weight", layer, rank, 0, module, None, Reason.PACKED)
 
 
-def _reaching_a_convolution(path: str, module: Any, viewed: set[str]) -> Iterator[tuple[str, Site]]:
-    """Yield the weights in a module's graphs, each with the source line of its convolution.
-
-    The names of the tensors that a graph takes a view of are added to `viewed`.
-    """
+def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Site]]:
+    """Yield the weights in a module's graphs, each with the source line of its convolution."""
     count = 0
     for method in module._c._method_names():
         graph = module._c._get_method(method).graph.copy()
         torch._C._jit_pass_inline(graph)
-        for node in (node for kind in _VIEWS for node in graph.findAllNodes(kind)):
-            viewed.add(_join(path, *(_attribute(_passed_on(node.inputsAt(0))[0], graph) or ())))
         for node in (node for kind in OPERATORS for node in graph.findAllNodes(kind)):
             rank = OPERATORS[node.kind()] or _length(node.inputsAt(3)) + 2
             if rank not in (4, 5):
                 continue
-            weight, is_laid_out = _passed_on(node.inputsAt(1))
+            weight, is_converted = _passed_on(node.inputsAt(1))
             groups = node.inputsAt(_PLACE_OF_GROUPS.get(node.kind(), 6)).toIValue() or 0
             names, kind = _attribute(weight, graph), weight.node().kind()
             if names:
@@ -85,9 +75,9 @@ def _reaching_a_convolution(path: str, module: Any, viewed: set[str]) -> Iterato
                 tensor, reason = getattr(owner, names[-1]), None
                 if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
                     tensor, reason = None, Reason.PACKED
-                where, layer = _join(path, *names[:-1]), owner.original_name
+                where, layer = ".".join(filter(None, (path, *names[:-1]))), owner.original_name
                 yield str(node.sourceRange()), Site(where, names[-1], layer, rank, groups, owner, tensor, reason)
-            elif names is None and not is_laid_out:
+            elif names is None and not is_converted:
                 reason = _CONSTANTS.get(kind, Reason.ON_THE_FLY)
                 # The copy of the graph shares the module's constants.
                 tensor = weight.toIValue() if reason is None else None
@@ -97,18 +87,14 @@ def _reaching_a_convolution(path: str, module: Any, viewed: set[str]) -> Iterato
                 yield str(node.sourceRange()), site
 
 
-def _join(*names: str) -> str:
-    return ".".join(filter(None, names))
-
-
 def _passed_on(value: Any) -> tuple[Any, bool]:
     """Return where a weight comes from, and whether it is converted to channels-last on the way."""
-    is_laid_out = False
+    is_converted = False
     while (node := value.node()).kind() in PASSING_ON:
         is_clone = node.kind() == "aten::clone" and node.inputsAt(1).toIValue() in _CHANNELS_LAST
-        is_laid_out = is_laid_out or is_clone or node.kind() == "nhwc::convert_weight"
+        is_converted = is_converted or is_clone or node.kind() == "nhwc::convert_weight"
         value = node.inputsAt(0)
-    return value, is_laid_out
+    return value, is_converted
 
 
 def _attribute(value: Any, graph: Any) -> list[str] | None:
