@@ -3,7 +3,7 @@
 import pytest
 import torch
 from bare_kernel import Kernel
-from comparison import assert_trains_alike, assert_weights_arrive_in, copied, quiet, state_of, tensors
+from comparison import assert_trains_alike, assert_weights_arrive_in, copied, state_of, tensors
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations, prune
@@ -36,21 +36,10 @@ def test_a_weight_that_is_cast_on_its_way_is_recognised(inside):
     assert_weights_arrive_in(None, nn.Sequential(model[0]), X)
 
 
-def old_weight_norm(layer):
-    with quiet():
-        return nn.utils.weight_norm(layer)
-
-
 @pytest.mark.parametrize(
     "computed",
-    [
-        parametrizations.weight_norm,
-        parametrizations.spectral_norm,
-        old_weight_norm,
-        nn.utils.spectral_norm,
-        lambda layer: prune.l1_unstructured(layer, "weight", amount=0.2),
-    ],
-    ids=["weight_norm", "spectral_norm", "old_weight_norm", "old_spectral_norm", "pruned"],
+    [parametrizations.spectral_norm, lambda layer: prune.l1_unstructured(layer, "weight", amount=0.2)],
+    ids=["spectral_norm", "pruned"],
 )
 def test_weights_that_are_computed_in_a_known_way_are_the_same_sites_with_example_inputs(computed):
     model = nn.Sequential(computed(nn.Conv2d(3, 3, 3, padding=1)), Kernel()).double()

@@ -94,11 +94,11 @@ MODELS = {
     "own": (lambda: nn.Sequential(Own(3, 3, 3), nn.ReLU()), ["0.weight"]),
     "own_root": (lambda: Own(3, 3, 3), ["weight"]),
     "kernels": (Kernels, KERNELS),
-    "nested": (lambda: nn.Sequential(nn.Sequential(Kernels()), nn.Conv2d(3, 3, 1)), None),
-    "both_ranks": (lambda: nn.Sequential(nn.Conv2d(3, 6, 1), nn.Unflatten(1, (2, 3)), nn.Conv3d(2, 2, 3)), None),
+    "nested": (
+        lambda: nn.Sequential(nn.Sequential(Kernels()), nn.Conv2d(3, 3, 1)),
+        [*(f"0.0.{name}" for name in KERNELS), "1.weight"],
+    ),
 }
-MODELS["nested"] = (MODELS["nested"][0], [f"0.0.{name}" for name in KERNELS] + ["1.weight"])
-MODELS["both_ranks"] = (MODELS["both_ranks"][0], ["0.weight", "2.weight"])
 COMPILERS = {
     "scripted": script,
     "traced": trace,

@@ -2,9 +2,9 @@
 
 import sys
 from collections.abc import Mapping
+from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -45,14 +45,13 @@ def walk_layers(model: nn.Module) -> Found:
     """Return the sites of a model's layers, in the model's order, each layer once."""
     sites: list[Site] = []
     tensors: list[Tensor | None] = []
-    kinds: dict[type, tuple[str, int]] = {}
+    module_types: set[type] = set()
     for path, module, wrapped in walk(model):
         module_type = type(module)
         if module._parameters or module._buffers:
             tensors += (*module._parameters.values(), *module._buffers.values())
-        if module_type not in kinds:
-            kinds[module_type] = _kind_of(module_type)
-        family, rank = kinds[module_type]
+        module_types.add(module_type)
+        family, rank = _kind_of(module_type)
         if not family:
             continue
         if family == "layer":
@@ -67,7 +66,7 @@ def walk_layers(model: nn.Module) -> Found:
         if wrapped is not None:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
-    return Found(model, sites, set(kinds), tensors)
+    return Found(model, sites, module_types, tensors)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -75,19 +74,10 @@ def is_layer(module: nn.Module) -> bool:
     return _kind_of(type(module))[0] == "layer"
 
 
-_known: WeakKeyDictionary[type, tuple[str, int]] = WeakKeyDictionary()
-
-
+@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _kind_of(module_type: type) -> tuple[str, int]:
     """Return the family of a class (empty for most) and the rank of its weight."""
-    kind = _known.get(module_type)
-    if kind is None:
-        kind = _known[module_type] = _kind_by_bases(module_type)
-    return kind
-
-
-def _kind_by_bases(module_type: type) -> tuple[str, int]:
-    # Not by issubclass: quantized layers have an abstract base, which would go through all of its subclasses.
+    # This does not use issubclass: quantized layers have an abstract base, which would try all of its subclasses.
     bases = module_type.__mro__
     quantized_module = sys.modules.get("torch.ao.nn.quantized")
     if torch.jit.ScriptModule in bases:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import OPERATORS, PASSING_ON, RANKS, Site, is_within
+from torch_nhwc.sites.site import OPERATORS, PASSING_ON, RANKS, Site
 
 # The place of `groups` among an operator's arguments; it is 6 for the other operators.
 _PLACE_OF_GROUPS = {"aten::convolution": 8, "aten::_convolution": 8}
@@ -29,7 +29,8 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
     # graphs are read, the deepest first, and a nameless weight that shows again at the same line of source is known.
     nameless: list[tuple[str, str]] = []
     for path, child in reversed(modules):
-        lines = {line for where, line in nameless if is_within(where, [path])}
+        prefix = f"{path}." if path else ""
+        lines = {line for where, line in nameless if f"{where}.".startswith(prefix)}
         for line, site in _reaching_a_convolution(path, child):
             if site.name.startswith("<"):
                 if line not in lines:

@@ -1,6 +1,6 @@
 """The sites of a model, the walk over its modules, and the operators that convolve."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -97,29 +97,19 @@ def walk(model: nn.Module) -> Iterator[tuple[str, nn.Module, Reason | None]]:
     inside of a TorchScript module are left to `sites.scripted`.
     """
     seen: set[int] = set()  # by identity, since a module may define its own equality
-    known: dict[type, wrappers.Wrapper] = {}
     stack: list[tuple[str, nn.Module, Reason | None]] = [("", model, None)]
     while stack:
         path, module, reason = stack.pop()
         if id(module) in seen:
             continue
         seen.add(id(module))
-        if reason is None:
-            module_type = type(module)
-            if module_type not in known:
-                known[module_type] = wrappers.wrapper_of(module_type)
-            reason = wrappers.reason_of(module, known[module_type])
+        reason = reason or wrappers.reason_of(module)
         yield path, module, reason
         if module._modules and not isinstance(module, torch.jit.ScriptModule):
             prefix = f"{path}." if path else ""
             for name, child in reversed(module._modules.items()):
                 if child is not None:
                     stack.append((prefix + name, child, reason))
-
-
-def is_within(path: str, others: Iterable[str]) -> bool:
-    """Return whether a module is one of the modules at some paths, or is inside of one."""
-    return any(not other or path == other or path.startswith(f"{other}.") for other in others)
 
 
 # The layers whose weight has this rank. Each may have a quantized and a scripted namesake.

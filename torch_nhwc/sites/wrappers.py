@@ -1,9 +1,12 @@
-"""Wrappers around a model, and what they mean for its weights. Recognised without importing their packages."""
+"""Wrappers around models and optimizers, and what they mean for the weights.
+
+They are recognised by the names of their classes and attributes, without importing their packages.
+"""
 
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from typing import Any, NamedTuple
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -42,17 +45,12 @@ WRAPPERS = {
 }
 REASONS = frozenset(wrapper.reason for wrapper in WRAPPERS.values()) - {None} - CONTIGUOUS_ONLY
 
-_NONE = Wrapper(None)
-_known: WeakKeyDictionary[type, Wrapper] = WeakKeyDictionary()
 
-
+@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def wrapper_of(module_type: type) -> Wrapper:
     """Return what is known of a class; most wrap nothing."""
-    wrapper = _known.get(module_type)
-    if wrapper is None:
-        names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
-        wrapper = _known[module_type] = next((WRAPPERS[name] for name in names if name in WRAPPERS), _NONE)
-    return wrapper
+    names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
+    return next((WRAPPERS[name] for name in names if name in WRAPPERS), Wrapper(None))
 
 
 def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
@@ -61,8 +59,9 @@ def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
     return None if name is None else (name, getattr(module, name))
 
 
-def reason_of(module: nn.Module, wrapper: Wrapper) -> Reason | None:
-    """Return why nothing in a module may be converted, or `None`; `wrapper` is what is known of its class."""
+def reason_of(module: nn.Module) -> Reason | None:
+    """Return why nothing in a module may be converted, or `None`."""
+    wrapper = wrapper_of(type(module))
     if wrapper.reason is not None and (wrapper.where is None or len(getattr(module, wrapper.where, ()))):
         return wrapper.reason
     # nn.Module.compile() and the hooks of Opacus, diffusers and accelerate leave the class unchanged.
