@@ -519,7 +519,7 @@ def a_distributed_checkpoint_of_a_converted_model_loads_into_either_layout():
 
 
 def loaded(model, state):
-    """Whether a model has the weights of `network()` after it was broadcast a state dict from rank 0."""
+    """Return the names whose tensors equal those of `network()` after rank 0 has broadcast a state dict to a model."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, dict(state) if rank() == 0 else {}, options=options)
     got = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))

@@ -1,4 +1,4 @@
-"""Activations in channels-last, and operators on them beside PyTorch's own in float64."""
+"""Activations in channels-last, and comparisons of operators on them with PyTorch's own in float64."""
 
 import torch
 
@@ -97,7 +97,7 @@ def gradients(function, tensors, gradient):
 
 
 def assert_as_accurate(function, reference, tensors, gradient, factor=2.0):
-    """Values and gradients of `function` on a channels-last input lie as near to those of float64 as `reference`'s do.
+    """Values and gradients of `function` on a channels-last input are as near to those of float64 as `reference`'s do.
 
     And they come in canonical channels-last strides.
     """

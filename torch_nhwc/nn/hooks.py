@@ -21,7 +21,8 @@ from torch_nhwc.ops import convert_weight_
 from torch_nhwc.rendering import warn
 
 
-# What TorchScript compiles of a hook: one function for each set of ranks, since it knows no value but the module's.
+# TorchScript compiles these functions in place of the hook. There is one for each set of ranks, since a compiled hook
+# can read no attributes except the module's.
 def convert_images(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [4]),)
 

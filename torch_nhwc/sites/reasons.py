@@ -152,7 +152,7 @@ class Reason(enum.Enum):
     NOT_PERMUTABLE = Kind.REFUSED, sentence("NOT_PERMUTABLE")
     STATE_IN_THE_WAY = (
         Kind.REFUSED,
-        "its optimizer state or averaged copy cannot follow, and a step would then be silently wrong",
+        f"its optimizer state or averaged copy cannot follow, and a step would then be silently wrong: {_EACH_FORWARD}",
     )
     UNSUPPORTED = (
         Kind.REFUSED,
@@ -171,15 +171,15 @@ class Reason(enum.Enum):
     EXCHANGED = Kind.LAYER, "it is already replaced by a layer that keeps channels-last"
     LAZY_LAYER = (
         Kind.LAYER,
-        "it is lazy, and has another class after its first forward: replace it by another call then",
+        "it is lazy, and has another class after its first forward: call convert_ again then",
     )
     OTHER_CLASS = (
         Kind.LAYER,
-        "its class is derived from PyTorch's and not known here: there is no replacement for its own forward",
+        "its class is derived from PyTorch's, and may have a forward of its own: call torch_nhwc.functional there",
     )
     FORWARD_REPLACED = (
         Kind.LAYER,
-        "the forward of the layer or its class has been replaced: another replacement would not call it",
+        "the forward of the layer or its class has been replaced by other code: convert before that is done",
     )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
     OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and its losses on other devices were not measured"
