@@ -51,7 +51,7 @@ def walk_layers(model: nn.Module) -> Found:
         if module._parameters or module._buffers:
             tensors += (*module._parameters.values(), *module._buffers.values())
         module_types.add(module_type)
-        family, rank = _kind_of(module_type)
+        family, rank = _kind_of(module_type)  # type: ignore[arg-type]
         if not family:
             continue
         if family == "layer":
@@ -71,7 +71,7 @@ def walk_layers(model: nn.Module) -> Found:
 
 def is_layer(module: nn.Module) -> bool:
     """Return whether a module is a convolution layer or derived from one, and neither quantized nor scripted."""
-    return _kind_of(type(module))[0] == "layer"
+    return _kind_of(type(module))[0] == "layer"  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=256)  # bounded, since it keeps the classes alive

@@ -55,13 +55,13 @@ def wrapper_of(module_type: type) -> Wrapper:
 
 def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the model that a module wraps, with the name of the attribute that holds it; `None` if it wraps none."""
-    name = wrapper_of(type(module)).inside
+    name = wrapper_of(type(module)).inside  # type: ignore[arg-type]
     return None if name is None else (name, getattr(module, name))
 
 
 def reason_of(module: nn.Module) -> Reason | None:
     """Return why nothing in a module may be converted, or `None`."""
-    wrapper = wrapper_of(type(module))
+    wrapper = wrapper_of(type(module))  # type: ignore[arg-type]
     if wrapper.reason is not None and (wrapper.where is None or len(getattr(module, wrapper.where, ()))):
         return wrapper.reason
     # nn.Module.compile() and the hooks of Opacus, diffusers and accelerate leave the class unchanged.
