@@ -204,6 +204,28 @@ def test_a_weight_that_is_computed_in_a_graph_is_refused_once_and_the_rest_conve
     ]
 
 
+class TakesView(nn.Module):
+    """Also computes with its weights; a view of a channels-last one raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.viewed, self.reshaped = nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        norms = self.viewed.weight.detach().view(-1).norm() + self.reshaped.weight.reshape(-1).norm()
+        return self.reshaped(self.viewed(x)) * norms
+
+
+@every_compiler
+def test_a_weight_that_code_takes_a_view_of_is_refused(compiler):
+    model = TakesView().double().eval()
+    scripted = COMPILERS[compiler](model)
+    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
+        report = nhwc.convert_(scripted)
+    assert [row.reason for row in report.rows] == [Reason.VIEWS_WEIGHT, None]
+    torch.testing.assert_close(scripted(X), model(X))
+
+
 def constants_of(frozen):
     return [node.inputsAt(1).toIValue() for node in frozen.graph.findAllNodes("aten::conv2d")]
 

@@ -113,8 +113,8 @@ class Reason(enum.Enum):
     )
     VIEWS_WEIGHT = (
         Kind.REFUSED,
-        "its layer (OFT, BOFT, HRA or DoRA of PEFT) takes a view(...) of it, in forward or when it is merged, which "
-        f"raises for channels-last: {_EACH_FORWARD}",
+        "its layer (OFT, BOFT, HRA or DoRA of PEFT) or TorchScript code takes a view(...) of it, in forward or when it "
+        f"is merged, which raises for channels-last: outside of TorchScript, {_EACH_FORWARD}",
     )
     FLATTENING_OPTIMIZER = (
         Kind.REFUSED,

@@ -12,6 +12,8 @@ from torch_nhwc.sites.site import OPERATORS, PASSING_ON, RANKS, Site
 
 # The place of `groups` among an operator's arguments; it is 6 for the other operators.
 _PLACE_OF_GROUPS = {"aten::convolution": 8, "aten::_convolution": 8}
+# These raise for a channels-last tensor, or read its memory in another order.
+_VIEWS = "aten::view", "aten::as_strided"
 _CHANNELS_LAST = (2, 3)  # as graphs number the memory formats
 # A weight without a name, by the kind of the node that it comes from. The second is in oneDNN's own layout.
 _CONSTANTS = {"prim::Constant": None, "prim::ConstantMKLDNNTensor": Reason.FROZEN}
@@ -28,9 +30,11 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
     # A module's graphs contain those of the children that it calls, but not the methods that only others call. So all
     # graphs are read, the deepest first, and a nameless weight that shows again at the same line of source is known.
     nameless: list[tuple[str, str]] = []
+    viewed: set[str] = set()
     for path, child in reversed(modules):
-        prefix = f"{path}." if path else ""
-        lines = {line for where, line in nameless if f"{where}.".startswith(prefix)}
+        inside = f"{path}." if path else ""
+        lines = {line for where, line in nameless if f"{where}.".startswith(inside)}
+        viewed |= _viewed(path, child)
         for line, site in _reaching_a_convolution(path, child):
             if site.name.startswith("<"):
                 if line not in lines:
@@ -39,6 +43,8 @@ def find(prefix: str, module: nn.Module) -> list[Site]:
             else:
                 known = found.setdefault(site.full_name, site)
                 known.groups = known.groups or site.groups  # only the graphs of a loaded module have them
+    for name in found.keys() & viewed:
+        found[name] = found[name].because(found[name].reason or Reason.VIEWS_WEIGHT)
     order = {path: index for index, (path, _) in enumerate(modules)}
     return sorted(found.values(), key=lambda site: order[site.path])
 
@@ -86,6 +92,17 @@ def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Site]
                 count += 1
                 site = Site(path, name, module.original_name, rank, groups, module, tensor, reason)
                 yield str(node.sourceRange()), site
+
+
+def _viewed(path: str, module: Any) -> set[str]:
+    """Return the full names of the tensors that a module's graphs take a view of."""
+    names: set[str] = set()
+    for method in module._c._method_names():
+        graph = module._c._get_method(method).graph.copy()
+        torch._C._jit_pass_inline(graph)
+        for node in (node for kind in _VIEWS for node in graph.findAllNodes(kind)):
+            names.add(".".join(filter(None, (path, *(_attribute(_passed_on(node.inputsAt(0))[0], graph) or ())))))
+    return names
 
 
 def _passed_on(value: Any) -> tuple[Any, bool]:
