@@ -141,16 +141,18 @@ def run(names: Sequence[str], dtypes: Sequence[str], with_compile: Sequence[str]
     """Measures models, and writes the file after each of them."""
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True  # what was compiled before would take no time
-    earlier = machine.earlier_results(out)
-    results = [row for row in earlier if row["model"] not in names or row["dtype"] not in dtypes]
+    order = list(MODELS)
     for name in names:
+        rows = []
         for dtype in dtypes:
             for mode in MODES:
-                results.append(measure(name, getattr(torch, dtype), mode, name in with_compile, budget))
-                show(results[-1])
-        order = list(MODELS)
-        results.sort(key=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]))
-        machine.write(out, "bench_layouts.py", results, quick=budget == 0, threads=1, seconds=budget)
+                rows.append(measure(name, getattr(torch, dtype), mode, name in with_compile, budget))
+                show(rows[-1])
+        machine.add(
+            *(out, "bench_layouts.py", rows),
+            order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
+            **{"quick": budget == 0, "threads": 1, "seconds": budget},
+        )
 
 
 def main() -> None:

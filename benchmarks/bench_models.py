@@ -118,9 +118,11 @@ def main() -> None:
         measured = measure(*case, arguments.rounds)
         figures = {job: each["ms"] and round(each["ms"], 2) for job, each in measured["jobs"].items()}
         print(*case, figures, flush=True)
-        results = [row for row in machine.earlier_results(out) if (row["model"], row["source"]) != case] + [measured]
-        results.sort(key=lambda row: order.index((row["model"], row["source"])))
-        machine.write(out, "bench_models.py", results, rounds=arguments.rounds)
+        machine.add(
+            *(out, "bench_models.py", [measured]),
+            order=lambda row: order.index((row["model"], row["source"])),
+            rounds=arguments.rounds,
+        )
 
 
 if __name__ == "__main__":

@@ -22,12 +22,11 @@ from typing import Any
 import machine
 import torch
 from bench_layouts import MODES, default_dtypes
-from layout_models import MODELS
+from layout_models import MODELS, first_tensor
 from stopwatch import summary
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import tensors_in
 from torch_nhwc.tuning import Tuning
 from torch_nhwc.tuning.tuner import interval, policies
 from torch_nhwc.tuning.workload import Workload, optimizer_for
@@ -40,12 +39,10 @@ CHOSEN = (
 IN_BFLOAT16 = ("mobilenet_v2", "efficientnet_b0", "unet2d")
 OPTIMIZER = torch.optim.SGD
 ROUNDS = range(2, 21)
+# The level of the intervals, in percent.
+LEVEL = 99
 Apart = Callable[..., Any]
 Case = tuple[str, str, str]
-
-
-def first_tensor(output: Any) -> torch.Tensor:
-    return next(tensor for _, tensor in tensors_in(output))
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -59,10 +56,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.T
     measured, kind = MODELS[name], getattr(torch, dtype)
     model = measured.make().to(kind).train(mode == "training")
     shape = measured.input_shape(kind)
-    extra = {
-        key: value.to(kind) if value.is_floating_point() else value for key, value in measured.extra(shape[0]).items()
-    }
-    return model, {"x": torch.randn(shape).to(kind), **extra}
+    return model, {"x": torch.randn(shape).to(kind), **measured.extra_inputs(shape[0], kind)}
 
 
 class Called(nn.Module):
@@ -149,19 +143,17 @@ def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iter
             yield from ((name, dtype, mode) for mode in modes)
 
 
-def case_of(row: dict) -> Case:
-    return row["model"], row["dtype"], row["mode"]
-
-
 def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: Apart = apart) -> None:
     """Tunes and compares cases, and writes the file after each of them."""
     order = list(MODELS)
     for case in chosen:
         row = call(compare, *case, call(tune, *case, budget), seconds)
         show(row)
-        results = [each for each in machine.earlier_results(out) if case_of(each) != case] + [row]
-        results.sort(key=lambda each: (each["dtype"] != "float32", order.index(each["model"]), each["mode"]))
-        machine.write(out, "bench_tune.py", results, quick=budget < 10, threads=1, budget=budget, seconds=seconds)
+        machine.add(
+            *(out, "bench_tune.py", [row]),
+            order=lambda each: (each["dtype"] != "float32", order.index(each["model"]), each["mode"]),
+            **{"quick": budget < 10, "threads": 1, "level": LEVEL, "budget": budget, "seconds": seconds},
+        )
 
 
 def main() -> None:
@@ -175,7 +167,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a second for both")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # of this process, too: the file says under how many its results were taken
-    there = {case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
+    there = {machine.case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
     chosen = [case for case in cases(arguments.model, arguments.dtype, arguments.mode) if case not in there]
     run(chosen, *([1.0] * 2 if arguments.quick else [arguments.budget, arguments.seconds]), arguments.out)
 

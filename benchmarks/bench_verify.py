@@ -92,8 +92,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, Inputs]:
     shape = SMALL.get(
         name, (2, measured.shape[1], *[64 if len(measured.shape) == 4 else 16] * (len(measured.shape) - 2))
     )
-    extra = measured.extra(shape[0]).values()
-    inputs = torch.randn(shape).to(kind), *(each.to(kind) if each.is_floating_point() else each for each in extra)
+    inputs = torch.randn(shape).to(kind), *measured.extra_inputs(shape[0], kind).values()
     copied = copy.deepcopy(model).train()
     for module in copied.modules():
         if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
@@ -155,7 +154,8 @@ def measure(name: str, dtype: str, mode: str) -> dict[str, object]:
         fault: next((row for row in faulty.differing if row.path == path and FAULTS[fault](row)), None)
         for fault, path in planted.items()
     }
-    alarms = [*clean.differing, *(row for row in faulty.differing if row.path not in planted.values())]
+    # The rows of the whole model, whose path is empty, differ because its layers do.
+    alarms = [*clean.differing, *(row for row in faulty.differing if row.path not in ("", *planted.values()))]
     return {
         "model": name,
         "dtype": dtype,
@@ -184,17 +184,20 @@ def is_met(row: dict) -> bool:
 
 def run(names: Sequence[str], dtypes: Sequence[str], out: Path) -> None:
     """Measures models, and writes the file after each of them."""
-    results = [row for row in machine.earlier_results(out) if row["model"] not in names or row["dtype"] not in dtypes]
+    order = list(MODELS)
     for name in names:
+        results = []
         for dtype in dtypes:
             for mode in MODES:
                 row = measure(name, dtype, mode)
                 results.append(row)
                 found = f"{len(row['found'])} of {len(row['planted'])} found, {len(row['false_alarms'])} false alarms"
                 print(f"{name} {dtype} {mode}: {found}, {row['seconds']} s", *row["false_alarms"][:3], flush=True)
-        order = list(MODELS)
-        results.sort(key=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]))
-        machine.write(out, "bench_verify.py", results, threads=1)
+        machine.add(
+            *(out, "bench_verify.py", results),
+            order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
+            threads=1,
+        )
 
 
 def main() -> None:

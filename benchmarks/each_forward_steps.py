@@ -12,10 +12,10 @@ from pathlib import Path
 
 import machine
 import torch
+from layout_models import first_tensor
 from models import MODELS, weights_of
 from tables import table
 from torch import nn
-from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
 from torch_nhwc.running import seconds_in_turns

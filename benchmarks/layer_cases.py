@@ -15,7 +15,7 @@ from torch_nhwc import functional as ours
 Call = Callable[..., Tensor]
 FORWARD, BOTH, BACKWARD = "forward", "forward with backward", "backward"
 OVER_CONTIGUOUS, STOCK_OVER_OURS = "over_contiguous", "stock_over_ours"
-POOLS = ("avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "lp_pool3d")
+POOLS = ("avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d")
 NORMS = ("group_norm", "instance_norm")
 
 
@@ -142,7 +142,6 @@ def pool_cases() -> Iterator[Case]:
         ("adaptive_avg_pool3d", "4", (4,)),
         ("adaptive_avg_pool3d", "1", (1,)),
         ("adaptive_max_pool3d", "4", (4,)),
-        ("lp_pool3d", "2, 2", (2.0, 2)),
     ):
         yield Case(layer, text, shape, partial(with_arguments, layer, arguments), is_quick=text == "2")
 
