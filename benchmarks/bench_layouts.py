@@ -35,7 +35,7 @@ LEAST_GAIN = 0.98
 
 
 def layouts(model: nn.Module, x: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
-    """The copies of a model, each with its input."""
+    """Return the copies of a model, each with its input."""
     converted = {name: copy.deepcopy(model) for name in (WEIGHTS, FULL, PRESERVED)}
     for name, each in converted.items():
         nhwc.convert_(each, preserve=name == PRESERVED)
@@ -44,7 +44,7 @@ def layouts(model: nn.Module, x: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
 
 
 def exchanged(before: nn.Module, after: nn.Module) -> dict[str, int]:
-    """How many layers of each class have another class after the conversion."""
+    """Count the layers of each class that have another class after the conversion."""
     pairs = zip(before.modules(), after.modules(), strict=True)
     return dict(Counter(type(a).__name__ for a, b in pairs if type(a) is not type(b)))
 
@@ -55,7 +55,7 @@ def inference(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
-    """A step but for the optimizer's part, and its loss."""
+    """Take a step without the optimizer's part, and return the loss."""
     loss = measured.call(model, x).float().square().mean()
     loss.backward()
     model.zero_grad(set_to_none=True)
@@ -63,14 +63,14 @@ def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def compiled(step: Callable[..., Tensor], measured: LayoutModel, model: nn.Module, x: Tensor) -> tuple[Callable, float]:
-    """The step of a compiled copy, and how long its first call took."""
+    """Return the step of a compiled copy, and how long its first call took."""
     torch._dynamo.reset()
     run = partial(step, measured, torch.compile(copy.deepcopy(model)), x)
     return run, seconds(run)
 
 
 def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget: float) -> dict[str, object]:
-    """One model in one dtype and mode: every layout, and the largest difference of what it computes."""
+    """Measure every layout of a model in one dtype and mode, and the largest difference of its results."""
     measured = MODELS[name]
     torch.manual_seed(0)
     model = measured.make().to(dtype).train(mode == "training")
@@ -113,7 +113,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget
 
 
 def bars(row: dict) -> dict[str, float]:
-    """The least gains that are asked of a row; where nothing is exchanged there is nothing to compare but noise."""
+    """Return the least gains that a row has to reach; without a replaced layer there is only noise to compare."""
     if not row["exchanged"]:
         return {}
     found = {"preserved_over_full": LEAST_GAIN}
@@ -138,7 +138,7 @@ def default_dtypes() -> list[str]:
 
 
 def run(names: Sequence[str], dtypes: Sequence[str], with_compile: Sequence[str], budget: float, out: Path) -> None:
-    """Measures models, and writes the file after each of them."""
+    """Measure models, and write the file after each of them."""
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True  # what was compiled before would take no time
     order = list(MODELS)

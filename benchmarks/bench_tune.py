@@ -50,7 +50,7 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model, and what it is called with, by name."""
+    """Return a model and its keyword arguments."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     measured, kind = MODELS[name], getattr(torch, dtype)
@@ -60,7 +60,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.T
 
 
 class Called(nn.Module):
-    """A model whose input is a tensor, whatever it calls it, and other arguments by their names."""
+    """A model with a first argument `x`, whatever its name is in the model, and others by their names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ def options(mode: str) -> dict[str, Any]:
 
 
 def tune(name: str, dtype: str, mode: str, budget: float) -> str:
-    """What is decided for a model, as JSON."""
+    """Tune a model, and return the decision as JSON."""
     model, inputs = made(name, dtype, mode)
     tuning = nhwc.tune(Called(model), inputs, mode=mode, budget_seconds=budget, **options(mode))
     print(tuning, flush=True)
@@ -83,7 +83,7 @@ def tune(name: str, dtype: str, mode: str, budget: float) -> str:
 
 
 def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> dict[str, object]:
-    """The decision beside each fixed policy, in as many rounds as the seconds allow, within limits."""
+    """Compare the decision with each policy, in as many rounds as the seconds allow, within limits."""
     model, inputs = made(name, dtype, mode)
     model = Called(model)
     tuning = Tuning.from_json(decided)
@@ -121,7 +121,7 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a fresh process."""
+    """Call a function in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
@@ -136,7 +136,7 @@ def show(row: dict) -> None:
 
 
 def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iterable[str]) -> Iterator[Case]:
-    """What is measured; without names and dtypes, what can be in reasonable time."""
+    """Return the cases; without names and dtypes, those that take a reasonable time."""
     for dtype in dtypes or ("float32", "bfloat16"):
         is_slow = dtypes is None and dtype not in default_dtypes()
         for name in names or (IN_BFLOAT16 if is_slow else CHOSEN):
@@ -144,7 +144,7 @@ def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iter
 
 
 def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: Apart = apart) -> None:
-    """Tunes and compares cases, and writes the file after each of them."""
+    """Tune and compare cases, and write the file after each of them."""
     order = list(MODELS)
     for case in chosen:
         row = call(compare, *case, call(tune, *case, budget), seconds)

@@ -42,7 +42,7 @@ LARGE = [(1024, 512, 3, 3), (1280, 1280, 3, 3)]
 
 
 def random_shapes(count: int) -> list[tuple[int, ...]]:
-    """Weights of all proportions, up to 8 MB of float32, the same ones every time."""
+    """Return shapes of all proportions, up to 8 MB of float32, the same ones every time."""
     generator = random.Random(4)
     shapes: list[tuple[int, ...]] = []
     while len(shapes) < count:
@@ -54,7 +54,7 @@ def random_shapes(count: int) -> list[tuple[int, ...]]:
 
 
 def microseconds(job: Callable[[], object], calls: int) -> float:
-    """For one of so many calls."""
+    """Return the microseconds of one call, from so many."""
 
     def repeated() -> None:
         for _ in range(calls):
@@ -111,7 +111,7 @@ def measure(point: Point, samples: int) -> dict[str, object]:
 
 
 def points(with_compile: bool) -> list[tuple[int, Point]]:
-    """The fixed grid and the random shapes, each with the number of threads."""
+    """Return the fixed grid and the random shapes, each with the number of threads."""
     ways = (False, True)
     grid = [Point(shape, dtype, back) for shape in SQUARES + TAPS + SMALL for dtype in DTYPES for back in ways]
     for index, shape in enumerate(random_shapes(40)):

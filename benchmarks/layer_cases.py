@@ -38,21 +38,21 @@ class Case(NamedTuple):
         return f"{self.layer}({self.arguments}) {'x'.join(map(str, self.shape))}"
 
     def sample_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sample of the input."""
+        """Return the size of one sample of the input."""
         return torch.Size(self.shape[1:]).numel() * dtype.itemsize
 
     def of(self, functions: ModuleType) -> Call:
-        """The call of ours, or of PyTorch's."""
+        """Return the call of our functions or of PyTorch's."""
         return partial(self.call, functions)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The backward by itself is measured where a bar is about it."""
+        """The modes; the backward by itself is measured if a bar is about it."""
         return (FORWARD, BOTH, BACKWARD) if self.layer == "group_norm" else (FORWARD, BOTH)
 
 
 def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
-    """What is asked of a ratio: at most so much over contiguous, and at least so much of stock over ours."""
+    """Return the limits of ratios: at most so much over contiguous, at least so much of stock over ours."""
     is_float, is_forward = dtype == torch.float32, mode == FORWARD
     found: dict[str, float] = {}
     if case.layer in NORMS and mode != BACKWARD:
@@ -155,7 +155,7 @@ def convolution_cases() -> Iterator[Case]:
 
 
 def convolution(inner: int, outer: int, edge: int, taps: tuple[int, ...], is_quick: bool = False) -> Case:
-    """With a batch of two: a single sample may go PyTorch's slow path, in every format."""
+    """Return a case with a batch of two: PyTorch may take a slow path for a single sample, in every format."""
     padding = tuple(each // 2 for each in taps)
     text = f"to {outer} channels, {'x'.join(map(str, taps))}"
     shape = (2, inner, edge, edge, edge)

@@ -32,7 +32,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def made(make: Callable[[], nn.Module], _: Path | None = None, device: str = "cpu") -> nn.Module:
-    """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
+    """Return a model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
     with torch.device("meta"):
         model = make()
     model.to_empty(device=device)
@@ -43,7 +43,7 @@ def made(make: Callable[[], nn.Module], _: Path | None = None, device: str = "cp
 
 
 def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `torch.save` and `torch.load`."""
+    """Return a model from `torch.save` and `torch.load`."""
     file = folder / "model.pt"
     if not file.exists():
         torch.save(made(make), file)
@@ -51,7 +51,7 @@ def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def assigned(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model whose state dict, from `torch.save` and `torch.load`, became its own."""
+    """Return a model that took over the tensors of a loaded state dict."""
     file = folder / "state.pt"
     if not file.exists():
         torch.save(made(make).state_dict(), file)
@@ -62,7 +62,7 @@ def assigned(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `save_pretrained` and `from_pretrained`."""
+    """Return a model from `save_pretrained` and `from_pretrained`."""
     if not (folder / "pretrained").exists():
         made(make).save_pretrained(folder / "pretrained")
     with torch.device("meta"):
@@ -83,5 +83,5 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 
 def moved_of(weights: list[Tensor]) -> list[Tensor]:
-    """Those of which the bytes move."""
+    """Return the weights whose bytes move."""
     return [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]

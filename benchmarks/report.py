@@ -48,7 +48,7 @@ def machine(measured: dict) -> str:
 
 
 def grid(measured: dict, threads: int = 1) -> list[Point]:
-    """All points but those that were taken again beside the compiler."""
+    """Return all points except those of the comparison with the compiler."""
     return [p for p in measured["results"] if p["threads"] == threads and "compiled_clone" not in p["times"]]
 
 
@@ -62,7 +62,7 @@ def threes(points: Iterable[Point]) -> list[Point]:
 
 
 def bars(weights: dict) -> str:
-    """The bars that the project set for single weights, and what was measured."""
+    """Return the table of the bars for single weights."""
     points = grid(weights)
     copies = [p for p in points if not p["to"]]
     forward = threes(points)
@@ -215,7 +215,7 @@ def walk(measured: dict) -> str:
 
 
 def single(measured: dict | None) -> str:
-    """What stands below the table of the walk, where it was measured."""
+    """Return the sentence on single layers, if they were measured."""
     if measured is None:
         return ""
     first, second = (f"{ratio(measured, f'{call}, ours', f'{call}, stock'):.1f}" for call in ("first", "second"))
@@ -226,7 +226,7 @@ def single(measured: dict | None) -> str:
 
 
 def gain(measured: dict) -> str:
-    """The conversion of whole models, in one line."""
+    """Return the gains of whole models as a sentence."""
     gains = [(r["model"], r["source"], r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]) for r in measured["results"]]
     loaded = [value for _, source, value in gains if source in ("torch.load", "assign=True")]
     mapped = [value for _, source, value in gains if source == "from_pretrained"]
@@ -246,9 +246,9 @@ def forward(measured: dict) -> str:
 
 
 def documents() -> dict[Path, dict[str, str]]:
-    """What stands between the marks of each document."""
+    """Return the figures between the marks of each document."""
     weights, of_models, of_forward = load("weights"), load("models"), load("forward")
-    layers, layouts = load("layers"), load("layouts")
+    layers, layouts = report_layers.current(load("layers")), load("layouts")
     traced, tuned, verified, collated = load("trace"), load("tune"), load("verify"), load("collate")
     return {
         README: {"gains": report_layers.gains(layouts)},
@@ -305,7 +305,7 @@ def documents() -> dict[Path, dict[str, str]]:
 
 
 def plot(weights: dict) -> None:
-    """The fraction of memcpy's speed over the size, by dtype."""
+    """Draw the fraction of memcpy's speed over the size, by dtype."""
     import matplotlib
 
     matplotlib.use("svg")
