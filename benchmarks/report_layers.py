@@ -201,6 +201,8 @@ def peers(measured: dict) -> str:
         rows.append([row["model"], row["dtype"], row["mode"], f"{gains['preserved']:.2f}"])
         for layout in ("compiled contiguous", "compiled preserved"):
             rows[-1].append(f"{gains[layout]:.2f} ({taken[layout]:.0f} s)" if layout in gains else "raises")
+    if not rows:
+        return "Nothing has been measured yet."
     head = ["model", "dtype", "", "gain: preserved", "compiled contiguous (its first call)"]
     return table([*head, "compiled preserved"], rows)
 
