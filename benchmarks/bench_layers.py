@@ -144,21 +144,11 @@ def measure_threads(case: Case, dtype: torch.dtype, mode: str, seconds: float) -
     return {**described, "dtype": name_of(dtype), "mode": mode, "times": times, "gains": gains}
 
 
-def met(row: dict) -> list[str]:
-    """Return, for each bar of a row, whether it is met."""
-    texts = []
-    for ratio, limit in row["bars"].items():
-        value = row["ratios"][ratio]
-        is_met = value is not None and (value <= limit if ratio == OVER_CONTIGUOUS else value >= limit)
-        texts.append(f"{ratio} {limit:g}: {'not measured' if value is None else 'met' if is_met else 'MISSED'}")
-    return texts
-
-
 def show(row: dict) -> None:
     name = f"{row['layer']}({row['arguments']}) {'x'.join(map(str, row['shape']))} {row['dtype']} {row['mode']}"
     times = [f"{times['min']:.3f}" if times else "fails" for times in row["times"].values()]
     ratios = [f"{value:.2f}" if value else "-" for value in row["ratios"].values()]
-    print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}; {'; '.join(met(row))}", flush=True)
+    print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}", flush=True)
 
 
 def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> dict:

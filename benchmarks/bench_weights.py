@@ -19,9 +19,9 @@ import machine
 import torch
 from jobs import compiled_clone
 from points import Point
-from stopwatch import summary
+from stopwatch import Stopwatch, summary
 
-from torch_nhwc.running import in_turns, seconds
+from torch_nhwc.running import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]
@@ -51,16 +51,6 @@ def random_shapes(count: int) -> list[tuple[int, ...]]:
         if math.prod(kernel) > 1 and shape[1] > 1 and math.prod(shape) <= 2 << 20:
             shapes.append(shape)
     return shapes
-
-
-def microseconds(job: Callable[[], object], calls: int) -> float:
-    """Return the microseconds of one call, from so many."""
-
-    def repeated() -> None:
-        for _ in range(calls):
-            job()
-
-    return seconds(repeated) / calls * 1e6
 
 
 def memcpy_job(nbytes: int) -> Callable[[], object]:
@@ -101,7 +91,7 @@ def measure(point: Point, samples: int) -> dict[str, object]:
         clone(weight)
         jobs["compiled_clone"] = lambda: clone(weight)
     calls = max(1, (2 << 20) // max(weight.nbytes, 1 << 12))
-    taken = in_turns({name: partial(microseconds, job, calls) for name, job in jobs.items()}, samples)
+    taken = in_turns({name: partial(Stopwatch().microseconds, job, calls) for name, job in jobs.items()}, samples)
     return {
         **point.described(),
         "bytes": weight.nbytes,

@@ -4,28 +4,18 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from layout_models import classifier, network
 from torch import Tensor, nn
 
 from torch_nhwc.cli import models as built_in
 from torch_nhwc.sites.finding import find
 
-
-def mobilenet_v2() -> nn.Module:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    return MobileNetV2ForImageClassification(MobileNetV2Config())
-
-
-def unet2d() -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50 (transformers)": lambda: built_in.resnet50().model,
-    "MobileNetV2 (transformers)": mobilenet_v2,
-    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": unet2d,
+    "MobileNetV2 (transformers)": classifier("MobileNetV2"),
+    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": network(
+        "diffusers", "UNet2DConditionModel", cross_attention_dim=768, attention_head_dim=8
+    ),
     "3D UNet (monai)": lambda: built_in.unet3d(width=64).model,
     "CogVideoX autoencoder (diffusers)": lambda: built_in.video_autoencoder((128, 256, 256, 512), 3).model,
 }

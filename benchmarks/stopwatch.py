@@ -39,7 +39,12 @@ class Stopwatch:
 
     def microseconds(self, play: Call, times: int) -> float:
         """Return how long the device works on one of so many plays."""
-        return self.wall(lambda: [play() for _ in range(times)]) / times
+
+        def repeated() -> None:
+            for _ in range(times):
+                play()
+
+        return self.wall(repeated) / times
 
     def wall(self, job: Call) -> float:
         """Return the microseconds until the job and the device are done."""
