@@ -1,4 +1,4 @@
-"""What a call costs by itself: converting one weight whose bytes need not move, beside PyTorch's clone of it.
+"""What a call costs by itself: converting one weight whose bytes need not move, and PyTorch's clone of it.
 
     python benchmarks/bench_calls.py [--samples N] [--out FILE]
 

@@ -1,10 +1,10 @@
-"""Batches per second of `nhwc.data.collate`, beside `default_collate` followed by `.to(memory_format=...)`.
+"""The time of a batch by `nhwc.data.collate`, and by `default_collate` followed by `.to(memory_format=...)`.
 
     python benchmarks/bench_collate.py [--case NAME ...] [--samples N] [--workers N] [--out FILE]
 
 On one thread, as in a worker process; the two take turns. Each case is collated in this process, and in workers of a
-`DataLoader` whose samples are in memory, where the time is that of a whole pass over 32 batches: there the format is
-brought in the worker process, as a user's `collate_fn` would. Milliseconds of a batch, and a ratio of medians.
+`DataLoader` whose samples are in memory, where the time is that of a whole pass over 32 batches: there batches are
+converted in the worker process, as by a user's `collate_fn`. Milliseconds of a batch, and a ratio of medians.
 """
 
 from collections.abc import Callable

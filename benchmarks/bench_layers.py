@@ -4,8 +4,8 @@
 
 The three take turns in one process, on one thread: forward, and forward with backward, which computes the gradients of
 the input and of the parameters from a gradient in the output's format. Then the errors of the norms against float64 for
-data with large means, and what a second thread gains beside a plain copy. Milliseconds, minimum and median; ratios and
-bars are of minima. What a layer cannot do has no time, and the text of its error.
+data with large means, and what a second thread gains compared with a plain copy. Milliseconds, minimum and median;
+ratios and bars are of minima. A layer that fails has the text of its error in place of a time.
 """
 
 from collections.abc import Callable, Sequence

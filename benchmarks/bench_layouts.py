@@ -1,15 +1,15 @@
-"""Whole models in four layouts: contiguous, weights alone, weights and input, and with the layers that lose exchanged.
+"""Whole models in four layouts: contiguous, weights alone, weights and input, and with replaced layers as well.
 
     python benchmarks/bench_layouts.py [--model NAME ...] [--dtype NAME ...] [--compile [NAME ...]] [--seconds S]
                                        [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
 forward, a mean of squares, and backward. Milliseconds, minimum and median; gains are ratios of minima, and more than 1
-is faster than contiguous. Beside them, for the models that are named, torch.compile (inductor, its default mode) of the
-contiguous model and of the preserved one, with the seconds of its first call. The results of models that are not
+is faster than contiguous. With `--compile`, torch.compile (inductor, its default mode) of the contiguous model and of
+the preserved one takes turns with them, and the seconds of its first call are noted. The results of models that are not
 measured again stay in the file, if they were taken on such a machine with such a torch.
 
-bfloat16 is measured where oneDNN can use it: elsewhere a convolution takes so long in it that nobody would.
+bfloat16 is measured if oneDNN can use it. Otherwise a convolution is so slow in it that nobody would use it.
 """
 
 import copy
@@ -43,7 +43,7 @@ def layouts(model: nn.Module, x: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
     return {CONTIGUOUS: (model, x), **{name: (each, inputs[name]) for name, each in converted.items()}}
 
 
-def exchanged(before: nn.Module, after: nn.Module) -> dict[str, int]:
+def replaced(before: nn.Module, after: nn.Module) -> dict[str, int]:
     """Count the layers of each class that have another class after the conversion."""
     pairs = zip(before.modules(), after.modules(), strict=True)
     return dict(Counter(type(a).__name__ for a, b in pairs if type(a) is not type(b)))
@@ -98,7 +98,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget
         "dtype": str(dtype).removeprefix("torch."),
         "mode": mode,
         "samples": samples,
-        "exchanged": exchanged(model, made[PRESERVED][0]),
+        "exchanged": replaced(model, made[PRESERVED][0]),
         "times": times,
         "gains": {layout: times[CONTIGUOUS]["min"] / each["min"] for layout, each in times.items()},
         "preserved_over_full": times[FULL]["min"] / times[PRESERVED]["min"],
@@ -129,8 +129,8 @@ def show(row: dict) -> None:
     times = ", ".join(
         f"{layout} {each['min']:.1f} ms ({row['gains'][layout]:.2f}x)" for layout, each in row["times"].items()
     )
-    told = f"{row['preserved_over_full']:.2f} over full, exchanged {row['exchanged']}, {row['compile_seconds'] or ''}"
-    print(f"{row['model']} {row['dtype']} {row['mode']}: {times}; {told} {row['errors'] or ''}", flush=True)
+    rest = f"{row['preserved_over_full']:.2f} over full, replaced {row['exchanged']}, {row['compile_seconds'] or ''}"
+    print(f"{row['model']} {row['dtype']} {row['mode']}: {times}; {rest} {row['errors'] or ''}", flush=True)
 
 
 def default_dtypes() -> list[str]:

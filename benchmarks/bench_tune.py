@@ -1,4 +1,4 @@
-"""What `tune` decides for whole models, and how that stands beside each fixed policy when it is measured again.
+"""What `tune` decides for whole models, and how fast that is compared with each policy when it is measured again.
 
     python benchmarks/bench_tune.py [--model NAME ...] [--dtype NAME ...] [--mode NAME ...] [--missing]
                                     [--budget S] [--seconds S] [--quick] [--out FILE]
@@ -10,7 +10,8 @@ comes out.
 
 The file is written after each case, a model in one dtype and mode. What is not measured again stays in it, if it was
 taken on such a machine with such a torch; `--missing` measures only what is not there. All 18 cases in float32 take
-about 45 minutes. In bfloat16 it is a few models unless all are asked for, where the processor has no arithmetic for it.
+about 45 minutes. In bfloat16, on a processor without arithmetic for it, only a few models are measured unless others
+are named.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""What converting a model costs besides its bytes.
+"""What converting a model costs in addition to its bytes.
 
     python benchmarks/bench_walk.py [--samples N] [--out FILE | --against CHECKOUT]
 

@@ -1,4 +1,4 @@
-"""One weight at a time, beside memcpy and beside what PyTorch does.
+"""One weight at a time, compared with memcpy and with what PyTorch does.
 
     python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--without-compile] [--out FILE]
 

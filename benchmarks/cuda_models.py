@@ -1,12 +1,12 @@
 """Whole models on a GPU, all in one process.
 
-`bench_models.py --device cuda`. Of each model:
+`bench_models.py --device cuda`. For each model:
 
 - `device`: device time of what converts its weights, and of copies of as many bytes, in CUDA graphs of calls that go
   through sets of weights beyond the second-level cache, microseconds for one call;
 - `wall`: the microseconds that a caller waits, synchronisation included, from contiguous weights with memory of their
   own and with the allocator warm; and the memory in use beyond the model at its highest;
-- `launches`: what the device is told to do.
+- `launches`: how many kernels and copies the device runs.
 
 A model whose library is missing is made of layers with the same weights (shapes.py).
 """

@@ -1,4 +1,4 @@
-"""The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures behind them."""
+"""The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures for them."""
 
 import json
 from collections.abc import Sequence

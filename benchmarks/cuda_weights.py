@@ -1,4 +1,4 @@
-"""One weight at a time on a GPU, beside copies in the same layout and beside what PyTorch does.
+"""One weight at a time on a GPU, compared with copies in the same layout and with what PyTorch does.
 
 `bench_weights.py --device cuda`. Device time, in microseconds for one call: minimum and median of samples in which the
 jobs take turns. The calls of a job go through sets of weights that are together four times the second-level cache, read

@@ -128,13 +128,13 @@ def losses(measured: dict) -> str:
             for mode in MODES:
                 chosen = [row for row in of_group if (row["dtype"], row["mode"]) == (dtype, mode)]
                 both = ("stock_over_contiguous", "over_contiguous")
-                stock, ours = (told([row["ratios"][name] for row in chosen]) for name in both)
+                stock, ours = (ranged([row["ratios"][name] for row in chosen]) for name in both)
                 cells.append(f"{stock}; **{ours}**")
         rows.append([title, *cells])
     return table(["layer", *(f"{dtype}, {mode}" for dtype in ("float32", "bfloat16") for mode in MODES)], rows)
 
 
-def told(values: Iterable[float | None]) -> str:
+def ranged(values: Iterable[float | None]) -> str:
     text = spanned(values)
     return "-" if text == NOT_MEASURED else text
 
@@ -182,12 +182,12 @@ def layouts(measured: dict) -> str:
     rows = []
     for row in measured["results"]:
         times, gains = row["times"], row["gains"]
-        exchanged = ", ".join(f"{number} {name}" for name, number in row["exchanged"].items())
+        replaced = ", ".join(f"{number} {name}" for name, number in row["exchanged"].items())
         rows.append(
             [row["model"], str(row["shape"][0]), row["dtype"], row["mode"]]
             + [f"{times[layout]['min']:.1f}" for layout in ("contiguous", "preserved")]
             + [f"{gains[layout]:.2f}" for layout in ("weights", "full", "preserved")]
-            + [f"{row['preserved_over_full']:.2f}", exchanged or "nothing", f"{row['differences']['preserved']:.0e}"]
+            + [f"{row['preserved_over_full']:.2f}", replaced or "nothing", f"{row['differences']['preserved']:.0e}"]
         )
     head = ["model", "batch", "dtype", "", "contiguous, ms", "preserved, ms", "gain: weights", "weights and input"]
     return warning(measured) + table([*head, "preserved", "preserved over full", "replaced", "difference"], rows)
