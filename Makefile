@@ -54,7 +54,7 @@ site: $(VENV)/has-docs
 site-serve: $(VENV)/has-docs
 	$(bin)/python -m mkdocs serve
 
-# Take the machine for yourself meanwhile: two hours, 12 GB of memory.
+# Two hours and 12 GB of memory; nothing else may run on the machine.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_calls.py
@@ -68,6 +68,8 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py --compile $(compiled_models)
 	$(bin)/python benchmarks/bench_tune.py
+	$(bin)/python benchmarks/bench_verify.py
+	$(bin)/python benchmarks/count_accesses.py
 	$(bin)/python benchmarks/report.py
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.
@@ -85,7 +87,7 @@ test-emulated: $(VENV)/built
 test-cuda: $(VENV)/built
 	TORCH_NHWC_REQUIRE_GPU=1 $(bin)/python -m pytest --numprocesses 4 -m cuda
 
-# The GPU for yourself meanwhile.
+# Nothing else may run on the GPU.
 bench-cuda: $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py --device cuda
 	$(bin)/python benchmarks/bench_models.py --device cuda

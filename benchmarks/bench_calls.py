@@ -1,4 +1,4 @@
-"""What a call costs by itself: converting one weight whose bytes need not move, beside PyTorch's clone of it.
+"""What a call costs by itself: converting one weight whose bytes need not move, and PyTorch's clone of it.
 
     python benchmarks/bench_calls.py [--samples N] [--out FILE]
 
@@ -12,9 +12,8 @@ from functools import partial
 
 import machine
 import torch
-from bench_weights import microseconds
 from points import Point
-from stopwatch import summary
+from stopwatch import Stopwatch, summary
 
 import torch_nhwc as nhwc
 from torch_nhwc.running import in_turns
@@ -33,6 +32,7 @@ def measure(shape: tuple[int, ...], requires_grad: bool, samples: int) -> dict[s
         "function without format": lambda: nhwc.convert_weight(weight),
         "operator without format": lambda: operator(weight),
     }
+    microseconds = Stopwatch().microseconds
     taken = in_turns({name: partial(microseconds, job, CALLS_OF_A_SAMPLE) for name, job in jobs.items()}, samples)
     times = {name: summary(values) for name, values in taken.items()}
     return {**Point(shape, torch.float32).described(), "requires_grad": requires_grad, "times": times}
@@ -45,14 +45,6 @@ def main() -> None:
     torch.set_num_threads(1)
     results = [measure(shape, gradient, arguments.samples) for shape in SHAPES for gradient in (False, True)]
     machine.write(arguments.out, "bench_calls.py", results, samples=arguments.samples)
-    for result in results:
-        least = {name: times["min"] for name, times in result["times"].items()}
-        print(
-            f"{result['shape']}, {'with' if result['requires_grad'] else 'without'} a gradient, over clone: "
-            + ", ".join(f"{name} {each / least['clone']:.2f}" for name, each in least.items() if name != "clone")
-            + f"; the function adds {least['function'] - least['operator']:.2f} us to the operator, and without a "
-            f"format {least['function without format'] - least['operator without format']:.2f} us"
-        )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Batches per second of `nhwc.data.collate`, beside `default_collate` followed by `.to(memory_format=...)`.
+"""The time of a batch by `nhwc.data.collate`, and by `default_collate` followed by `.to(memory_format=...)`.
 
     python benchmarks/bench_collate.py [--case NAME ...] [--samples N] [--workers N] [--out FILE]
 
 On one thread, as in a worker process; the two take turns. Each case is collated in this process, and in workers of a
-`DataLoader` whose samples are in memory, where the time is that of a whole pass over 32 batches: there the format is
-brought in the worker process, as a user's `collate_fn` would. Milliseconds of a batch, and a ratio of medians.
+`DataLoader` whose samples are in memory, where the time is that of a whole pass over 32 batches: there batches are
+converted in the worker process, as by a user's `collate_fn`. Milliseconds of a batch, and a ratio of medians.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ def images(dtype: torch.dtype, *shape: int) -> Tensor:
 
 
 def interleaved(dtype: torch.dtype, *shape: int) -> Tensor:
-    """An image as decoders give it: `[C, H, W]`, a view of `[H, W, C]`."""
+    """Return an image as decoders do: `[C, H, W]`, a view of `[H, W, C]`."""
     return images(dtype, *shape[1:], shape[0]).movedim(-1, 0)
 
 
@@ -41,7 +41,7 @@ def cropped() -> Tensor:
 
 
 def mixed() -> dict[str, Any]:
-    """An image with what comes along in a dict."""
+    """Return an image in a dict, with a mask and labels."""
     mask = torch.zeros(1, 224, 224, dtype=torch.int64)
     return {"image": interleaved(torch.uint8, 3, 224, 224), "mask": mask, "box": [0.0] * 4, "label": 1, "name": "a"}
 
@@ -64,7 +64,7 @@ CASES: dict[str, tuple[int, Callable[[], Any], float]] = {
 
 
 def stock(samples: Samples) -> Any:
-    """What users write."""
+    """Collate as users write it."""
     batch = default_collate(samples)
     image = batch["image"] if isinstance(batch, dict) else batch
     brought = image.to(memory_format=CHANNELS_LAST[image.dim()])
@@ -80,7 +80,7 @@ def a_pass(loader: DataLoader) -> None:
 
 
 def measure(name: str, samples: int, workers: int) -> dict[str, object]:
-    """Milliseconds of a batch, in this process and in workers."""
+    """Return the milliseconds of a batch, in this process and in workers."""
     count, make, bar = CASES[name]
     batch = [make() for _ in range(count)]
     here = {way: lambda collate=collate: partial(collate, batch) for way, collate in COLLATE.items()}
@@ -100,7 +100,7 @@ def measure(name: str, samples: int, workers: int) -> dict[str, object]:
 
 
 def as_table(measured: dict) -> str:
-    """By case."""
+    """Return a table with a row for each case."""
     rows = []
     for row in measured["results"]:
         cells = []
@@ -115,7 +115,7 @@ def as_table(measured: dict) -> str:
 
 
 def run(names: list[str], samples: int, workers: int, out: Path) -> None:
-    """Measures and writes the results."""
+    """Measure cases, and write the results."""
     torch.set_num_threads(1)
     results = []
     for name in names:

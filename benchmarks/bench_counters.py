@@ -36,7 +36,7 @@ COUNTERS = {
 
 
 def convert_all() -> None:
-    """What the profiler watches: one kernel for each case."""
+    """Run one kernel for each case, for the profiler."""
     for shape, dtype in CASES:
         weight = torch.zeros(shape, dtype=dtype, device="cuda")
         out = torch.empty_like(weight, memory_format=CHANNELS_LAST[len(shape)])
@@ -52,7 +52,7 @@ def ncu_command(ncu: str) -> list[str]:
 
 
 def counters_in(output: str) -> list[dict[str, int]]:
-    """What ncu says of each kernel: a table of quoted values with a line of units below its head."""
+    """Return the counts of each kernel in ncu's table, whose values are quoted and whose second line has units."""
     lines = [line for line in output.splitlines() if line.startswith('"')]
     rows = list(csv.DictReader(lines))[1:]
     return [
@@ -65,7 +65,7 @@ def counters_in(output: str) -> list[dict[str, int]]:
 
 
 def read_counters() -> list[dict[str, int]] | str:
-    """The hardware's counts of each case, or why there are none."""
+    """Return the hardware's counts of each case, or why there are none."""
     ncu = shutil.which("ncu") or shutil.which("ncu", path="/usr/local/cuda/bin")
     if ncu is None:
         return "ncu is missing"
@@ -81,7 +81,7 @@ def read_counters() -> list[dict[str, int]] | str:
 
 
 def modelled(shape: Sequence[int], dtype: torch.dtype, shared_bytes: int, processors: int) -> dict[str, int]:
-    """The model's counts for a device of these limits."""
+    """Return the model's counts for a device with these limits."""
     limits = gpu_model.Limits(shared_bytes=shared_bytes, processors=processors)
     counts = count((dtype, dtype), (shape[0], shape[1], math.prod(shape[2:])), limits=limits)
     return {name: getattr(counts, name) for name in COUNTERS}

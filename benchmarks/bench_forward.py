@@ -19,7 +19,7 @@ from torch_nhwc.running import call, compare, copy_model, in_turns, seconds
 
 @torch.no_grad()
 def run(example: Example, repeats: int) -> dict[str, object]:
-    """The times of one model: contiguous, with converted weights, and with channels-last inputs as well."""
+    """Time one model: contiguous, with converted weights, and with channels-last inputs as well."""
     models = {"contiguous": example.model.eval()}
     models |= {way: copy_model(example.model) for way in ("converted", "channels_last_input")}
     nhwc.convert_(models["converted"])

@@ -12,18 +12,18 @@ from pathlib import Path
 
 import machine
 import torch
+from layout_models import first_tensor
 from models import MODELS
 from tables import table
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
-from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
 from torch_nhwc.running import seconds_in_turns
 
 
 def many_layers() -> nn.Module:
-    """A thousand weights of next to no work each."""
+    """Return a model of a thousand weights that are next to no work each."""
     return nn.Sequential(*(nn.Conv2d(4, 4, 3, padding=1, bias=False) for _ in range(1000)))
 
 
@@ -34,7 +34,7 @@ CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def measure(name: str, samples: int) -> dict[str, object]:
-    """Milliseconds of a step and its parts."""
+    """Return the milliseconds of a step and of its parts."""
     make, shape = CASES[name]
     model = make().train()
     report = nhwc.convert_(model, input_format="channels_last")
@@ -55,14 +55,14 @@ def measure(name: str, samples: int) -> dict[str, object]:
 
 
 def run(names: list[str], samples: int, out: Path) -> None:
-    """Measures and writes the results."""
+    """Measure models, and write the results."""
     torch.set_num_threads(1)
     results = [measure(name, samples) for name in names]
     machine.write(out, "bench_guard.py", results, samples=samples)
 
 
 def as_table(measured: dict) -> str:
-    """By model."""
+    """Return a table with a row for each model."""
     rows = []
     for result in measured["results"]:
         ms = result["ms"]

@@ -4,8 +4,8 @@
 
 The three take turns in one process, on one thread: forward, and forward with backward, which computes the gradients of
 the input and of the parameters from a gradient in the output's format. Then the errors of the norms against float64 for
-data with large means, and what a second thread gains beside a plain copy. Milliseconds, minimum and median; ratios and
-bars are of minima. What a layer cannot do has no time, and the text of its error.
+data with large means, and what a second thread gains compared with a plain copy. Milliseconds, minimum and median;
+ratios and bars are of minima. A layer that fails has the text of its error in place of a time.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +39,7 @@ def name_of(dtype: torch.dtype) -> str:
 
 
 def inputs(case: Case, dtype: torch.dtype, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The input in the way's format, the parameters, and the target where there is one; equal values in every way."""
+    """Return the input in a way's format, the parameters and the target, with the same values each time."""
     torch.manual_seed(0)
     x = torch.randn(case.shape, dtype=dtype)
     parameters = [torch.randn(shape, dtype=dtype) for shape in case.parameters]
@@ -53,7 +53,7 @@ def inputs(case: Case, dtype: torch.dtype, way: str) -> tuple[Tensor, list[Tenso
 
 
 def job(case: Case, dtype: torch.dtype, way: str, mode: str) -> Callable[[], object]:
-    """What is timed."""
+    """Return the call that is timed."""
     x, parameters, targets = inputs(case, dtype, way)
     call = partial(case.of(FUNCTIONS[way]), x, *parameters, *targets)
     if mode == FORWARD:
@@ -70,7 +70,7 @@ def job(case: Case, dtype: torch.dtype, way: str, mode: str) -> Callable[[], obj
 def timed(
     jobs: dict[str, Callable[[], Callable[[], object]]], seconds: float
 ) -> tuple[dict[str, dict[str, float] | None], dict[str, str]]:
-    """The milliseconds of jobs that take turns for so long, None for those that fail; and the texts of the failures."""
+    """Return the milliseconds of jobs that take turns for so long, `None` for those that fail, and the errors."""
     made, errors, round_seconds = {}, {}, 0.0
     for name, make in jobs.items():
         try:
@@ -88,13 +88,13 @@ def timed(
 
 
 def over(times: dict[str, dict[str, float] | None], longer: str, shorter: str) -> float | None:
-    """The ratio of two minima; None where one of them failed."""
+    """Return the ratio of two minima, or `None` if one of the jobs failed."""
     a, b = times[longer], times[shorter]
     return None if a is None or b is None else a["min"] / b["min"]
 
 
 def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
-    """One row: the three ways, their ratios, and the bars."""
+    """Return one row: the three ways, their ratios, and the bars."""
     times, errors = timed({way: partial(job, case, dtype, way, mode) for way in FUNCTIONS}, seconds)
     ratios = {
         OVER_CONTIGUOUS: over(times, "ours", "contiguous"),
@@ -116,7 +116,7 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
 
 
 def on_threads(call: Callable[[], object], threads: int) -> Callable[[], object]:
-    """The same on so many threads; their number is one otherwise."""
+    """Return the same call on so many threads; everything else runs on one."""
 
     def run() -> None:
         torch.set_num_threads(threads)
@@ -129,7 +129,7 @@ def on_threads(call: Callable[[], object], threads: int) -> Callable[[], object]
 
 
 def measure_threads(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
-    """How many times faster two threads are than one, for ours and for a copy of the input to memory that is there."""
+    """Compare two threads with one, for ours and for a copy of the input to existing memory."""
     source = inputs(case, dtype, "ours")[0].detach()
     copy = partial(torch.empty_like(source).copy_, source)
     calls = {"ours": job(case, dtype, "ours", mode), "copy": copy}
@@ -144,25 +144,15 @@ def measure_threads(case: Case, dtype: torch.dtype, mode: str, seconds: float) -
     return {**described, "dtype": name_of(dtype), "mode": mode, "times": times, "gains": gains}
 
 
-def met(row: dict) -> list[str]:
-    """Each bar of a row beside what was measured."""
-    texts = []
-    for ratio, limit in row["bars"].items():
-        value = row["ratios"][ratio]
-        is_met = value is not None and (value <= limit if ratio == OVER_CONTIGUOUS else value >= limit)
-        texts.append(f"{ratio} {limit:g}: {'not measured' if value is None else 'met' if is_met else 'MISSED'}")
-    return texts
-
-
 def show(row: dict) -> None:
     name = f"{row['layer']}({row['arguments']}) {'x'.join(map(str, row['shape']))} {row['dtype']} {row['mode']}"
     times = [f"{times['min']:.3f}" if times else "fails" for times in row["times"].values()]
     ratios = [f"{value:.2f}" if value else "-" for value in row["ratios"].values()]
-    print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}; {'; '.join(met(row))}", flush=True)
+    print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}", flush=True)
 
 
 def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> dict:
-    """All that is measured, by what it is."""
+    """Measure cases, errors and threads."""
     torch.set_num_threads(1)
     results = []
     for case in cases:

@@ -1,15 +1,15 @@
-"""Whole models in four layouts: contiguous, weights alone, weights and input, and with the layers that lose exchanged.
+"""Whole models in four layouts: contiguous, weights alone, weights and input, and with replaced layers as well.
 
     python benchmarks/bench_layouts.py [--model NAME ...] [--dtype NAME ...] [--compile [NAME ...]] [--seconds S]
                                        [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
 forward, a mean of squares, and backward. Milliseconds, minimum and median; gains are ratios of minima, and more than 1
-is faster than contiguous. Beside them, for the models that are named, torch.compile (inductor, its default mode) of the
-contiguous model and of the preserved one, with the seconds of its first call. The results of models that are not
+is faster than contiguous. With `--compile`, torch.compile (inductor, its default mode) of the contiguous model and of
+the preserved one takes turns with them, and the seconds of its first call are noted. The results of models that are not
 measured again stay in the file, if they were taken on such a machine with such a torch.
 
-bfloat16 is measured where oneDNN can use it: elsewhere a convolution takes so long in it that nobody would.
+bfloat16 is measured if oneDNN can use it. Otherwise a convolution is so slow in it that nobody would use it.
 """
 
 import copy
@@ -35,7 +35,7 @@ LEAST_GAIN = 0.98
 
 
 def layouts(model: nn.Module, x: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
-    """The copies of a model, each with its input."""
+    """Return the copies of a model, each with its input."""
     converted = {name: copy.deepcopy(model) for name in (WEIGHTS, FULL, PRESERVED)}
     for name, each in converted.items():
         nhwc.convert_(each, preserve=name == PRESERVED)
@@ -43,8 +43,8 @@ def layouts(model: nn.Module, x: Tensor) -> dict[str, tuple[nn.Module, Tensor]]:
     return {CONTIGUOUS: (model, x), **{name: (each, inputs[name]) for name, each in converted.items()}}
 
 
-def exchanged(before: nn.Module, after: nn.Module) -> dict[str, int]:
-    """How many layers of each class have another class after the conversion."""
+def replaced(before: nn.Module, after: nn.Module) -> dict[str, int]:
+    """Count the layers of each class that have another class after the conversion."""
     pairs = zip(before.modules(), after.modules(), strict=True)
     return dict(Counter(type(a).__name__ for a, b in pairs if type(a) is not type(b)))
 
@@ -55,7 +55,7 @@ def inference(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
-    """A step but for the optimizer's part, and its loss."""
+    """Take a step without the optimizer's part, and return the loss."""
     loss = measured.call(model, x).float().square().mean()
     loss.backward()
     model.zero_grad(set_to_none=True)
@@ -63,14 +63,14 @@ def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
 
 
 def compiled(step: Callable[..., Tensor], measured: LayoutModel, model: nn.Module, x: Tensor) -> tuple[Callable, float]:
-    """The step of a compiled copy, and how long its first call took."""
+    """Return the step of a compiled copy, and how long its first call took."""
     torch._dynamo.reset()
     run = partial(step, measured, torch.compile(copy.deepcopy(model)), x)
     return run, seconds(run)
 
 
 def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget: float) -> dict[str, object]:
-    """One model in one dtype and mode: every layout, and the largest difference of what it computes."""
+    """Measure every layout of a model in one dtype and mode, and the largest difference of its results."""
     measured = MODELS[name]
     torch.manual_seed(0)
     model = measured.make().to(dtype).train(mode == "training")
@@ -98,7 +98,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget
         "dtype": str(dtype).removeprefix("torch."),
         "mode": mode,
         "samples": samples,
-        "exchanged": exchanged(model, made[PRESERVED][0]),
+        "exchanged": replaced(model, made[PRESERVED][0]),
         "times": times,
         "gains": {layout: times[CONTIGUOUS]["min"] / each["min"] for layout, each in times.items()},
         "preserved_over_full": times[FULL]["min"] / times[PRESERVED]["min"],
@@ -113,7 +113,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget
 
 
 def bars(row: dict) -> dict[str, float]:
-    """The least gains that are asked of a row; where nothing is exchanged there is nothing to compare but noise."""
+    """Return the least gains that a row has to reach; without a replaced layer there is only noise to compare."""
     if not row["exchanged"]:
         return {}
     found = {"preserved_over_full": LEAST_GAIN}
@@ -129,8 +129,8 @@ def show(row: dict) -> None:
     times = ", ".join(
         f"{layout} {each['min']:.1f} ms ({row['gains'][layout]:.2f}x)" for layout, each in row["times"].items()
     )
-    told = f"{row['preserved_over_full']:.2f} over full, exchanged {row['exchanged']}, {row['compile_seconds'] or ''}"
-    print(f"{row['model']} {row['dtype']} {row['mode']}: {times}; {told} {row['errors'] or ''}", flush=True)
+    rest = f"{row['preserved_over_full']:.2f} over full, replaced {row['exchanged']}, {row['compile_seconds'] or ''}"
+    print(f"{row['model']} {row['dtype']} {row['mode']}: {times}; {rest} {row['errors'] or ''}", flush=True)
 
 
 def default_dtypes() -> list[str]:
@@ -138,19 +138,21 @@ def default_dtypes() -> list[str]:
 
 
 def run(names: Sequence[str], dtypes: Sequence[str], with_compile: Sequence[str], budget: float, out: Path) -> None:
-    """Measures models, and writes the file after each of them."""
+    """Measure models, and write the file after each of them."""
     torch.set_num_threads(1)
     torch._inductor.config.force_disable_caches = True  # what was compiled before would take no time
-    earlier = machine.earlier_results(out)
-    results = [row for row in earlier if row["model"] not in names or row["dtype"] not in dtypes]
+    order = list(MODELS)
     for name in names:
+        rows = []
         for dtype in dtypes:
             for mode in MODES:
-                results.append(measure(name, getattr(torch, dtype), mode, name in with_compile, budget))
-                show(results[-1])
-        order = list(MODELS)
-        results.sort(key=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]))
-        machine.write(out, "bench_layouts.py", results, quick=budget == 0, threads=1, seconds=budget)
+                rows.append(measure(name, getattr(torch, dtype), mode, name in with_compile, budget))
+                show(rows[-1])
+        machine.add(
+            *(out, "bench_layouts.py", rows),
+            order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
+            **{"quick": budget == 0, "threads": 1, "seconds": budget},
+        )
 
 
 def main() -> None:

@@ -34,13 +34,13 @@ PROCESSES.set_forkserver_preload(PRELOADED)
 
 
 def resident(field: str) -> int:
-    """A size of this process in bytes: VmRSS is what is resident, VmHWM the most that ever was."""
+    """Return a size of this process in bytes: VmRSS is what is resident, VmHWM the most that ever was."""
     status = Path("/proc/self/status").read_text()
     return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
 
 
 def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[str, float | None]:
-    """What one process does."""
+    """Do one job to one model, in the process that was started for it."""
     torch.set_num_threads(1)
     with torch.no_grad():
         model = SOURCES[source](MODELS[model_name], folder)
@@ -82,7 +82,7 @@ def cases(models: list[str], sources: list[str]) -> Iterator[tuple[str, str]]:
 
 
 def measure(model: str, source: str, rounds: int) -> dict[str, object]:
-    """One model from one source: every job in `rounds` processes of its own."""
+    """Measure one model from one source, each job in `rounds` processes of its own."""
     with tempfile.TemporaryDirectory() as folder:
         in_processes = {job: partial(run_in_a_process, model, source, job, Path(folder)) for job in (*JOBS, "memcpy")}
         runs = in_turns(in_processes, rounds, warm_up=0)
@@ -118,9 +118,11 @@ def main() -> None:
         measured = measure(*case, arguments.rounds)
         figures = {job: each["ms"] and round(each["ms"], 2) for job, each in measured["jobs"].items()}
         print(*case, figures, flush=True)
-        results = [row for row in machine.earlier_results(out) if (row["model"], row["source"]) != case] + [measured]
-        results.sort(key=lambda row: order.index((row["model"], row["source"])))
-        machine.write(out, "bench_models.py", results, rounds=arguments.rounds)
+        machine.add(
+            *(out, "bench_models.py", [measured]),
+            order=lambda row: order.index((row["model"], row["source"])),
+            rounds=arguments.rounds,
+        )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What `tune` decides for whole models, and how that stands beside each fixed policy when it is measured again.
+"""What `tune` decides for whole models, and how fast that is compared with each policy when it is measured again.
 
     python benchmarks/bench_tune.py [--model NAME ...] [--dtype NAME ...] [--mode NAME ...] [--missing]
                                     [--budget S] [--seconds S] [--quick] [--out FILE]
@@ -10,7 +10,8 @@ comes out.
 
 The file is written after each case, a model in one dtype and mode. What is not measured again stays in it, if it was
 taken on such a machine with such a torch; `--missing` measures only what is not there. All 18 cases in float32 take
-about 45 minutes. In bfloat16 it is a few models unless all are asked for, where the processor has no arithmetic for it.
+about 45 minutes. In bfloat16, on a processor without arithmetic for it, only a few models are measured unless others
+are named.
 """
 
 import multiprocessing
@@ -22,12 +23,11 @@ from typing import Any
 import machine
 import torch
 from bench_layouts import MODES, default_dtypes
-from layout_models import MODELS
+from layout_models import MODELS, first_tensor
 from stopwatch import summary
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import tensors_in
 from torch_nhwc.tuning import Tuning
 from torch_nhwc.tuning.tuner import interval, policies
 from torch_nhwc.tuning.workload import Workload, optimizer_for
@@ -40,12 +40,10 @@ CHOSEN = (
 IN_BFLOAT16 = ("mobilenet_v2", "efficientnet_b0", "unet2d")
 OPTIMIZER = torch.optim.SGD
 ROUNDS = range(2, 21)
+# The level of the intervals, in percent.
+LEVEL = 99
 Apart = Callable[..., Any]
 Case = tuple[str, str, str]
-
-
-def first_tensor(output: Any) -> torch.Tensor:
-    return next(tensor for _, tensor in tensors_in(output))
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -53,20 +51,17 @@ def loss_of(output: Any) -> torch.Tensor:
 
 
 def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    """A model, and what it is called with, by name."""
+    """Return a model and its keyword arguments."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     measured, kind = MODELS[name], getattr(torch, dtype)
     model = measured.make().to(kind).train(mode == "training")
     shape = measured.input_shape(kind)
-    extra = {
-        key: value.to(kind) if value.is_floating_point() else value for key, value in measured.extra(shape[0]).items()
-    }
-    return model, {"x": torch.randn(shape).to(kind), **extra}
+    return model, {"x": torch.randn(shape).to(kind), **measured.extra_inputs(shape[0], kind)}
 
 
 class Called(nn.Module):
-    """A model whose input is a tensor, whatever it calls it, and other arguments by their names."""
+    """A model with a first argument `x`, whatever its name is in the model, and others by their names."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -81,7 +76,7 @@ def options(mode: str) -> dict[str, Any]:
 
 
 def tune(name: str, dtype: str, mode: str, budget: float) -> str:
-    """What is decided for a model, as JSON."""
+    """Tune a model, and return the decision as JSON."""
     model, inputs = made(name, dtype, mode)
     tuning = nhwc.tune(Called(model), inputs, mode=mode, budget_seconds=budget, **options(mode))
     print(tuning, flush=True)
@@ -89,7 +84,7 @@ def tune(name: str, dtype: str, mode: str, budget: float) -> str:
 
 
 def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> dict[str, object]:
-    """The decision beside each fixed policy, in as many rounds as the seconds allow, within limits."""
+    """Compare the decision with each policy, in as many rounds as the seconds allow, within limits."""
     model, inputs = made(name, dtype, mode)
     model = Called(model)
     tuning = Tuning.from_json(decided)
@@ -127,7 +122,7 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
 
 
 def apart(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Calls a function in a fresh process."""
+    """Call a function in a fresh process."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(function, arguments)
 
@@ -142,26 +137,24 @@ def show(row: dict) -> None:
 
 
 def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iterable[str]) -> Iterator[Case]:
-    """What is measured; without names and dtypes, what can be in reasonable time."""
+    """Return the cases; without names and dtypes, those that take a reasonable time."""
     for dtype in dtypes or ("float32", "bfloat16"):
         is_slow = dtypes is None and dtype not in default_dtypes()
         for name in names or (IN_BFLOAT16 if is_slow else CHOSEN):
             yield from ((name, dtype, mode) for mode in modes)
 
 
-def case_of(row: dict) -> Case:
-    return row["model"], row["dtype"], row["mode"]
-
-
 def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: Apart = apart) -> None:
-    """Tunes and compares cases, and writes the file after each of them."""
+    """Tune and compare cases, and write the file after each of them."""
     order = list(MODELS)
     for case in chosen:
         row = call(compare, *case, call(tune, *case, budget), seconds)
         show(row)
-        results = [each for each in machine.earlier_results(out) if case_of(each) != case] + [row]
-        results.sort(key=lambda each: (each["dtype"] != "float32", order.index(each["model"]), each["mode"]))
-        machine.write(out, "bench_tune.py", results, quick=budget < 10, threads=1, budget=budget, seconds=seconds)
+        machine.add(
+            *(out, "bench_tune.py", [row]),
+            order=lambda each: (each["dtype"] != "float32", order.index(each["model"]), each["mode"]),
+            **{"quick": budget < 10, "threads": 1, "level": LEVEL, "budget": budget, "seconds": seconds},
+        )
 
 
 def main() -> None:
@@ -175,7 +168,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a second for both")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # of this process, too: the file says under how many its results were taken
-    there = {case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
+    there = {machine.case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
     chosen = [case for case in cases(arguments.model, arguments.dtype, arguments.mode) if case not in there]
     run(chosen, *([1.0] * 2 if arguments.quick else [arguments.budget, arguments.seconds]), arguments.out)
 

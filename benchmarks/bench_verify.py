@@ -56,7 +56,7 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def with_forward(layer: nn.Module, change: Callable[[Forward, Tensor], Tensor]) -> None:
-    """Gives a layer another forward, made of its own."""
+    """Give a layer another forward, which calls its own."""
     base = type(layer)
     layer.__class__ = type(
         base.__name__, (base,), {"forward": lambda self, x: change(lambda each: base.forward(self, each), x)}
@@ -64,7 +64,7 @@ def with_forward(layer: nn.Module, change: Callable[[Forward, Tensor], Tensor]) 
 
 
 def without_last_channel(forward: Forward, x: Tensor) -> Tensor:
-    """As a kernel that leaves out the remainder of its channels."""
+    """Run a forward like a kernel that leaves out the remainder of its channels."""
     y = forward(x)
     return torch.cat([y[:, :-1], torch.zeros_like(y[:, -1:])], 1) if is_channels_last(x) else y
 
@@ -78,13 +78,13 @@ def with_group_norm(forward: Forward, x: Tensor) -> Tensor:
 
 
 def scramble(weight: Tensor) -> None:
-    """Sums and norms stay what they are."""
+    """Reverse the filters of a weight, which keeps its sum and its norm."""
     with torch.no_grad():
         weight.copy_(weight.flip(0))
 
 
 def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, Inputs]:
-    """A model and a small input."""
+    """Return a model and a small input."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     measured, kind = MODELS[name], getattr(torch, dtype)
@@ -92,8 +92,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, Inputs]:
     shape = SMALL.get(
         name, (2, measured.shape[1], *[64 if len(measured.shape) == 4 else 16] * (len(measured.shape) - 2))
     )
-    extra = measured.extra(shape[0]).values()
-    inputs = torch.randn(shape).to(kind), *(each.to(kind) if each.is_floating_point() else each for each in extra)
+    inputs = torch.randn(shape).to(kind), *measured.extra_inputs(shape[0], kind).values()
     copied = copy.deepcopy(model).train()
     for module in copied.modules():
         if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
@@ -106,7 +105,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, Inputs]:
 
 
 def in_the_middle(model: nn.Module, inputs: Inputs, number: int) -> list[str]:
-    """The paths of convolutions on images, in the middle of the order in which they run."""
+    """Return the paths of convolutions on images, from the middle of the order in which they run."""
     ran: dict[str, None] = {}
     handles = [
         module.register_forward_hook(
@@ -124,12 +123,12 @@ def in_the_middle(model: nn.Module, inputs: Inputs, number: int) -> list[str]:
 
 
 def is_image(x: Tensor, y: Tensor) -> bool:
-    """Whether both are of several channels and pixels, so that channels-last is another order."""
+    """Return whether both have several channels and pixels, so that channels-last is another order."""
     return all(each.size(1) >= 4 and each[0, 0].numel() > 1 for each in (x, y))
 
 
 def plant(before: nn.Module, after: nn.Module, paths: Sequence[str], has_backward: bool) -> dict[str, str]:
-    """Plants a fault in each of four layers; by what it is, the path on which it is to be found."""
+    """Plant a fault in each of four layers, and return the path of each fault."""
     kernel, backward, weight, norm = paths
     with_forward(after.get_submodule(kernel), without_last_channel)
     with_forward(after.get_submodule(backward), with_wrong_backward)
@@ -141,7 +140,7 @@ def plant(before: nn.Module, after: nn.Module, paths: Sequence[str], has_backwar
 
 
 def measure(name: str, dtype: str, mode: str) -> dict[str, object]:
-    """What `verify` says of a model that was converted, and of one in which faults are."""
+    """Return what `verify` reports for a converted model without and with faults."""
     before, inputs = made(name, dtype, mode)
     paths = in_the_middle(before, inputs, 4)
     has_backward, start = mode == "training", time.process_time()
@@ -155,7 +154,8 @@ def measure(name: str, dtype: str, mode: str) -> dict[str, object]:
         fault: next((row for row in faulty.differing if row.path == path and FAULTS[fault](row)), None)
         for fault, path in planted.items()
     }
-    alarms = [*clean.differing, *(row for row in faulty.differing if row.path not in planted.values())]
+    # The rows of the whole model, whose path is empty, differ because its layers do.
+    alarms = [*clean.differing, *(row for row in faulty.differing if row.path not in ("", *planted.values()))]
     return {
         "model": name,
         "dtype": dtype,
@@ -177,24 +177,27 @@ def measure(name: str, dtype: str, mode: str) -> dict[str, object]:
 
 
 def is_met(row: dict) -> bool:
-    """Whether all planted faults were found, the first of them first, and nothing else."""
+    """Return whether all planted faults were found, the first of them first, and nothing else."""
     first = row["planted"][KERNEL]
     return row["found"].keys() == row["planted"].keys() and row["first"] == first and not row["false_alarms"]
 
 
 def run(names: Sequence[str], dtypes: Sequence[str], out: Path) -> None:
-    """Measures models, and writes the file after each of them."""
-    results = [row for row in machine.earlier_results(out) if row["model"] not in names or row["dtype"] not in dtypes]
+    """Measure models, and write the file after each of them."""
+    order = list(MODELS)
     for name in names:
+        results = []
         for dtype in dtypes:
             for mode in MODES:
                 row = measure(name, dtype, mode)
                 results.append(row)
                 found = f"{len(row['found'])} of {len(row['planted'])} found, {len(row['false_alarms'])} false alarms"
                 print(f"{name} {dtype} {mode}: {found}, {row['seconds']} s", *row["false_alarms"][:3], flush=True)
-        order = list(MODELS)
-        results.sort(key=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]))
-        machine.write(out, "bench_verify.py", results, threads=1)
+        machine.add(
+            *(out, "bench_verify.py", results),
+            order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
+            threads=1,
+        )
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""What converting a model costs besides its bytes.
+"""What converting a model costs in addition to its bytes.
 
     python benchmarks/bench_walk.py [--samples N] [--out FILE | --against CHECKOUT]
 
@@ -35,7 +35,7 @@ ROUNDS = 5
 
 
 def of_each(taken: dict[str, list[float]], layers: int) -> dict[str, dict[str, float]]:
-    """Microseconds for each layer."""
+    """Return the microseconds for each layer."""
     return {name: summary([seconds / layers * 1e6 for seconds in values]) for name, values in taken.items()}
 
 
@@ -67,7 +67,7 @@ def measure(kernel: int, channels: int, samples: int) -> dict[str, object]:
 
 
 def measure_single(samples: int) -> dict[str, object]:
-    """Layers `Conv2d(3, 8, 3)`, one after the other."""
+    """Convert layers `Conv2d(3, 8, 3)`, one after the other."""
 
     def prepare(convert: Callable[..., object], is_first: bool) -> Callable[[], object]:
         layers = [nn.Conv2d(3, 8, 3) for _ in range(SINGLE_LAYERS)]
@@ -90,7 +90,7 @@ def measure_single(samples: int) -> dict[str, object]:
 
 
 def run_in(checkout: Path, samples: int) -> dict[str, float]:
-    """The least microseconds of each call, by the checkout's own script."""
+    """Return the least microseconds of each call, measured by the checkout's own script."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "walk.json"
         command = [sys.executable, checkout / "benchmarks/bench_walk.py", "--samples", str(samples), "--out", out]
@@ -101,7 +101,7 @@ def run_in(checkout: Path, samples: int) -> dict[str, float]:
 
 
 def compare(other: Path, samples: int) -> None:
-    """Prints the least times of all rounds, here and there."""
+    """Print the least times of all rounds, here and there."""
     checkouts = {"here": machine.ROOT, "there": other.resolve()}
     runs = in_turns({name: partial(run_in, path, samples) for name, path in checkouts.items()}, ROUNDS, warm_up=0)
     for call in runs["here"][0]:

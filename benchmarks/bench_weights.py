@@ -1,4 +1,4 @@
-"""One weight at a time, beside memcpy and beside what PyTorch does.
+"""One weight at a time, compared with memcpy and with what PyTorch does.
 
     python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--without-compile] [--out FILE]
 
@@ -19,9 +19,9 @@ import machine
 import torch
 from jobs import compiled_clone
 from points import Point
-from stopwatch import summary
+from stopwatch import Stopwatch, summary
 
-from torch_nhwc.running import in_turns, seconds
+from torch_nhwc.running import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]
@@ -42,7 +42,7 @@ LARGE = [(1024, 512, 3, 3), (1280, 1280, 3, 3)]
 
 
 def random_shapes(count: int) -> list[tuple[int, ...]]:
-    """Weights of all proportions, up to 8 MB of float32, the same ones every time."""
+    """Return shapes of all proportions, up to 8 MB of float32, the same ones every time."""
     generator = random.Random(4)
     shapes: list[tuple[int, ...]] = []
     while len(shapes) < count:
@@ -51,16 +51,6 @@ def random_shapes(count: int) -> list[tuple[int, ...]]:
         if math.prod(kernel) > 1 and shape[1] > 1 and math.prod(shape) <= 2 << 20:
             shapes.append(shape)
     return shapes
-
-
-def microseconds(job: Callable[[], object], calls: int) -> float:
-    """For one of so many calls."""
-
-    def repeated() -> None:
-        for _ in range(calls):
-            job()
-
-    return seconds(repeated) / calls * 1e6
 
 
 def memcpy_job(nbytes: int) -> Callable[[], object]:
@@ -101,7 +91,7 @@ def measure(point: Point, samples: int) -> dict[str, object]:
         clone(weight)
         jobs["compiled_clone"] = lambda: clone(weight)
     calls = max(1, (2 << 20) // max(weight.nbytes, 1 << 12))
-    taken = in_turns({name: partial(microseconds, job, calls) for name, job in jobs.items()}, samples)
+    taken = in_turns({name: partial(Stopwatch().microseconds, job, calls) for name, job in jobs.items()}, samples)
     return {
         **point.described(),
         "bytes": weight.nbytes,
@@ -111,7 +101,7 @@ def measure(point: Point, samples: int) -> dict[str, object]:
 
 
 def points(with_compile: bool) -> list[tuple[int, Point]]:
-    """The fixed grid and the random shapes, each with the number of threads."""
+    """Return the fixed grid and the random shapes, each with the number of threads."""
     ways = (False, True)
     grid = [Point(shape, dtype, back) for shape in SQUARES + TAPS + SMALL for dtype in DTYPES for back in ways]
     for index, shape in enumerate(random_shapes(40)):

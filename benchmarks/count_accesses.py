@@ -32,7 +32,7 @@ def count(
     offset: int = 0,
     limits: gpu_model.Limits | None = None,
 ) -> gpu_model.Counts:
-    """The accesses for one weight: so many matrices of rows and columns."""
+    """Count the accesses for one weight: so many matrices of rows and columns."""
     size = math.prod(matrices)
     source, _ = gpu_model.allot(size * kind[0].itemsize, offset * kind[0].itemsize)
     destination, _ = gpu_model.allot(size * kind[1].itemsize, 0)
@@ -43,13 +43,13 @@ def count(
 
 
 def matrices_of(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool) -> tuple[int, int, int]:
-    """A weight of about 64 KB."""
+    """Return the matrices of a weight of about 64 KB."""
     filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
     return (filters, taps, channels) if back else (filters, channels, taps)
 
 
 def measure(kind: tuple[torch.dtype, torch.dtype], group: str) -> dict[str, object]:
-    """All weights of one kind: bytes asked for over those of the sectors touched; passes over the fewest possible."""
+    """Count for the weights of one kind: requested bytes over those of touched sectors, passes over the fewest."""
     channels, offset = GROUPS[group]
     weights = itertools.product(channels, TAPS, (False, True))
     counted = [count(kind, matrices_of(kind, *weight), offset) for weight in weights]

@@ -1,12 +1,12 @@
 """Whole models on a GPU, all in one process.
 
-`bench_models.py --device cuda`. Of each model:
+`bench_models.py --device cuda`. For each model:
 
 - `device`: device time of what converts its weights, and of copies of as many bytes, in CUDA graphs of calls that go
   through sets of weights beyond the second-level cache, microseconds for one call;
 - `wall`: the microseconds that a caller waits, synchronisation included, from contiguous weights with memory of their
   own and with the allocator warm; and the memory in use beyond the model at its highest;
-- `launches`: what the device is told to do.
+- `launches`: how many kernels and copies the device runs.
 
 A model whose library is missing is made of layers with the same weights (shapes.py).
 """
@@ -33,7 +33,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def model_of(name: str, dtype: torch.dtype, device: str) -> tuple[nn.Module, str]:
-    """A model, and where it comes from."""
+    """Return a model, and where it comes from."""
     try:
         return made(lambda: MODELS[name]().to(dtype), device=device), "its library"
     except ImportError:
@@ -70,7 +70,7 @@ DEVICE_JOBS: dict[str, Callable[[WeightSet], object]] = {
 
 
 def device_times(stopwatch: Stopwatch, weights: list[Tensor], samples: int) -> dict[str, object]:
-    """`DEVICE_JOBS`, to these weights."""
+    """Time `DEVICE_JOBS` on these weights."""
     sets = [weight_set(weights) for _ in range(sets_beyond_cache(stopwatch, 2 * nbytes_of(weights)))]
     jobs = {name: [partial(job, on) for on in sets] for name, job in DEVICE_JOBS.items()}
     times, errors = interleaved(stopwatch, jobs, samples)
@@ -78,7 +78,7 @@ def device_times(stopwatch: Stopwatch, weights: list[Tensor], samples: int) -> d
 
 
 def wall_jobs(model: nn.Module, weights: list[Tensor]) -> dict[str, Call]:
-    """The jobs of the CPU's benchmark, walk included, and the operators alone."""
+    """Return the jobs of the CPU's benchmark, walk included, and the operators alone."""
     return {name: partial(job, model) for name, job in JOBS.items()} | {
         "ours, listed": lambda: nhwc.convert_weights_(weights),
         "ours, listed, fresh": lambda: nhwc.convert_weights_(weights, storage="fresh"),
@@ -87,7 +87,7 @@ def wall_jobs(model: nn.Module, weights: list[Tensor]) -> dict[str, Call]:
 
 
 def make_contiguous(weights: list[Tensor]) -> None:
-    """As in a new model."""
+    """Make weights contiguous, with memory of their own, as in a new model."""
     for weight in weights:
         weight.data = weight.data.clone(memory_format=torch.contiguous_format)
 
@@ -122,7 +122,7 @@ def launches(stopwatch: Stopwatch, model: nn.Module, weights: list[Tensor]) -> d
 
 @torch.no_grad()
 def measure(stopwatch: Stopwatch, name: str, dtype: torch.dtype, rounds: int) -> dict[str, object]:
-    """One model."""
+    """Measure one model."""
     model, source = model_of(name, dtype, stopwatch.device)
     weights = weights_of(model)
     moved = moved_of(weights)
@@ -142,7 +142,7 @@ def measure(stopwatch: Stopwatch, name: str, dtype: torch.dtype, rounds: int) ->
 
 
 def run(models: list[str], rounds: int, out: Path) -> None:
-    """Measures the models on the current GPU."""
+    """Measure the models on the current GPU."""
     stopwatch = STOPWATCHES["cuda"]()
     results = []
     for name in models:

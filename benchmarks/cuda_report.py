@@ -1,4 +1,4 @@
-"""The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures behind them."""
+"""The section on GPUs, from the results whose names end in `-cuda.json`: the bars, and the figures for them."""
 
 import json
 from collections.abc import Sequence
@@ -14,24 +14,24 @@ OVER_MODEL_COPY = {"ResNet-50": 1.3, "Stable Diffusion": 1.15}
 
 
 def load(folder: Path, which: str) -> dict:
-    """What a script measured; no results where it did not run."""
+    """Return what a script measured; no results if it did not run."""
     file = folder / f"{which}-cuda.json"
     return json.loads(file.read_text()) if file.exists() else {"results": []}
 
 
 def over(point: Point, longer: str, shorter: str) -> float | None:
-    """The ratio of two jobs; None where one of them failed."""
+    """Return the ratio of two jobs, or `None` if one of them failed."""
     return ratio(point, longer, shorter) if {longer, shorter} <= point["times"].keys() else None
 
 
 def over_shared_copy(point: Point) -> float | None:
-    """The time of the best copy through shared memory over ours."""
+    """Return the time of the best copy through shared memory over ours."""
     ratios = [over(point, job, "ours") for job in point["times"] if job.startswith("shared_copy")]
     return min(filter(None, ratios), default=None)
 
 
 def copy_bar(dtype: str, limit: float, points: Sequence[Point]) -> list[str]:
-    """The bar that can be met in two ways, each weight in its own."""
+    """Return the bar that each weight can meet in either of two ways."""
     copies, shared_copies = [over(p, "plain_copy", "ours") for p in points], [over_shared_copy(p) for p in points]
     met = [(copy or 0) >= limit or (shared or 0) >= OVER_SHARED_COPY for copy, shared in zip(copies, shared_copies)]
     return [
@@ -73,13 +73,13 @@ def model_bars(models: Sequence[Point]) -> list[list[str]]:
 
 
 def launches(model: Point, job: str) -> int | None:
-    """Of kernels and of copies."""
+    """Return the number of kernels and copies."""
     counted = model["launches"][job]
     return counted and counted["kernels"] + counted["copies"]
 
 
 def counter_bar(results: Sequence[dict]) -> list[str]:
-    """How far the model is off the hardware."""
+    """Return the bar for how far the model is from the hardware."""
     values = [
         r["read"] and abs(r["modelled"][name] / max(1, r["read"][name]) - 1) for r in results for name in r["modelled"]
     ]
@@ -91,7 +91,7 @@ def cell(value: float | None) -> str:
 
 
 def speed(point: Point, job: str) -> float | None:
-    """In TB/s, of bytes read and written."""
+    """Return the TB/s of bytes read and written."""
     return 2 * point["copied_bytes"] / 1e6 / point["times"][job]["median"] if job in point["times"] else None
 
 
@@ -130,7 +130,7 @@ def models(measured: Sequence[Point]) -> str:
 
 
 def accesses(folder: Path) -> str:
-    """What the kernels' accesses cost by the model."""
+    """Return the table of what the kernels' accesses cost by the model."""
     results = json.loads((folder / "accesses-model.json").read_text())["results"]
     groups = list(dict.fromkeys(r["group"] for r in results))
     cells = {
@@ -152,7 +152,7 @@ def origin(measured: dict) -> str:
 
 
 def failures(files: dict[str, dict]) -> set[str]:
-    """What went wrong, in the words of who said it."""
+    """Return the texts of all errors."""
     measured = files["weights"]["results"] + [each for m in files["models"]["results"] for each in m["device"].values()]
     errors = {f"{job}: {error}" for each in measured for job, error in each["errors"].items()}
     unreadable = files["counters"].get("unreadable")
@@ -160,7 +160,7 @@ def failures(files: dict[str, dict]) -> set[str]:
 
 
 def section(folder: Path) -> str:
-    """What stands in docs/performance.md."""
+    """Return the section of docs/performance.md."""
     files = {which: load(folder, which) for which in ("weights", "models", "counters")}
     results = {which: measured["results"] for which, measured in files.items()}
     if not any(results.values()):

@@ -1,4 +1,4 @@
-"""One weight at a time on a GPU, beside copies in the same layout and beside what PyTorch does.
+"""One weight at a time on a GPU, compared with copies in the same layout and with what PyTorch does.
 
 `bench_weights.py --device cuda`. Device time, in microseconds for one call: minimum and median of samples in which the
 jobs take turns. The calls of a job go through sets of weights that are together four times the second-level cache, read
@@ -38,7 +38,7 @@ class Buffers(NamedTuple):
 
 
 def shape_of(kernel: tuple[int, ...], nbytes: int, dtype: torch.dtype) -> tuple[int, ...]:
-    """A weight of 256 channels and at least so many bytes."""
+    """Return the shape of a weight of 256 channels and at least so many bytes."""
     channels = 256
     return (math.ceil(nbytes / (channels * math.prod(kernel) * dtype.itemsize)), channels, *kernel)
 
@@ -92,7 +92,7 @@ def jobs_of(point: Point) -> dict[str, Callable[[Buffers], object]]:
 def measure(
     stopwatch: Stopwatch, point: Point, copies: dict[str, Callable[[Tensor, Tensor], object]], samples: int
 ) -> dict[str, object]:
-    """One point, with copies through shared memory where it is large."""
+    """Measure one point, with copies through shared memory if it is large."""
     first = buffers_of(point, stopwatch.device)
     torch.ops.nhwc.copy_weight_(first.out, first.weight)
     assert torch.equal(first.out, first.weight.to(first.out.dtype))
@@ -115,7 +115,7 @@ def measure(
 
 
 def run(samples: int, with_compile: bool, out: Path) -> None:
-    """Measures all points on the current GPU."""
+    """Measure all points on the current GPU."""
     stopwatch, copies = STOPWATCHES["cuda"](), shared_copy.variants()
     results = [measure(stopwatch, point, copies, samples) for point in points(with_compile)]
     machine.write(out, "bench_weights.py --device cuda", results, samples=samples, gpu=machine.gpu())

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import machine
 import torch
+from layout_models import first_tensor
 from models import MODELS, weights_of
 from tables import table
 from torch import nn
-from torch_nhwc.running.outputs import first_tensor
 
 import torch_nhwc as nhwc
 from torch_nhwc.running import seconds_in_turns
@@ -29,7 +29,7 @@ INPUTS = {
 
 
 def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
-    """Forward, backward and SGD, in float32."""
+    """Return a step: forward, backward and SGD, in float32."""
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
 
     def step() -> None:
@@ -41,7 +41,7 @@ def step_of(model: nn.Module, x: torch.Tensor) -> Callable[[], object]:
 
 
 def measure(name: str, batch: int, rounds: int) -> dict[str, object]:
-    """Milliseconds of a step, converted and in each forward."""
+    """Return the milliseconds of a step, converted once and in each forward."""
     torch.manual_seed(0)
     converted = MODELS[name]().train()
     each_forward = copy.deepcopy(converted)
@@ -56,7 +56,7 @@ def measure(name: str, batch: int, rounds: int) -> dict[str, object]:
 
 
 def run(models: list[str], rounds: int, out: Path) -> None:
-    """Measures and writes the results."""
+    """Measure models, and write the results."""
     torch.set_num_threads(1)
     results = []
     for name in [name for name in models if name in INPUTS]:
@@ -67,12 +67,12 @@ def run(models: list[str], rounds: int, out: Path) -> None:
 
 
 def percent(result: dict) -> float:
-    """What a step takes more."""
+    """Return by how many percent a step takes longer."""
     return 100 * (result["ms"]["each_forward"] / result["ms"]["converted"] - 1)
 
 
 def as_table(measured: dict) -> str:
-    """By model, with a column for each batch size."""
+    """Return a table with a row for each model and a column for each batch size."""
     rows = []
     for name in dict.fromkeys(result["model"] for result in measured["results"]):
         of_model = [result for result in measured["results"] if result["model"] == name]

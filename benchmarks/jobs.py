@@ -11,7 +11,7 @@ from torch_nhwc.layout import CHANNELS_LAST
 
 
 def stock_convert(model: nn.Module) -> None:
-    """What PyTorch itself has."""
+    """Convert by PyTorch's own functions."""
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
 
@@ -38,7 +38,7 @@ JOBS: dict[str, Callable[[nn.Module], object]] = {
 
 
 def memcpy(model: nn.Module) -> Callable[[], object]:
-    """The same bytes, to memory that is resident."""
+    """Return a copy of the same bytes to resident memory."""
     weights = weights_of(model)
     copies = [torch.zeros_like(weight) for weight in weights]
     return lambda: [copy.copy_(weight) for copy, weight in zip(copies, weights, strict=True)]

@@ -15,7 +15,7 @@ from torch_nhwc import functional as ours
 Call = Callable[..., Tensor]
 FORWARD, BOTH, BACKWARD = "forward", "forward with backward", "backward"
 OVER_CONTIGUOUS, STOCK_OVER_OURS = "over_contiguous", "stock_over_ours"
-POOLS = ("avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d", "lp_pool3d")
+POOLS = ("avg_pool3d", "adaptive_avg_pool3d", "adaptive_max_pool3d")
 NORMS = ("group_norm", "instance_norm")
 
 
@@ -38,21 +38,21 @@ class Case(NamedTuple):
         return f"{self.layer}({self.arguments}) {'x'.join(map(str, self.shape))}"
 
     def sample_bytes(self, dtype: torch.dtype) -> int:
-        """Of one sample of the input."""
+        """Return the size of one sample of the input."""
         return torch.Size(self.shape[1:]).numel() * dtype.itemsize
 
     def of(self, functions: ModuleType) -> Call:
-        """The call of ours, or of PyTorch's."""
+        """Return the call of our functions or of PyTorch's."""
         return partial(self.call, functions)
 
     @property
     def modes(self) -> tuple[str, ...]:
-        """The backward by itself is measured where a bar is about it."""
+        """The modes; the backward by itself is measured if a bar is about it."""
         return (FORWARD, BOTH, BACKWARD) if self.layer == "group_norm" else (FORWARD, BOTH)
 
 
 def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
-    """What is asked of a ratio: at most so much over contiguous, and at least so much of stock over ours."""
+    """Return the limits of ratios: at most so much over contiguous, at least so much of stock over ours."""
     is_float, is_forward = dtype == torch.float32, mode == FORWARD
     found: dict[str, float] = {}
     if case.layer in NORMS and mode != BACKWARD:
@@ -142,7 +142,6 @@ def pool_cases() -> Iterator[Case]:
         ("adaptive_avg_pool3d", "4", (4,)),
         ("adaptive_avg_pool3d", "1", (1,)),
         ("adaptive_max_pool3d", "4", (4,)),
-        ("lp_pool3d", "2, 2", (2.0, 2)),
     ):
         yield Case(layer, text, shape, partial(with_arguments, layer, arguments), is_quick=text == "2")
 
@@ -156,7 +155,7 @@ def convolution_cases() -> Iterator[Case]:
 
 
 def convolution(inner: int, outer: int, edge: int, taps: tuple[int, ...], is_quick: bool = False) -> Case:
-    """With a batch of two: a single sample may go PyTorch's slow path, in every format."""
+    """Return a case with a batch of two: PyTorch may take a slow path for a single sample, in every format."""
     padding = tuple(each // 2 for each in taps)
     text = f"to {outer} channels, {'x'.join(map(str, taps))}"
     shape = (2, inner, edge, edge, edge)

@@ -22,14 +22,14 @@ LIMIT = 2.0
 
 
 def results(call: Call, x: Tensor, weight: Tensor, bias: Tensor, gradient: Tensor) -> list[Tensor]:
-    """What `NAMES` names, in float64."""
+    """Return the results that `NAMES` names, in float64."""
     leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
     out = call(*leaves)
     return [each.detach().double() for each in (out, *torch.autograd.grad(out, leaves, gradient))]
 
 
 def errors(case: Case, dtype: torch.dtype, mean: int, corner: bool) -> dict[str, dict[str, float]]:
-    """The largest error of each result, in units of the largest value of that result, by the way."""
+    """Return, for each way, the largest error of each result in units of its largest value."""
     torch.manual_seed(0)
     x = torch.randn(case.shape) + mean
     if corner:
@@ -67,5 +67,5 @@ def rows(case: Case, dtype: torch.dtype) -> Iterator[dict[str, object]]:
 
 
 def measure_errors(layers: Collection[str], dtypes: Sequence[torch.dtype]) -> list[dict]:
-    """A row for each of the norms that are named, dtype and mean, with and without one corner at zero."""
+    """Return a row for each named norm, dtype and mean, with and without one corner at zero."""
     return [row for case in CASES if case.layer in layers for dtype in dtypes for row in rows(case, dtype)]

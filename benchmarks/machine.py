@@ -1,12 +1,13 @@
-"""What a result must say about where it comes from."""
+"""What every script of this folder shares: its arguments, the machine it ran on, and the file of its results."""
 
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,49 +17,34 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 
 
-def processor() -> str:
-    """The processor's name as the system knows it."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    return next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), platform.processor())
+def parser(description: str | None, out: Path | None) -> argparse.ArgumentParser:
+    """Return a parser with `--out`, the file of the results."""
+    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument("--out", type=Path, default=out)
+    return made
 
 
-def caches() -> dict[str, str]:
-    """The sizes of the caches of one CPU."""
-    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
-    read = [{name: (folder / name).read_text().strip() for name in ("level", "type", "size")} for folder in folders]
-    return {f"L{cache['level']} {cache['type']}": cache["size"] for cache in read}
-
-
-def second_level_bytes() -> int:
-    """The size of the second level of cache, by which a sample is small or large."""
-    size = next((size for name, size in caches().items() if name.startswith("L2")), "1024K")
-    return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
-
-
-def has_amx() -> bool:
-    """Whether the processor multiplies matrices of bfloat16 in tiles, which decides what convolutions gain."""
-    info = Path("/proc/cpuinfo")
-    return info.exists() and "amx_tile" in info.read_text()
-
-
-def huge_pages() -> str:
-    """Whether a program gets huge pages: always, where it asks (madvise), or never."""
-    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
-    return setting.read_text().split("[")[1].split("]")[0] if setting.exists() else "unknown"
+def describe() -> dict[str, object]:
+    """Return the machine, the build and the commit."""
+    found = environment.describe()
+    return {
+        "commit": commit(),
+        **{name: found[name] for name in ("processor", "cores", "capability")},
+        "caches": caches(),
+        "AMX": has_amx(),
+        "huge pages": huge_pages(),
+        "environment": found,
+    }
 
 
 def commit() -> str:
-    """The commit, and whether anything but results differs from it.
+    """Return the commit, with "-dirty" if anything but results and documents differs from it.
 
-    A copy of the working tree without its history is told by the environment variable `TORCH_NHWC_COMMIT`.
+    In a copy without its history, the environment variable `TORCH_NHWC_COMMIT` names it.
     """
-    told = os.environ.get("TORCH_NHWC_COMMIT")
-    if told:
-        return told
-
-    if shutil.which("git") is None:
-        return "unknown"
+    named = os.environ.get("TORCH_NHWC_COMMIT")
+    if named or shutil.which("git") is None:
+        return named or "unknown"
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], capture_output=True, text=True, cwd=ROOT).stdout.strip()
@@ -67,8 +53,33 @@ def commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
+def caches() -> dict[str, str]:
+    """Return the sizes of the caches of one CPU."""
+    folders = sorted(Path("/sys/devices/system/cpu/cpu0/cache").glob("index*"))
+    read = [{name: (folder / name).read_text().strip() for name in ("level", "type", "size")} for folder in folders]
+    return {f"L{cache['level']} {cache['type']}": cache["size"] for cache in read}
+
+
+def second_level_bytes() -> int:
+    """Return the size of the second-level cache, which decides whether a sample is small or large."""
+    size = next((size for name, size in caches().items() if name.startswith("L2")), "1024K")
+    return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
+
+
+def has_amx() -> bool:
+    """Return whether the processor multiplies bfloat16 matrices in tiles: convolutions then gain far more."""
+    info = Path("/proc/cpuinfo")
+    return info.exists() and "amx_tile" in info.read_text()
+
+
+def huge_pages() -> str:
+    """Return whether a program gets huge pages: always, never, or on request (madvise)."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.read_text().split("[")[1].split("]")[0] if setting.exists() else "unknown"
+
+
 def gpu() -> dict[str, object]:
-    """The current GPU, its driver, and the CUDA that torch was built with."""
+    """Return the current GPU, its driver, and the CUDA that torch was built with."""
     properties = torch.cuda.get_device_properties("cuda")
     return {
         "name": properties.name,
@@ -82,7 +93,7 @@ def gpu() -> dict[str, object]:
 
 
 def driver() -> str:
-    """The version of the GPU's driver, as its own tool says it."""
+    """Return the version of the GPU's driver, as `nvidia-smi` prints it."""
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.splitlines()[0].strip()
@@ -90,33 +101,23 @@ def driver() -> str:
         return "unknown"
 
 
-def describe() -> dict[str, object]:
-    """The machine, the build and the commit."""
-    return {
-        "commit": commit(),
-        "processor": processor(),
-        "cores": os.cpu_count(),
-        "caches": caches(),
-        "AMX": has_amx(),
-        "huge pages": huge_pages(),
-        "capability": torch.ops.nhwc.cpu_capability(),
-        "environment": environment.describe(),
-    }
-
-
-def parser(description: str | None, out: Path | None) -> argparse.ArgumentParser:
-    """Of a script of this folder, with `--out`, where its results go."""
-    made = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--out", type=Path, default=out)
-    return made
-
-
 def earlier_results(out: Path) -> list[dict]:
-    """The results that are in a file, if they were taken on such a machine with such a torch."""
+    """Return the results in a file, if they were taken on such a machine with such a torch."""
     earlier = json.loads(out.read_text()) if out.exists() else {"machine": {}, "results": []}
     here = describe()
     same = all(earlier["machine"].get(key) == here[key] for key in ("processor", "AMX", "environment"))
     return earlier["results"] if same else []
+
+
+def case_of(row: dict) -> tuple[str, ...]:
+    """Return what a result of a model is about: the model, and its dtype and mode or where its weights are from."""
+    return tuple(row[key] for key in ("model", "source", "dtype", "mode") if key in row)
+
+
+def add(out: Path, script: str, rows: Iterable[dict], order: Callable[[dict], Any], **how: object) -> None:
+    """Write results next to the earlier ones of the file, in order; each replaces an earlier one of the same case."""
+    by_case = {case_of(row): row for row in (*earlier_results(out), *rows)}
+    write(out, script, sorted(by_case.values(), key=order), **how)
 
 
 def write(out: Path, script: str, results: list, **how: object) -> None:

@@ -4,35 +4,25 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from layout_models import classifier, network
 from torch import Tensor, nn
 
 from torch_nhwc.cli import models as built_in
 from torch_nhwc.sites.finding import find
 
-
-def mobilenet_v2() -> nn.Module:
-    from transformers import MobileNetV2Config, MobileNetV2ForImageClassification
-
-    return MobileNetV2ForImageClassification(MobileNetV2Config())
-
-
-def unet2d() -> nn.Module:
-    from diffusers import UNet2DConditionModel
-
-    return UNet2DConditionModel(cross_attention_dim=768, attention_head_dim=8)
-
-
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "ResNet-50 (transformers)": lambda: built_in.resnet50().model,
-    "MobileNetV2 (transformers)": mobilenet_v2,
-    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": unet2d,
+    "MobileNetV2 (transformers)": classifier("MobileNetV2"),
+    "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": network(
+        "diffusers", "UNet2DConditionModel", cross_attention_dim=768, attention_head_dim=8
+    ),
     "3D UNet (monai)": lambda: built_in.unet3d(width=64).model,
     "CogVideoX autoencoder (diffusers)": lambda: built_in.video_autoencoder((128, 256, 256, 512), 3).model,
 }
 
 
 def made(make: Callable[[], nn.Module], _: Path | None = None, device: str = "cpu") -> nn.Module:
-    """A model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
+    """Return a model whose weights have memory of their own, as after `load_state_dict`; their values do not matter."""
     with torch.device("meta"):
         model = make()
     model.to_empty(device=device)
@@ -43,7 +33,7 @@ def made(make: Callable[[], nn.Module], _: Path | None = None, device: str = "cp
 
 
 def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `torch.save` and `torch.load`."""
+    """Return a model from `torch.save` and `torch.load`."""
     file = folder / "model.pt"
     if not file.exists():
         torch.save(made(make), file)
@@ -51,7 +41,7 @@ def torch_loaded(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def assigned(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model whose state dict, from `torch.save` and `torch.load`, became its own."""
+    """Return a model that took over the tensors of a loaded state dict."""
     file = folder / "state.pt"
     if not file.exists():
         torch.save(made(make).state_dict(), file)
@@ -62,7 +52,7 @@ def assigned(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
 
 
 def pretrained(make: Callable[[], nn.Module], folder: Path) -> nn.Module:
-    """A model from `save_pretrained` and `from_pretrained`."""
+    """Return a model from `save_pretrained` and `from_pretrained`."""
     if not (folder / "pretrained").exists():
         made(make).save_pretrained(folder / "pretrained")
     with torch.device("meta"):
@@ -83,5 +73,5 @@ def weights_of(model: nn.Module) -> list[Tensor]:
 
 
 def moved_of(weights: list[Tensor]) -> list[Tensor]:
-    """Those of which the bytes move."""
+    """Return the weights whose bytes move."""
     return [weight for weight in weights if weight.shape[1] > 1 and weight[0, 0].numel() > 1]

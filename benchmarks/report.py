@@ -48,7 +48,7 @@ def machine(measured: dict) -> str:
 
 
 def grid(measured: dict, threads: int = 1) -> list[Point]:
-    """All points but those that were taken again beside the compiler."""
+    """Return all points except those of the comparison with the compiler."""
     return [p for p in measured["results"] if p["threads"] == threads and "compiled_clone" not in p["times"]]
 
 
@@ -61,8 +61,15 @@ def threes(points: Iterable[Point]) -> list[Point]:
     return [p for p in points if p["shape"][2:] == [3, 3] and p["shape"][1] >= 64 and not p["to"] and not p["back"]]
 
 
+def both_ways(points: Iterable[Point]) -> list[tuple[Point, Point]]:
+    """Return each point together with its way back, if that was measured."""
+    points = list(points)
+    back = {name({**p, "back": False}): p for p in points if p["back"]}
+    return [(p, back[name(p)]) for p in points if not p["back"] and name(p) in back]
+
+
 def bars(weights: dict) -> str:
-    """The bars that the project set for single weights, and what was measured."""
+    """Return the table of the bars for single weights."""
     points = grid(weights)
     copies = [p for p in points if not p["to"]]
     forward = threes(points)
@@ -103,11 +110,10 @@ def bars(weights: dict) -> str:
         times = p["times"]
         times["faster_eager"] = min(times["eager_one_step"], times["eager_two_steps"], key=lambda t: t["median"])
     over_ours("casts, the faster of torch's two ways over ours", 4.0, casts, "faster_eager")
-    way_back = {name(p): p for p in copies if p["back"]}
     backs = [
-        ratio(way_back[f"{name(p)} back"], "ours", "memcpy") / ratio(p, "ours", "memcpy")
-        for p in forward
-        if is_l2_size(p)
+        ratio(back, "ours", "memcpy") / ratio(p, "ours", "memcpy")
+        for p, back in both_ways(copies)
+        if p in forward and is_l2_size(p)
     ]
     rows.append(at_most("L2-size 3x3, back conversion over forward", 1.1, backs))
     slowest = [(ratio(p, "eager_copy", "ours"), p) for p in copies]
@@ -133,19 +139,19 @@ def sizes(weights: dict) -> str:
 
 def kernels(weights: dict) -> str:
     rows = [
-        [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
-        for p in grid(weights)
+        [name(p)] + [f"{ratio(q, 'ours', 'memcpy'):.2f} | {ratio(q, 'eager_copy', 'ours'):.1f}" for q in (p, back)]
+        for p, back in both_ways(grid(weights))
         if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] in ("float32", "uint8")
     ]
-    return table(["weight", "ours / memcpy", "eager `copy_` / ours"], rows)
+    head = ["ours / memcpy", "eager `copy_` / ours"]
+    return table(["weight", *head, *(f"back: {each}" for each in head)], rows)
 
 
 def casts(weights: dict) -> str:
-    eager = ("eager_one_step", "eager_two_steps")
+    jobs = {("ours", "memcpy"): ".2f", ("eager_one_step", "ours"): ".1f", ("eager_two_steps", "ours"): ".1f"}
     rows = [
-        [name(p), f"{ratio(p, 'ours', 'memcpy'):.2f}", *(f"{ratio(p, job, 'ours'):.1f}" for job in eager)]
-        for p in grid(weights)
-        if p["to"]
+        [name(p), *(f"{ratio(p, *pair):{form}} ({ratio(back, *pair):{form}})" for pair, form in jobs.items())]
+        for p, back in both_ways(p for p in grid(weights) if p["to"])
     ]
     head = ["cast", "ours / memcpy of the source", "eager in one step / ours", "eager cast, then layout / ours"]
     return table(head, rows)
@@ -215,7 +221,7 @@ def walk(measured: dict) -> str:
 
 
 def single(measured: dict | None) -> str:
-    """What stands below the table of the walk, where it was measured."""
+    """Return the sentence on single layers, if they were measured."""
     if measured is None:
         return ""
     first, second = (f"{ratio(measured, f'{call}, ours', f'{call}, stock'):.1f}" for call in ("first", "second"))
@@ -226,7 +232,7 @@ def single(measured: dict | None) -> str:
 
 
 def gain(measured: dict) -> str:
-    """The conversion of whole models, in one line."""
+    """Return the gains of whole models as a sentence."""
     gains = [(r["model"], r["source"], r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]) for r in measured["results"]]
     loaded = [value for _, source, value in gains if source in ("torch.load", "assign=True")]
     mapped = [value for _, source, value in gains if source == "from_pretrained"]
@@ -246,9 +252,9 @@ def forward(measured: dict) -> str:
 
 
 def documents() -> dict[Path, dict[str, str]]:
-    """What stands between the marks of each document."""
+    """Return the figures between the marks of each document."""
     weights, of_models, of_forward = load("weights"), load("models"), load("forward")
-    layers, layouts = load("layers"), load("layouts")
+    layers, layouts = report_layers.current(load("layers")), load("layouts")
     traced, tuned, verified, collated = load("trace"), load("tune"), load("verify"), load("collate")
     return {
         README: {"gains": report_layers.gains(layouts)},
@@ -305,7 +311,7 @@ def documents() -> dict[Path, dict[str, str]]:
 
 
 def plot(weights: dict) -> None:
-    """The fraction of memcpy's speed over the size, by dtype."""
+    """Draw the fraction of memcpy's speed over the size, by dtype."""
     import matplotlib
 
     matplotlib.use("svg")

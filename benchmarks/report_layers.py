@@ -11,7 +11,6 @@ GROUPS = {
     "avg_pool3d": "3D pools",
     "adaptive_avg_pool3d": "3D pools",
     "adaptive_max_pool3d": "3D pools",
-    "lp_pool3d": "3D pools",
     "softmax": "softmax and log-softmax",
     "log_softmax": "softmax and log-softmax",
     "cross_entropy": "cross entropy",
@@ -22,6 +21,8 @@ GROUPS = {
     "1x3x3": "3D convolution of one tap along depth",
     "3x1x1": "3D convolution of one tap in the plane",
 }
+# Layers that were measured at a commit at which kernels computed them that no longer exist.
+REPLACED_SINCE = {"fba2a95": ("softmax", "log_softmax", "cross_entropy", "lp_pool3d")}
 COMPARED = {
     "over_contiguous": "over PyTorch's on contiguous",
     "stock_over_ours": "PyTorch's on channels-last over ours",
@@ -32,13 +33,23 @@ WORTH_A_THREAD = 1.6
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 
 
+def current(measured: dict) -> dict:
+    """Return results without the rows of layers that are computed in another way since they were measured."""
+    replaced = REPLACED_SINCE.get(measured["machine"]["commit"], ())
+    kept = {
+        name: [row for row in measured[name] if row["layer"] not in replaced]
+        for name in ("results", "accuracy", "two_threads")
+    }
+    return {**measured, **kept}
+
+
 def group(row: Row) -> str:
-    """What a layer is among those that a bar is about."""
+    """Return the group of a layer, as the bars name it."""
     return GROUPS[row["arguments"].split(", ")[-1] if row["layer"] == "conv3d" else row["layer"]]
 
 
 def warning(measured: dict) -> str:
-    """What stands before figures that mean nothing."""
+    """Return what precedes figures of a quick run."""
     return f"**{QUICK}**\n\n" if measured["quick"] else ""
 
 
@@ -55,7 +66,7 @@ def times_cell(value: float | None) -> str:
 
 
 def gathered(rows: Iterable[Row], key: Callable[[Row], object]) -> dict:
-    """The rows by a key, in the order in which the keys come."""
+    """Return the rows by a key, in the order in which the keys come."""
     found: dict = {}
     for row in rows:
         found.setdefault(key(row), []).append(row)
@@ -63,7 +74,7 @@ def gathered(rows: Iterable[Row], key: Callable[[Row], object]) -> dict:
 
 
 def bar_title(row: Row, ratio: str) -> str:
-    """Rows of one title share a bar; whether a sample fits the cache counts where the limit says so."""
+    """Return the title of a bar, which all its rows share."""
     size = ""
     if row["layer"] == "group_norm" and row["dtype"] == "float32" and ratio == "over_contiguous":
         size = ", a sample within the second-level cache" if row["is_small"] else ", larger samples"
@@ -90,8 +101,8 @@ def layer_bars(measured: dict) -> list[list[str]]:
 def model_bars(measured: dict) -> list[list[str]]:
     rows = []
     titles = {
-        "preserved": "whole models where layers are exchanged: gain over contiguous",
-        "preserved_over_full": "whole models where layers are exchanged: gain over weights and input alone",
+        "preserved": "whole models where layers are replaced: gain over contiguous",
+        "preserved_over_full": "whole models where layers are replaced: gain over weights and input alone",
     }
     for ratio, title in titles.items():
         chosen = [row for row in measured["results"] if ratio in row["bars"]]
@@ -109,7 +120,7 @@ def bars(layers: dict, layouts: dict) -> str:
 
 
 def losses(measured: dict) -> str:
-    """What each kind of layer costs on channels-last over contiguous: PyTorch's, and ours."""
+    """Return what each group of layers costs on channels-last over contiguous: PyTorch's, and ours."""
     rows = []
     for title, of_group in gathered(measured["results"], group).items():
         cells = []
@@ -117,19 +128,19 @@ def losses(measured: dict) -> str:
             for mode in MODES:
                 chosen = [row for row in of_group if (row["dtype"], row["mode"]) == (dtype, mode)]
                 both = ("stock_over_contiguous", "over_contiguous")
-                stock, ours = (told([row["ratios"][name] for row in chosen]) for name in both)
+                stock, ours = (ranged([row["ratios"][name] for row in chosen]) for name in both)
                 cells.append(f"{stock}; **{ours}**")
         rows.append([title, *cells])
     return table(["layer", *(f"{dtype}, {mode}" for dtype in ("float32", "bfloat16") for mode in MODES)], rows)
 
 
-def told(values: Iterable[float | None]) -> str:
+def ranged(values: Iterable[float | None]) -> str:
     text = spanned(values)
     return "-" if text == NOT_MEASURED else text
 
 
 def layers(measured: dict) -> str:
-    """Every case, in milliseconds."""
+    """Return the table of all cases, in milliseconds."""
     key = ("layer", "arguments", "shape", "dtype")
     rows = []
     for of_case in gathered(measured["results"], lambda row: str([row[name] for name in key])).values():
@@ -145,7 +156,7 @@ def layers(measured: dict) -> str:
 
 
 def accuracy(measured: dict) -> str:
-    """The largest errors of all shapes, with and without a corner at zero."""
+    """Return the table of the largest errors of all shapes, with and without a corner at zero."""
     rows = []
     keys = ("layer", "dtype", "mean_over_deviation")
     for (layer, dtype, mean), of_mean in gathered(measured["accuracy"], lambda r: tuple(r[k] for k in keys)).items():
@@ -167,29 +178,31 @@ def threads(measured: dict) -> str:
 
 
 def layouts(measured: dict) -> str:
-    """Every model, with all four layouts."""
+    """Return the table of all models and layouts."""
     rows = []
     for row in measured["results"]:
         times, gains = row["times"], row["gains"]
-        exchanged = ", ".join(f"{number} {name}" for name, number in row["exchanged"].items())
+        replaced = ", ".join(f"{number} {name}" for name, number in row["exchanged"].items())
         rows.append(
             [row["model"], str(row["shape"][0]), row["dtype"], row["mode"]]
             + [f"{times[layout]['min']:.1f}" for layout in ("contiguous", "preserved")]
             + [f"{gains[layout]:.2f}" for layout in ("weights", "full", "preserved")]
-            + [f"{row['preserved_over_full']:.2f}", exchanged or "nothing", f"{row['differences']['preserved']:.0e}"]
+            + [f"{row['preserved_over_full']:.2f}", replaced or "nothing", f"{row['differences']['preserved']:.0e}"]
         )
     head = ["model", "batch", "dtype", "", "contiguous, ms", "preserved, ms", "gain: weights", "weights and input"]
-    return warning(measured) + table([*head, "preserved", "preserved over full", "exchanged", "difference"], rows)
+    return warning(measured) + table([*head, "preserved", "preserved over full", "replaced", "difference"], rows)
 
 
 def peers(measured: dict) -> str:
-    """The models that were compiled."""
+    """Return the table of the models that were compiled."""
     rows = []
     for row in (row for row in measured["results"] if row["compile_seconds"] or row["errors"]):
         taken, gains = row["compile_seconds"], row["gains"]
         rows.append([row["model"], row["dtype"], row["mode"], f"{gains['preserved']:.2f}"])
         for layout in ("compiled contiguous", "compiled preserved"):
             rows[-1].append(f"{gains[layout]:.2f} ({taken[layout]:.0f} s)" if layout in gains else "raises")
+    if not rows:
+        return "Nothing has been measured yet."
     head = ["model", "dtype", "", "gain: preserved", "compiled contiguous (its first call)"]
     return table([*head, "compiled preserved"], rows)
 
@@ -206,7 +219,7 @@ SHOWN = {
 
 
 def gains(measured: dict) -> str:
-    """The README's table: what a step takes contiguous and preserved."""
+    """Return the README's table: the time of a step, contiguous and preserved."""
     kinds = [(dtype, mode) for dtype in ("float32", "bfloat16") for mode in ("inference", "training")]
     by_kind = {(row["model"], row["dtype"], row["mode"]): row for row in measured["results"]}
     kinds = [kind for kind in kinds if any(key[1:] == kind for key in by_kind)]

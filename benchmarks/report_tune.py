@@ -14,14 +14,19 @@ def cell(over: dict | None) -> str:
     return "" if over is None else f"{over['ratio']:.2f} ({over['low']:.2f} to {over['high']:.2f})"
 
 
+def level_of(measured: dict) -> int:
+    """Return the level of the intervals; results that do not say it were taken with 95 %."""
+    return measured.get("level", 95)
+
+
 def mean(values: Iterable[float]) -> float:
-    """The geometric one."""
+    """Return the geometric mean."""
     logarithms = [math.log(value) for value in values]
     return math.exp(sum(logarithms) / len(logarithms))
 
 
 def decisions(measured: dict) -> str:
-    """What was decided for each model, and its speed over each fixed policy."""
+    """Return the table of decisions, with their speed over each policy."""
     policies = list(dict.fromkeys(policy for row in measured["results"] for policy in row["over"]))
     rows = [
         [row["model"], row["dtype"], row["mode"], row["choice"], f"{row['seconds']:.0f}"]
@@ -29,17 +34,18 @@ def decisions(measured: dict) -> str:
         for row in measured["results"]
     ]
     head = ["model", "dtype", "mode", "decision", "seconds"]
-    return warning(measured) + table([*head, *(f"over {policy}" for policy in policies)], rows)
+    columns = [f"over {policy} ({level_of(measured)} % interval)" for policy in policies]
+    return warning(measured) + table([*head, *columns], rows)
 
 
 def bars(measured: dict) -> str:
-    """What the project asks of a decision, and what was measured."""
+    """Return the table of the bars for decisions."""
     results = measured["results"]
     below = [row for row in results if row["over"][row["best"]]["high"] < LEAST]
     names = ", ".join(f"{row['model']} {row['dtype']} {row['mode']}" for row in below)
     rows = [
         [
-            f"{len(results)} cases: intervals over the best fixed policy that lie wholly below {LEAST}",
+            f"{len(results)} cases: {level_of(measured)} % intervals over the best policy, wholly below {LEAST}",
             *("none", names or "none", "no" if below else "yes"),
         ]
     ]

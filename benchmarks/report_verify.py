@@ -5,7 +5,7 @@ from tables import table
 
 
 def findings(measured: dict) -> str:
-    """What was planted and found by kind of fault, and what else was said to differ."""
+    """Return the table of planted and found faults, and of false alarms."""
     results = measured["results"]
     rows = []
     for fault in FAULTS:

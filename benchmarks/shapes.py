@@ -20,12 +20,12 @@ def shapes_of(model: nn.Module) -> list[list[int]]:
 
 
 def load() -> dict[str, list[list[int]]]:
-    """By model."""
+    """Return the shapes of each model."""
     return json.loads(FILE.read_text())
 
 
 def convolutions(shapes: list[list[int]]) -> nn.ModuleList:
-    """Layers with weights of these shapes, and nothing else."""
+    """Return layers with weights of these shapes, and nothing else."""
     kinds = {4: nn.Conv2d, 5: nn.Conv3d}
     return nn.ModuleList(
         kinds[2 + len(kernel)](inputs, outputs, tuple(kernel), bias=False) for outputs, inputs, *kernel in shapes

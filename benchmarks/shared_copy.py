@@ -21,7 +21,7 @@ def compile_command(nvcc: Path, architecture: str, library: Path) -> list[str]:
 
 
 def nvcc() -> Path | None:
-    """The compiler that setup.py would use."""
+    """Return the compiler that setup.py would use."""
     sys.path.insert(0, str(machine.ROOT / "tools"))
     try:
         from cuda_toolkit import find_cuda_toolkit
@@ -32,7 +32,7 @@ def nvcc() -> Path | None:
 
 
 def variants() -> dict[str, Callable[[Tensor, Tensor], None]]:
-    """Copies from the second tensor to the first, both of a multiple of 16 bytes. None at all without nvcc."""
+    """Return copies from the second tensor to the first, both of a multiple of 16 bytes; none without nvcc."""
     compiler = nvcc()
     if compiler is None:
         return {}

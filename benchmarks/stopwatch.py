@@ -20,16 +20,16 @@ Call = Callable[[], object]
 
 
 class Stopwatch:
-    """Of the CPU."""
+    """A stopwatch for the CPU."""
 
     device = "cpu"
 
     def cache_bytes(self) -> int:
-        """What the sets of memory must exceed."""
+        """Return how large a cache the sets of memory have to exceed."""
         return 64 << 10
 
     def record(self, calls: Sequence[Call]) -> Call:
-        """What plays all calls, one after the other."""
+        """Return a function that makes all calls, one after the other."""
 
         def play() -> None:
             for call in calls:
@@ -38,26 +38,31 @@ class Stopwatch:
         return play
 
     def microseconds(self, play: Call, times: int) -> float:
-        """How long the device works on one of so many plays."""
-        return self.wall(lambda: [play() for _ in range(times)]) / times
+        """Return how long the device works on one of so many plays."""
+
+        def repeated() -> None:
+            for _ in range(times):
+                play()
+
+        return self.wall(repeated) / times
 
     def wall(self, job: Call) -> float:
-        """The microseconds until the job is done, and the device with it."""
+        """Return the microseconds until the job and the device are done."""
         return seconds(job, self.device) * 1e6
 
     def extra_bytes(self, job: Call) -> int:
-        """By how much the memory in use on the device grows at most."""
+        """Return by how much the memory in use on the device grows at most."""
         job()
         return 0
 
     def launches(self, job: Call) -> dict[str, float] | None:
-        """What the device is told to do: how many kernels and copies, and the kernels' microseconds."""
+        """Return how many kernels and copies the device runs, and the kernels' microseconds."""
         job()
         return None
 
 
 class CudaStopwatch(Stopwatch):
-    """Of the current GPU."""
+    """A stopwatch for the current GPU."""
 
     device = "cuda"
 
@@ -105,7 +110,7 @@ class CudaStopwatch(Stopwatch):
 
 
 def count_launches(events: Sequence[Any]) -> dict[str, float] | None:
-    """Among a profile's events, less the first kernel: without that one the profiler cannot see the device."""
+    """Count a profile's events, less the first kernel: without that one the profiler cannot see the device."""
     events = [event for event in events if event.device_type == torch.autograd.DeviceType.CUDA]
     kernels = [event for event in events if not event.name.startswith(("Memcpy", "Memset"))]
     kernels.sort(key=lambda event: event.time_range.start)
@@ -119,7 +124,7 @@ STOPWATCHES = {"cpu": Stopwatch, "cuda": CudaStopwatch}
 
 
 def sets_beyond_cache(stopwatch: Stopwatch, bytes_of_a_set: int) -> int:
-    """So many sets of memory, read and written, that together they are four times the cache."""
+    """Return how many sets of memory, read and written, are together four times the cache."""
     return max(2, math.ceil(4 * stopwatch.cache_bytes() / bytes_of_a_set))
 
 
@@ -130,7 +135,7 @@ def summary(values: Sequence[float]) -> dict[str, float]:
 def interleaved(
     stopwatch: Stopwatch, jobs: dict[str, list[Call]], samples: int
 ) -> tuple[dict[str, dict[str, float]], dict[str, str]]:
-    """The device's microseconds for one call of each job, with the jobs taking turns; and why jobs could not be run.
+    """Return the device's microseconds for one call of each job, and the errors of jobs; the jobs take turns.
 
     A sample plays all calls of a job as often as takes about a millisecond.
     """

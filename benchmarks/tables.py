@@ -9,7 +9,7 @@ NOT_MEASURED = "not measured"
 
 
 def ratio(point: Point, over: str, under: str, statistic: str = "median") -> float:
-    """How many times longer the one job took than the other."""
+    """Return how many times longer the one job took than the other."""
     return point["times"][over][statistic] / point["times"][under][statistic]
 
 
@@ -30,7 +30,7 @@ def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def span(values: Iterable[float]) -> str:
-    """The least and the greatest value, or the only one."""
+    """Return the least and the greatest value, or the only one."""
     texts = sorted({f"{value:.2f}" for value in values}, key=float)
     return texts[0] if len(texts) == 1 else f"{texts[0]} to {texts[-1]}"
 
@@ -45,7 +45,7 @@ def spanned(values: Values) -> str:
 
 
 def bar(text: str, sign: str, limit: float, values: Values, is_met: Callable[[float], bool]) -> list[str]:
-    """A row: the case, what is asked for, what was measured, and whether that is enough."""
+    """Return a row: the case, the limit, what was measured, and whether that is enough."""
     values = list(values)
     met = [value is not None and is_met(value) for value in values]
     measured = spanned(values)

@@ -1,8 +1,5 @@
-"""The benchmarks for a GPU, all of it that needs none on small weights on the CPU, and for real where there is one; and
-those of layers and layouts, on small activations.
-"""
+"""Every benchmark runs once on tiny cases, and the report reads what it writes; those of a GPU also on a fake one."""
 
-import contextlib
 import json
 import re
 import subprocess
@@ -21,6 +18,7 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 import bench_calls
 import bench_collate
 import bench_counters
+import bench_forward
 import bench_guard
 import bench_layers
 import bench_layouts
@@ -28,6 +26,8 @@ import bench_models
 import bench_trace
 import bench_tune
 import bench_verify
+import bench_walk
+import bench_weights
 import cuda_models
 import cuda_report
 import cuda_weights
@@ -41,8 +41,7 @@ import report_tune
 import report_verify
 import shapes
 import shared_copy
-import stopwatch
-from stopwatch import STOPWATCHES, interleaved, sets_beyond_cache
+from stopwatch import STOPWATCHES
 
 POINTS = [
     cuda_weights.Point((4, 8, 3, 3), torch.float32),
@@ -59,6 +58,8 @@ def tiny():
 
 @pytest.fixture
 def tiny_models(monkeypatch):
+    """Two models, of which one has no library."""
+
     def missing():
         raise ModuleNotFoundError("no such library")
 
@@ -70,30 +71,45 @@ def tiny_models(monkeypatch):
     return list(both)
 
 
+@pytest.fixture(autouse=True)
+def threads_stay(monkeypatch):
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+
+
+def read(path):
+    return json.loads(path.read_text())
+
+
+def assert_times(times):
+    assert all(0 < each["min"] <= each["median"] for each in times.values())
+
+
+# Weights and the conversion of models
+
+
 @pytest.mark.parametrize("point", POINTS, ids=str)
-def test_a_weight_is_measured_beside_every_baseline(point, device, monkeypatch):
+def test_a_weight_is_measured_next_to_every_baseline(point, device, monkeypatch):
     monkeypatch.setattr(cuda_weights, "LARGE", 0)
     copies = shared_copy.variants() if device == "cuda" else {"shared_copy": lambda out, source: out.copy_(source)}
     measured = cuda_weights.measure(STOPWATCHES[device](), point, copies, samples=2)
     jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy", *copies}
-    jobs.add("eager_two_steps" if point.to else "eager_contiguous")
-    assert measured["times"].keys() == jobs
+    assert measured["times"].keys() == jobs | {"eager_two_steps" if point.to else "eager_contiguous"}
     assert measured["errors"] == {}
-    assert all(0 < times["min"] <= times["median"] for times in measured["times"].values())
-    to = point.to or point.dtype
-    assert measured["copied_bytes"] * 2 == measured["bytes"] // point.dtype.itemsize * (
-        point.dtype.itemsize + to.itemsize
-    )
+    assert_times(measured["times"])
     assert json.loads(json.dumps(measured)) == measured
 
 
-@pytest.mark.parametrize("requires_grad", [False, True])
-def test_a_call_is_measured_beside_the_clone_and_the_operator(requires_grad):
-    measured = bench_calls.measure((4, 1, 3, 3), requires_grad, samples=2)
-    assert all(0 < times["min"] <= times["median"] for times in measured["times"].values())
-    assert json.loads(json.dumps(measured)) == measured
-    (row,) = report.calls({"results": [measured]}).splitlines()[2:]
-    assert row.startswith(f"| 4x1x3x3 float32 | {'yes' if requires_grad else 'no'} |")
+@pytest.mark.parametrize("point", POINTS, ids=str)
+def test_a_weight_on_the_cpu_is_measured_next_to_memcpy(point):
+    measured = bench_weights.measure(point, samples=2)
+    assert {"memcpy", "ours", "ours_fresh"} < measured["times"].keys()
+    assert_times(measured["times"])
+
+
+def test_a_call_is_measured_next_to_the_clone_and_the_operator():
+    measured = [bench_calls.measure((4, 1, 3, 3), requires_grad, samples=2) for requires_grad in (False, True)]
+    rows = report.calls({"results": measured}).splitlines()[2:]
+    assert [row.split(" | ")[1] for row in rows] == ["no", "yes"]
 
 
 @pytest.mark.cuda
@@ -123,163 +139,100 @@ def test_models_are_measured_from_their_library_or_from_their_shapes(device, tin
         measured = cuda_models.measure(STOPWATCHES[device](), name, torch.bfloat16, rounds=2)
         assert measured["source"] == source
         assert measured["device"].keys() == {"all", "moved"}
-        for each in measured["device"].values():
-            assert each["times"].keys() == cuda_models.DEVICE_JOBS.keys()
-            assert each["errors"] == {}
+        assert all(each["errors"] == {} for each in measured["device"].values())
         assert ("module.to" in measured["wall"]) == (name == TINY)
         assert measured["wall"]["ours, listed"]["extra_bytes"] == 0
-        assert json.loads(json.dumps(measured)) == measured
         for counted in measured["launches"].values():
             assert counted is None if device == "cpu" else counted["kernels"] > 0
         if device == "cuda":
             assert measured["launches"]["ours"]["kernels"] + measured["launches"]["ours"]["copies"] <= 6
 
 
-def test_weights_of_the_bars_are_large_enough():
-    points = list(cuda_weights.points(with_compile=True))
-    large = [
-        (p.shape[2:], p.dtype, p.back) for p in points if torch.Size(p.shape).numel() * p.dtype.itemsize >= 16 << 20
-    ]
-    kernels = {torch.Size(kernel).numel() for kernel in cuda_weights.KERNELS}
-    assert kernels == {4, 8, 9, 16, 25, 27, 49, 125}
-    for kernel in cuda_weights.KERNELS:
-        for dtype in cuda_weights.DTYPES:
-            assert {(kernel, dtype, False), (kernel, dtype, True)} <= set(large)
-
-
-def test_sets_of_memory_exceed_four_caches():
-    cpu = stopwatch.Stopwatch()
-    for size in (1, 1000, 64 << 10, 1 << 30):
-        number = sets_beyond_cache(cpu, size)
-        assert number * size >= 4 * cpu.cache_bytes()
-        assert number == 2 or (number - 1) * size < 4 * cpu.cache_bytes()
-
-
-def test_jobs_take_turns_and_failures_are_told():
-    calls = []
-    jobs = {name: [lambda name=name, i=i: calls.append(name + str(i)) for i in range(2)] for name in "ab"}
-
-    class Failing(stopwatch.Stopwatch):
-        def record(self, calls):
-            if len(calls) == 1:
-                raise RuntimeError("capture is not possible\nin this stream")
-            return super().record(calls)
-
-        def microseconds(self, play, times):
-            play()
-            return 500.0
-
-    times, errors = interleaved(Failing(), {**jobs, "c": [lambda: None]}, samples=3)
-    assert times == {name: {"min": 250.0, "median": 250.0} for name in "ab"}
-    assert errors == {"c": "capture is not possible"}
-    assert calls[-8:] == ["a0", "a1", "b0", "b1"] * 2
-
-
-def test_steps_with_weights_converted_in_each_forward_are_measured_beside_converted_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(each_forward_steps, "MODELS", {TINY: tiny})
-    monkeypatch.setattr(each_forward_steps, "INPUTS", {TINY: (3, 8, 8)})
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    each_forward_steps.run([TINY, "another"], 2, tmp_path / "each-forward-cpu.json")
-    measured = json.loads((tmp_path / "each-forward-cpu.json").read_text())
-    assert [result["batch"] for result in measured["results"]] == [1, 8, 32]
-    (row,) = each_forward_steps.as_table(measured).splitlines()[2:]
-    assert re.fullmatch(rf"\| {TINY} \| 0 (\| [+-][\d.]+ % of \d+ ms ){{3}}\|", row)
-
-
-def test_the_guard_is_measured_beside_the_step(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_guard, "CASES", {TINY: (tiny, (1, 3, 8, 8))})
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    bench_guard.run([TINY], 2, tmp_path / "guard-cpu.json")
-    (row,) = bench_guard.as_table(json.loads((tmp_path / "guard-cpu.json").read_text())).splitlines()[2:]
-    assert re.fullmatch(rf"\| {TINY} \| \d \| \d+ ms \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ % \|", row)
-
-
-def test_batches_are_measured_beside_those_of_pytorch(tmp_path, monkeypatch):
-    made = {name: make for name, (_, make, _) in bench_collate.CASES.items()}
-    monkeypatch.setattr(bench_collate, "CASES", {TINY: (2, made["dicts, uint8 HWC, 3x224x224"], 1.0)})
-    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
-    bench_collate.run([TINY], 2, 0, tmp_path / "collate-cpu.json")
-    (row,) = bench_collate.as_table(json.loads((tmp_path / "collate-cpu.json").read_text())).splitlines()[2:]
-    assert re.fullmatch(rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|", row)
-
-
 @pytest.mark.parametrize("name", bench_models.MODELS)
 def test_the_shapes_are_those_of_the_models(name):
     with torch.device("meta"):
-        model = bench_models.MODELS[name]()
         listed = shapes.load()[name]
-        assert shapes.shapes_of(model) == listed
+        assert shapes.shapes_of(bench_models.MODELS[name]()) == listed
         assert shapes.shapes_of(shapes.convolutions(listed)) == listed
 
 
-class FakeGraph:
-    """What is captured has run; a replay does nothing."""
-
-    is_capturing = False
-
-    def capture_begin(self):
-        assert not FakeGraph.is_capturing
-        FakeGraph.is_capturing = True
-
-    def capture_end(self):
-        FakeGraph.is_capturing = False
-
-    def replay(self):
-        assert not FakeGraph.is_capturing
+def test_the_walk_is_measured(monkeypatch):
+    monkeypatch.setattr(bench_walk, "LAYERS", 2)
+    monkeypatch.setattr(bench_walk, "SINGLE_LAYERS", 2)
+    measured = {"results": [bench_walk.measure(3, 4, samples=1)], "single": bench_walk.measure_single(samples=1)}
+    text = report.walk(measured)
+    assert "| 2 of 4x4x3x3 |" in text
+    assert "A layer of 8x3x3x3 by itself takes" in text
 
 
-class FakeEvent:
-    def __init__(self, enable_timing):
-        assert enable_timing
+# Steps, batches and forward passes
 
-    def record(self):
-        pass
 
-    def synchronize(self):
-        pass
+def run_steps(folder, monkeypatch):
+    monkeypatch.setattr(each_forward_steps, "MODELS", {TINY: tiny})
+    monkeypatch.setattr(each_forward_steps, "INPUTS", {TINY: (3, 8, 8)})
+    each_forward_steps.run([TINY, "another"], 2, folder / "out.json")
+    return each_forward_steps
 
-    def elapsed_time(self, end):
-        return 0.5
+
+def run_guard(folder, monkeypatch):
+    monkeypatch.setattr(bench_guard, "CASES", {TINY: (tiny, (1, 3, 8, 8))})
+    bench_guard.run([TINY], 2, folder / "out.json")
+    return bench_guard
+
+
+def run_collate(folder, monkeypatch):
+    make = bench_collate.CASES["dicts, uint8 HWC, 3x224x224"][1]
+    monkeypatch.setattr(bench_collate, "CASES", {TINY: (2, make, 1.0)})
+    bench_collate.run([TINY], 2, 0, folder / "out.json")
+    return bench_collate
+
+
+@pytest.mark.parametrize(
+    ("run", "row"),
+    [
+        (run_steps, rf"\| {TINY} \| 0 (\| [+-][\d.]+ % of \d+ ms ){{3}}\|"),
+        (run_guard, rf"\| {TINY} \| \d \| \d+ ms \| [\d.]+ ms \| [\d.]+ ms \| [\d.]+ % \|"),
+        (run_collate, rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|"),
+    ],
+)
+def test_what_a_script_writes_becomes_a_row_of_a_table(run, row, tmp_path, monkeypatch):
+    script = run(tmp_path, monkeypatch)
+    (line,) = script.as_table(read(tmp_path / "out.json")).splitlines()[2:]
+    assert re.fullmatch(row, line)
+
+
+def test_forward_passes_are_measured_and_compared():
+    row = bench_forward.run(bench_forward.Example("tiny", tiny(), torch.randn(1, 3, 8, 8)), repeats=1)
+    assert row["largest_difference"] <= row["tolerance"]
+    assert "| tiny |" in report.forward({"results": [row]})
+
+
+def test_what_a_trace_adds_is_measured_in_every_mode(monkeypatch):
+    monkeypatch.setattr(bench_trace, "BLOCKS", 1)
+    rows = [bench_trace.measure("losing", mode, samples=1) for mode in bench_trace.MODES]
+    assert all(row["operators"] > 3 and row["losses"] > 0 for row in rows)
+    assert bench_trace.as_table({"results": rows}).count("| losing |") == 3
+
+
+# The scripts for a GPU
 
 
 @pytest.fixture
 def fake_gpu(monkeypatch):
-    """A GPU whose memory is the CPU's, and on which every measurement takes half a millisecond."""
-    properties = SimpleNamespace(
-        name="Fake", major=9, minor=0, multi_processor_count=132, L2_cache_size=32 << 10, total_memory=1 << 30
-    )
-    properties.shared_memory_per_block_optin = 227 << 10
-    event = SimpleNamespace(
-        device_type=torch.autograd.DeviceType.CUDA,
-        name="kernel",
-        time_range=SimpleNamespace(start=0, elapsed_us=lambda: 2.0),
-    )
-    fakes = {
-        "CUDAGraph": FakeGraph,
-        "Event": FakeEvent,
-        "Stream": SimpleNamespace,
-        "stream": lambda stream: contextlib.nullcontext(),
-        "synchronize": lambda: None,
-        "empty_cache": lambda: None,
-        "reset_peak_memory_stats": lambda: None,
-        "memory_allocated": lambda: 1000,
-        "max_memory_allocated": lambda: 1000,
-        "get_device_properties": lambda device: properties,
-    }
-    for name, fake in fakes.items():
-        monkeypatch.setattr(torch.cuda, name, fake)
-    profile = SimpleNamespace(events=lambda: [event, event])
-    monkeypatch.setattr(torch.profiler, "profile", lambda activities: contextlib.nullcontext(profile))
-    zeros = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, **kwargs: zeros(*size, **{**kwargs, "device": "cpu"}))
-    monkeypatch.setattr(stopwatch.CudaStopwatch, "device", "cpu")
+    """Provide a GPU that is the CPU, without launches to count."""
+    limits = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
+    monkeypatch.setattr(machine, "gpu", lambda: {"name": "Fake", "driver": "1.0", "CUDA": "13.0"})
+    monkeypatch.setitem(STOPWATCHES, "cuda", STOPWATCHES["cpu"])
     monkeypatch.setattr(shared_copy, "variants", lambda: {"shared_copy": lambda out, source: out.copy_(source)})
-    monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     monkeypatch.setattr(bench_counters, "read_counters", lambda: "ncu is missing")
+    monkeypatch.setattr(bench_counters, "CASES", [((4, 8, 3, 3), torch.float32)])
 
 
 def run_all(folder, models, monkeypatch):
-    """As `make bench-cuda`, into a folder."""
+    """Do what `make bench-cuda` does, into a folder."""
+    monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     cuda_weights.run(2, False, folder / "weights-cuda.json")
     cuda_models.run(models, 2, folder / "models-cuda.json")
     monkeypatch.setattr(sys, "argv", ["bench_counters.py", "--out", str(folder / "counters-cuda.json")])
@@ -288,118 +241,56 @@ def run_all(folder, models, monkeypatch):
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkeypatch):
-    monkeypatch.setattr(bench_counters, "CASES", [((4, 8, 3, 3), torch.float32)])
+    assert cuda_report.section(tmp_path) == "Nothing has been measured yet."
     run_all(tmp_path, tiny_models, monkeypatch)
-    for name, command in (
-        ("weights", "bench_weights.py --device cuda"),
-        ("models", "bench_models.py --device cuda"),
-        ("counters", "bench_counters.py"),
-    ):
-        measured = json.loads((tmp_path / f"{name}-cuda.json").read_text())
-        assert measured["command"] == f"python benchmarks/{command}"
-        assert measured["gpu"].keys() >= {"name", "driver", "CUDA"}
-        assert {"commit", "environment"} <= measured["machine"].keys()
+    measured = read(tmp_path / "weights-cuda.json")
+    assert measured["command"] == "python benchmarks/bench_weights.py --device cuda"
+    assert {"commit", "processor", "cores", "capability", "environment"} <= measured["machine"].keys()
     text = cuda_report.section(tmp_path)
     assert "Fake, driver" in text
     assert "Failed: ncu is missing" in text
-    assert "| launches for a model, every model: in place | at most 6 | 1.00 | yes |" in text
+    assert "| launches for a model, every model: in place | at most 6 | not measured | not measured |" in text
     assert "| in place, every model: extra device memory, bytes | at most 0 | 0.00 | yes |" in text
-    assert all(line.startswith(("|", "`", "Failed")) for line in text.splitlines() if line)
 
 
 @pytest.mark.cuda
 def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
-    monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     run_all(tmp_path, tiny_models, monkeypatch)
     assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
 
 
-def weight_point(kernel, dtype, **times):
-    shape = [*cuda_weights.shape_of(kernel, 16 << 20, getattr(torch, dtype))]
-    nbytes = torch.Size(shape).numel() * getattr(torch, dtype).itemsize
-    taken = {job: {"min": time, "median": time} for job, time in times.items()}
-    point = {"shape": shape, "dtype": dtype, "to": None, "back": False, "bytes": nbytes, "copied_bytes": nbytes}
-    return {**point, "times": taken, "errors": {}}
-
-
-def met(rows):
-    return [(row[2], row[3]) for row in rows]
-
-
-def test_the_bars_say_what_is_met():
-    slow = weight_point((3, 3), "float32", ours=10, ours_fresh=10, plain_copy=8.9, shared_copy_1=9.8, shared_copy_2=9.9)
-    fast = weight_point((7, 7), "float32", ours=10, ours_fresh=10, plain_copy=9.5, eager_copy=40, eager_contiguous=60)
-    rows = cuda_report.weight_bars([slow, fast])
-    assert met(rows[:1]) == [("0.89 to 0.95, or 0.98", "yes")]
-    assert met(rows[1:4]) == [("not measured, or not measured", "not measured")] * 2 + [
-        ("not measured", "not measured")
-    ]
-    assert met(rows[4:]) == [("4.00", "no"), ("6.00", "in part")]
-    slow["times"]["shared_copy_1"]["median"] = 9.6  # the best of them counts
-    assert met(cuda_report.weight_bars([slow])[:1]) == [("0.89, or 0.96", "no")]
-    other = weight_point((2, 2), "float32", ours=10, plain_copy=1)
-    assert met(cuda_report.weight_bars([other])[:1]) == [("not measured, or not measured", "not measured")]
-
-    counts = {"load_sectors": 100, "store_sectors": 104, "shared_passes": 50}
-    close = {"modelled": counts, "read": {**counts, "store_sectors": 100}}
-    assert met([cuda_report.counter_bar([close])]) == [("0.00 to 0.04", "yes")]
-    assert met([cuda_report.counter_bar([{**close, "read": None}])]) == [("not measured", "not measured")]
-
-
-def test_without_results_the_report_says_so(tmp_path):
-    assert cuda_report.section(tmp_path) == "Nothing has been measured yet."
-
-
 METRICS = [metric for metrics in bench_counters.COUNTERS.values() for metric in metrics]
-NCU = f"""==PROF== Connected to process 7
-==PROF== Profiling "convert_tiles" - 0: 0%....100% - 1 pass
+NCU = f"""==PROF== Profiling "convert_tiles" - 0: 0%....100% - 1 pass
 "ID","Kernel Name","Grid Size",{",".join(f'"{metric}"' for metric in METRICS)}
 "","","","sector","sector","",""
 "0","void nhwc::cuda::detail::convert_tiles<...>(...)","(36, 1, 1)","36,864","36,900","9,216","9,216"
 """
-
-
-def test_the_profilers_table_is_understood():
-    assert bench_counters.counters_in(NCU) == [{"load_sectors": 36864, "store_sectors": 36900, "shared_passes": 18432}]
+COUNTED = [{"load_sectors": 36864, "store_sectors": 36900, "shared_passes": 18432}]
 
 
 @pytest.mark.parametrize(
     ("output", "status", "expected"),
     [
-        (NCU, 0, "counted"),
+        (NCU, 0, COUNTED),
         ("==ERROR== ERR_NVGPUCTRPERM\n", 1, "ERR_NVGPUCTRPERM"),
         ("", 0, "0 of 1"),
         ('"ID"\n""\n"0"', 0, "KeyError"),
     ],
 )
-def test_a_profiler_that_cannot_read_says_why(output, status, expected, monkeypatch):
+def test_the_profilers_table_is_read_or_its_error_reported(output, status, expected, monkeypatch):
     monkeypatch.setattr(bench_counters, "CASES", bench_counters.CASES[:1])
     monkeypatch.setattr(bench_counters.shutil, "which", lambda *name, **path: "ncu")
     ran = SimpleNamespace(stdout=output, stderr="", returncode=status)
     monkeypatch.setattr(bench_counters.subprocess, "run", lambda *command, **how: ran)
-    read = bench_counters.read_counters()
-    assert len(read) == 1 if expected == "counted" else expected in read
+    counts = bench_counters.read_counters()
+    assert counts == expected if expected is COUNTED else expected in counts
 
 
-def test_a_profile_without_kernels_is_none():
-    def event(name, start, device_type=torch.autograd.DeviceType.CUDA):
-        return SimpleNamespace(
-            device_type=device_type, name=name, time_range=SimpleNamespace(start=start, elapsed_us=lambda: start)
-        )
-
-    runtime = event("cudaLaunchKernel", 0, torch.autograd.DeviceType.CPU)
-    events = [event("Memcpy DtoD (Device -> Device)", 3), event("convert_tiles", 2), event("add_", 1), runtime]
-    assert stopwatch.count_launches(events) == {"kernels": 1, "copies": 1, "kernel_us": 2}
-    assert stopwatch.count_launches([runtime]) is None
-
-
-def test_the_commit_can_be_told(monkeypatch):
-    monkeypatch.setenv("TORCH_NHWC_COMMIT", "abc1234")
-    assert machine.commit() == "abc1234"
+# Layers and whole models
 
 
 def small(case):
-    """The case on an activation of a few voxels."""
+    """Return the case on an activation of a few voxels."""
     return case._replace(shape=(2, *case.shape[1:2], *(4 for _ in case.shape[2:])))
 
 
@@ -411,146 +302,104 @@ def first_of_each_layer():
 
 
 @pytest.mark.parametrize("case", first_of_each_layer(), ids=lambda case: case.name)
-def test_layers_are_measured_beside_both_of_pytorchs(case):
+def test_layers_are_measured_and_compute_what_pytorchs_do(case):
     for mode in case.modes:
         row = bench_layers.measure(small(case), torch.float32, mode, seconds=0)
         assert row["errors"] == {}
-        assert all(0 < times["min"] <= times["median"] for times in row["times"].values())
-        assert row["times"].keys() == layer_cases.FUNCTIONS.keys()
-        assert row["bars"].keys() <= row["ratios"].keys()
+        assert_times(row["times"])
         assert report_layers.group(row) in report_layers.GROUPS.values()
-
-
-@pytest.mark.parametrize("case", some_of(layer_cases.CASES, *first_of_each_layer()), ids=lambda case: case.name)
-def test_ours_and_pytorchs_compute_the_same_and_each_keeps_to_its_format(case):
     outs = {}
     for way, functions in layer_cases.FUNCTIONS.items():
         x, parameters, targets = bench_layers.inputs(small(case), torch.float32, way)
         outs[way] = case.of(functions)(x, *parameters, *targets)
-        assert x.stride()[1] == (1 if way != "contiguous" else x[0, 0].numel())
     torch.testing.assert_close(outs["ours"], outs["contiguous"], rtol=1e-4, atol=1e-4)
     assert outs["ours"].dim() == 0 or outs["ours"].stride()[1] == 1
 
 
-def test_what_a_layer_cannot_do_has_no_time_but_a_text(monkeypatch):
+def test_a_layer_that_fails_has_its_error_in_place_of_a_time(monkeypatch):
     def refuse(*arguments):
         raise NotImplementedError("not for this dtype\nand so on")
 
-    case = small(layer_cases.CASES[0])
     monkeypatch.setitem(layer_cases.FUNCTIONS, "stock_channels_last", SimpleNamespace(group_norm=refuse))
-    row = bench_layers.measure(case, torch.float32, layer_cases.FORWARD, seconds=0)
+    row = bench_layers.measure(small(layer_cases.CASES[0]), torch.float32, layer_cases.FORWARD, seconds=0)
     assert row["times"]["stock_channels_last"] is None
     assert row["errors"] == {"stock_channels_last": "not for this dtype"}
     assert row["ratios"]["stock_over_ours"] is None
-    assert row["ratios"]["over_contiguous"] > 0
 
 
-def test_the_bars_of_layers_are_the_projects():
-    def bars(layer, dtype, mode, **fields):
-        (case, *_) = [case for case in layer_cases.CASES if case.layer == layer]
-        return layer_cases.bars(case._replace(**fields), dtype, mode)
-
-    forward, both, backward = layer_cases.FORWARD, layer_cases.BOTH, layer_cases.BACKWARD
-    large, tiny = (1, 64, 256, 256), (1, 16, 8, 8)
-    assert bars("group_norm", torch.float32, forward, shape=tiny) == {"over_contiguous": 1.15}
-    assert bars("group_norm", torch.float32, both, shape=large) == {"over_contiguous": 1.3}
-    assert bars("group_norm", torch.bfloat16, forward, shape=(1, 8, 8, 8)) == {}
-    assert bars("group_norm", torch.bfloat16, backward) == {"stock_over_ours": 8}
-    assert bars("instance_norm", torch.float32, both) == {"over_contiguous": 0.8, "stock_over_ours": 5}
-    assert bars("conv3d", torch.float32, both) == {"over_contiguous": 0.9}
-    assert bars("conv3d", torch.bfloat16, both) == {}
-    assert bars("interpolate", torch.float32, both) == {}
+def test_layers_are_reported_without_those_that_were_replaced_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench_layers.layer_errors, "CASES", [small(bench_layers.layer_errors.CASES[0])])
+    chosen = [small(layer_cases.CASES[0])]
+    measured = bench_layers.run(chosen, chosen, 0)
+    machine.write(tmp_path / "layers.json", "bench_layers.py", measured.pop("results"), quick=True, **measured)
+    layers = report_layers.current(read(tmp_path / "layers.json"))
+    assert report_layers.QUICK in report_layers.layers(layers)
+    for table in (report_layers.losses, report_layers.layers, report_layers.accuracy, report_layers.threads):
+        assert "| group" in table(layers)
+    monkeypatch.setitem(report_layers.REPLACED_SINCE, layers["machine"]["commit"], ("group_norm",))
+    assert "| group" not in report_layers.layers(report_layers.current(layers))
 
 
-def test_layers_and_layouts_are_reported(tmp_path, monkeypatch, capsys):
-    def tiny_model():
+def test_layouts_are_measured_again_and_reported(tmp_path, monkeypatch):
+    def with_group_norm():
         return nn.Sequential(nn.Conv3d(1, 8, 3), nn.GroupNorm(2, 8), nn.Conv3d(8, 2, 3))
 
-    tiny = layout_models.LayoutModel(tiny_model, (1, 1, 8, 8, 8))
-    monkeypatch.setattr(bench_layouts, "MODELS", {"first": tiny, "second": tiny})
-    out = tmp_path / "layouts-cpu.json"
-    for names in (["first", "second"], ["second"]):
-        bench_layouts.run(names, ["float32", "bfloat16"], [], 0, out)
-    layouts = json.loads(out.read_text())
+    model = layout_models.LayoutModel(with_group_norm, (1, 1, 8, 8, 8))
+    monkeypatch.setattr(bench_layouts, "MODELS", {"first": model, "second": model})
+    for names in (["first", "second"], ["first"]):
+        bench_layouts.run(names, ["float32", "bfloat16"], [], 0, tmp_path / "layouts.json")
+    layouts = read(tmp_path / "layouts.json")
     assert [row["model"] for row in layouts["results"]] == ["first"] * 4 + ["second"] * 4
     for row in layouts["results"]:
         assert row["times"].keys() == row["gains"].keys() == {"contiguous", "weights", "full", "preserved"}
         assert row["exchanged"] == {"GroupNorm": 1}
-        assert row["shape"][0] == (2 if row["dtype"] == "float32" else 1)
-        assert row["bars"].keys() == {"preserved_over_full", "preserved"}
         assert max(row["differences"].values()) < (1e-4 if row["dtype"] == "float32" else 0.1)
-
-    monkeypatch.setattr(bench_layers.layer_errors, "CASES", [small(bench_layers.layer_errors.CASES[0])])
-    chosen = [small(layer_cases.CASES[0])]
-    measured = bench_layers.run(chosen, chosen, 0)
-    machine.write(tmp_path / "layers-cpu.json", "bench_layers.py", measured.pop("results"), quick=True, **measured)
-    layers = json.loads((tmp_path / "layers-cpu.json").read_text())
-    assert {row["mean_over_deviation"] for row in layers["accuracy"]} == {0, 3, 10, 100, 1000, 3000}
-    assert layers["machine"]["AMX"] == machine.has_amx()
-    bars = report_layers.bars(layers, layouts)
-    assert report_layers.QUICK in bars
-    assert "whole models where layers are exchanged: gain over contiguous | at least 0.98" in bars
-    assert "| group norm float32: the largest error over that of PyTorch's on contiguous | at most 2 |" in bars
     assert "| second | 2 | float32 | training |" in report_layers.layouts(layouts)
     monkeypatch.setattr(report_layers, "SHOWN", {"first": "the first"})
     assert "| the first |" in report_layers.gains(layouts)
-    for table in (report_layers.losses, report_layers.layers, report_layers.accuracy, report_layers.threads):
-        assert "| group" in table(layers)
 
 
 @pytest.mark.exhaustive
-def test_the_compiler_is_told_with_its_first_call(monkeypatch):
+def test_the_compiler_is_reported_with_its_first_call(monkeypatch):
     monkeypatch.setattr(bench_layouts.torch, "compile", lambda model: model)
     monkeypatch.setitem(bench_layouts.MODELS, "tiny", layout_models.LayoutModel(tiny, (1, 3, 8, 8)))
     row = bench_layouts.measure("tiny", torch.float32, "inference", with_compile=True, budget=0)
     assert row["compile_seconds"].keys() == bench_layouts.COMPILED.keys() <= row["times"].keys()
-    assert (row["exchanged"], row["bars"]) == ({}, {})
     assert "| tiny | float32 | inference |" in report_layers.peers({"results": [row]})
 
 
-def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch, capsys):
-    tiny_model = layout_models.LayoutModel(tiny, (1, 3, 8, 8))
-    monkeypatch.setattr(bench_tune, "MODELS", {"first": tiny_model, "second": tiny_model})
+def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch):
+    model = layout_models.LayoutModel(tiny, (1, 3, 8, 8))
+    monkeypatch.setattr(bench_tune, "MODELS", {"first": model, "second": model})
     out = tmp_path / "tune-cpu.json"
-    chosen = list(bench_tune.cases(["first", "second"], ["float32"], bench_tune.MODES))
-    for some in (chosen[2:], chosen[:2], chosen[:1]):
+    chosen = list(bench_tune.cases(["first", "second"], ["float32"], ["inference", "training"]))
+    for some in (chosen[2:], chosen[:2]):
         bench_tune.run(some, 0.05, 0.01, out, call=lambda function, *given: function(*given))
-    measured = json.loads(out.read_text())
+    measured = read(out)
     assert [row["model"] for row in measured["results"]] == ["first"] * 2 + ["second"] * 2
     for row in measured["results"]:
         assert row["over"].keys() == {"contiguous", "weights only", "full"}
-        assert row["choice"] in row["times"]
         assert row["over"][row["choice"]] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
-        assert all(each["low"] <= each["ratio"] <= each["high"] for each in row["over"].values())
-    table = report_tune.decisions(measured)
-    assert report_layers.QUICK in table
-    assert "| first | float32 | training |" in table
-    bars = report_tune.bars(measured)
-    assert "| 4 cases: intervals over the best fixed policy that lie wholly below 0.97 | none |" in bars
-    assert "| geometric mean of the speed over full, 4 cases | at least 1 |" in bars
-    row = measured["results"][0]
-    row["over"]["full"] = {"ratio": 0.5, "low": 0.4, "high": 0.6}
-    row["best"] = "full"
+    assert "over full (99 % interval)" in report_tune.decisions(measured)
+    del measured["level"]
+    measured["results"][0] |= {"best": "full", "over": {"full": {"ratio": 0.5, "low": 0.4, "high": 0.6}}}
+    assert "| 4 cases: 95 % intervals over the best policy, wholly below 0.97 | none |" in report_tune.bars(measured)
     assert "| first float32 inference | no |" in report_tune.bars(measured)
 
 
 @pytest.mark.exhaustive
 def test_planted_faults_are_found_and_reported(tmp_path, monkeypatch):
-    def small():
+    def five_layers():
         return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *(nn.Conv2d(8, 8, 3, padding=1) for _ in range(4)))
 
-    monkeypatch.setattr(bench_verify, "MODELS", {"small": layout_models.LayoutModel(small, (1, 3, 8, 8))})
+    monkeypatch.setattr(bench_verify, "MODELS", {"small": layout_models.LayoutModel(five_layers, (1, 3, 8, 8))})
     monkeypatch.setattr(bench_verify, "SMALL", {"small": (2, 3, 8, 8)})
-    out = tmp_path / "verify-cpu.json"
-    bench_verify.run(["small"], ["float32"], out)
-    measured = json.loads(out.read_text())
-    assert [list(row["planted"].values()) for row in measured["results"]] == [["1", "3", "4"], ["1", "3", "4", "2"]]
+    bench_verify.run(["small"], ["float32"], tmp_path / "verify.json")
+    measured = read(tmp_path / "verify.json")
     assert all(bench_verify.is_met(row) for row in measured["results"])
     text = report_verify.findings(measured)
     assert "| wrong backward: planted in 1 cases | all found | 1 | yes |" in text
-    assert "| the first layer that differs is the first planted | all | 2 | yes |" in text
     measured["results"][0]["false_alarms"] = ["0: output"]
-    assert text.endswith("| 0 | 0 | yes |")
     assert report_verify.findings(measured).endswith("| 0 | 1 | no |\n\nNot met by small float32 inference.")
 
 
@@ -558,13 +407,3 @@ def test_planted_faults_are_found_and_reported(tmp_path, monkeypatch):
 def test_every_model_of_the_layouts_is_made(name):
     with torch.device("meta"):
         assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())
-
-
-def test_what_a_trace_adds_is_measured_in_every_mode(monkeypatch):
-    monkeypatch.setattr(bench_trace, "BLOCKS", 1)
-    for mode in bench_trace.MODES:
-        row = bench_trace.measure("losing", mode, samples=1)
-        assert row["operators"] > 3
-        assert row["losses"] > 0
-        assert row["times"].keys() == {"alone", "empty mode", "traced"}
-        assert row["added"].keys() == {"empty mode", "traced"}
