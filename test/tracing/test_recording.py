@@ -143,7 +143,7 @@ def test_neither_rows_nor_memory_grow_with_steps(model, monkeypatch):
             model(x).square().sum().backward()
         gc.collect()
         recorders = [each for each in _get_current_dispatch_mode_stack() if hasattr(each, "gradients")]
-        held = [len(each.numbers) for recorder in recorders for each in recorder.modules._recorded.values()]
+        held = [len(each.numbers) for recorder in recorders for each in recorder.calls._recorded.values()]
         assert max(held) <= 40
         assert not recorders[0].gradients
     (loss,) = (row for row in trace.losses if row.phase == "forward")
