@@ -140,15 +140,6 @@ def test_a_constant_of_the_model_is_an_activation_from_its_first_convolution_on(
     assert found(trace.losses) == [("body.1", "_softmax", "forward")]
 
 
-def test_a_loss_outside_of_the_model_counts_too():
-    model = converted()
-    with nhwc.trace(model) as trace:
-        torch.log_softmax(model(image()), 1)
-    (loss,) = trace.losses
-    assert (loss.path, loss.advice) == ("", "torch_nhwc.functional.log_softmax")
-    assert loss.source.startswith(__file__)
-
-
 def test_arguments_may_nest_and_volumes_have_five_dimensions():
     class Inner(nn.Module):
         def __init__(self):

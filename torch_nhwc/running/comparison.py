@@ -22,7 +22,7 @@ class Difference(NamedTuple):
 
     @property
     def is_within(self) -> bool:
-        """Whether the difference is within the tolerance."""
+        """Return whether the difference is within the tolerance."""
         return self.largest <= self.tolerance
 
 

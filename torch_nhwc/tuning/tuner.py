@@ -230,17 +230,17 @@ class Interval(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Whether the whole interval is below 1."""
+        """Return whether the whole interval is below 1."""
         return self.high < 1
 
     @property
     def is_slower(self) -> bool:
-        """Whether the whole interval is above 1."""
+        """Return whether the whole interval is above 1."""
         return self.low > 1
 
     @property
     def is_known(self) -> bool:
-        """Whether the limits are within a factor of ten. A few samples that differ give wider ones."""
+        """Return whether the limits are within a factor of ten. A few samples that differ give wider ones."""
         return self.high < 10 * self.ratio
 
 

@@ -65,7 +65,7 @@ class VerificationRow(NamedTuple):
     verdict: Verdict = Verdict.EQUAL
     """The result of the comparison."""
     before_differs: bool = False
-    """Whether the reference's own layer differs as well when it gets the same formats: then the layer is wrong in
+    """True if the reference's own layer differs as well when it gets the same formats: then the layer is wrong in
     channels-last, whatever model it is in."""
     note: str = ""
     """The error that was raised, or why nothing was compared."""
@@ -103,7 +103,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differing
 
     def __bool__(self) -> bool:
