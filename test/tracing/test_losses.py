@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from user_code import Function
 
 import torch_nhwc as nhwc
-from torch_nhwc.tracing import recorder as call_sites
+from torch_nhwc.tracing import recorder
 
 
 def converted(*layers):
@@ -232,7 +232,7 @@ def test_threads_that_number_their_nodes_independently_are_told_apart(monkeypatc
     model = converted(nn.Sequential(Bicubic()))
     with nhwc.trace(model) as trace:
         model[0](image())
-        monkeypatch.setattr(call_sites.threading, "get_ident", lambda: -1)
+        monkeypatch.setattr(recorder.threading, "get_ident", lambda: -1)
         step(model, image())
     assert found(trace.losses) == [("1.0", "upsample_bicubic2d_backward", "backward")]
 

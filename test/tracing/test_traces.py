@@ -1,6 +1,5 @@
 """Traces as data: printed, written and read, and held to a budget."""
 
-
 import pytest
 import torch
 from activations import channels_last

@@ -37,9 +37,9 @@ def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[An
         TypeError: A shape was given instead of tensors.
     """
     with ExitStack() as stack:
-        draws = _Draws()
+        draws = Draws()
         stack.enter_context(
-            preserved_state(model, must_rewind=lambda: draws.seen or torch.initial_seed() != draws.seed)
+            preserved_state(model, must_rewind=lambda: draws.has_drawn or torch.initial_seed() != draws.seed)
         )
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
@@ -176,21 +176,21 @@ def seconds_in_turns(
     return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
 
 
-class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes whether this thread draws random numbers; `seed` is that of PyTorch's generator before."""
 
     supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.seen, self.seed = False, torch.initial_seed()
+        self.has_drawn, self.seed = False, torch.initial_seed()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # skipping would import the compiler, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
         return func(*args, **(kwargs or {}))
 
 
