@@ -15,7 +15,7 @@ import torch_nhwc as nhwc
 
 
 class Restless(nn.Module):
-    """Changes what a forward can change, and raises what it is told to at a call."""
+    """Changes what a forward can change, and raises a given error at a given call."""
 
     raises, at, calls = None, 0, 0
 

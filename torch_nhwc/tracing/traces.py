@@ -17,9 +17,6 @@ CONTIGUOUS, AMBIGUOUS, OTHER = "contiguous", "ambiguous", "other"
 _NAMES = {rank: str(memory_format).removeprefix("torch.") for rank, memory_format in CHANNELS_LAST.items()}
 _RANKS = {name: rank for rank, name in _NAMES.items()}
 CHANNELS_LAST_NAMES = frozenset(_RANKS)
-# Dimensions from the innermost to the outermost.
-_CONTIGUOUS_ORDERS = {rank: tuple(reversed(range(rank))) for rank in CHANNELS_LAST}
-_CHANNELS_LAST_ORDERS = {rank: (1, *range(rank - 1, 1, -1), 0) for rank in CHANNELS_LAST}
 
 
 class Layout(NamedTuple):
@@ -247,35 +244,6 @@ def short_source(source: str | None) -> str:
     return f"{shown}:{line}"
 
 
-_FIELDS: dict[type, str] = {FormatLoss: "losses", MixedConvolution: "mixed", Gain: "gained"}
-
-
-class TraceWriter:
-    """Writes a trace, in which calls that differ in nothing but their sizes become one row."""
-
-    def __init__(self) -> None:
-        self.trace = Trace({"forward": 0, "backward": 0})
-        self._rows: dict[tuple[object, ...], OperatorRow] = {}
-
-    def add(self, row: OperatorRow) -> bool:
-        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
-        formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
-        key = type(row), row.path, row.operator, row.phase, row.source, *formats
-        known = self._rows.setdefault(key, row)
-        if known is row:
-            name = _FIELDS[type(row)]
-            setattr(self.trace, name, (*getattr(self.trace, name), row))
-        else:
-            known.bytes += row.bytes
-            known.count += row.count
-        return known is row
-
-    def add_unseen(self, path: str, why: str) -> None:
-        """Add a part that could not be seen, once."""
-        if Unseen(path, why) not in self.trace.unseen:
-            self.trace.unseen = *self.trace.unseen, Unseen(path, why)
-
-
 _MOST_NAMED = 10  # in an error
 
 
@@ -318,6 +286,40 @@ def _largest(rows: Sequence[OperatorRow]) -> list[str]:
     shown = sorted(rows, key=lambda row: -row.bytes)[:_MOST_NAMED]
     rest = [f"  ... and {len(rows) - _MOST_NAMED} more"] if len(rows) > _MOST_NAMED else []
     return [f"  {printable(str(row))}" for row in shown] + rest
+
+
+_FIELDS: dict[type, str] = {FormatLoss: "losses", MixedConvolution: "mixed", Gain: "gained"}
+
+
+class TraceWriter:
+    """Writes a trace, in which calls that differ in nothing but their sizes become one row."""
+
+    def __init__(self) -> None:
+        self.trace = Trace({"forward": 0, "backward": 0})
+        self._rows: dict[tuple[object, ...], OperatorRow] = {}
+
+    def add(self, row: OperatorRow) -> bool:
+        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
+        formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
+        key = type(row), row.path, row.operator, row.phase, row.source, *formats
+        known = self._rows.setdefault(key, row)
+        if known is row:
+            name = _FIELDS[type(row)]
+            setattr(self.trace, name, (*getattr(self.trace, name), row))
+        else:
+            known.bytes += row.bytes
+            known.count += row.count
+        return known is row
+
+    def add_unseen(self, path: str, why: str) -> None:
+        """Add a part that could not be seen, once."""
+        if Unseen(path, why) not in self.trace.unseen:
+            self.trace.unseen = *self.trace.unseen, Unseen(path, why)
+
+
+# Dimensions from the innermost to the outermost.
+_CONTIGUOUS_ORDERS = {rank: tuple(reversed(range(rank))) for rank in CHANNELS_LAST}
+_CHANNELS_LAST_ORDERS = {rank: (1, *range(rank - 1, 1, -1), 0) for rank in CHANNELS_LAST}
 
 
 def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
