@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from user_code import Function
 
 import torch_nhwc as nhwc
-from torch_nhwc.tracing import recorder as call_sites
+from torch_nhwc.tracing import recorder
 
 
 class Stop(BaseException):
@@ -95,18 +95,6 @@ def test_a_module_that_raised_is_not_running(model, x):
     assert [loss.path for loss in trace.losses] == ["4", ""]
 
 
-@pytest.mark.parametrize("error", [ValueError("wrong"), KeyboardInterrupt()])
-def test_an_exception_in_a_backward_leaves_nothing_behind(model, x, error):
-    def fail(gradient):
-        raise error
-
-    with nhwc.trace(model):
-        out = model(x)
-        out.register_hook(fail)
-        with pytest.raises(type(error)):
-            out.sum().backward()
-
-
 def test_other_threads_are_not_seen(model, x):
     with nhwc.trace(model) as trace:
         thread = threading.Thread(target=nn.Sequential(nn.Softmax2d()), args=(x,))
@@ -136,16 +124,13 @@ def test_a_trace_is_filled_in_its_block_and_final_after_it(model, x):
 
 
 def test_neither_rows_nor_memory_grow_with_steps(model, monkeypatch):
-    monkeypatch.setattr(call_sites, "_MOST", 20)
+    monkeypatch.setattr(recorder, "_MOST", 20)
     with nhwc.trace(model) as trace:
         for size in range(8, 28):
             x = channels_last(torch.randn(2, 3, size, 8))
             model(x).square().sum().backward()
         gc.collect()
-        recorders = [each for each in _get_current_dispatch_mode_stack() if hasattr(each, "gradients")]
-        held = [len(each.numbers) for recorder in recorders for each in recorder.modules._recorded.values()]
-        assert max(held) <= 40
-        assert not recorders[0].gradients
+        assert sum(type(each) is recorder.CallSite for each in gc.get_objects()) <= 42
     (loss,) = (row for row in trace.losses if row.phase == "forward")
     assert (loss.count, loss.inputs[0].shape) == (20, (2, 8, 6, 6))
     assert {row.path for row in trace.losses} <= {"4", "5"}
@@ -179,11 +164,3 @@ def test_what_cannot_be_seen_is_listed(x):
     ]
     assert [(loss.path, loss.operator) for loss in trace.losses] == [("0", "aten::_softmax"), ("", "aten::_softmax")]
     assert "not seen: 0: a TorchScript module" in str(trace)
-
-
-@pytest.mark.filterwarnings("ignore:Using `torch.compile")
-def test_a_compiled_model_runs_uncompiled_in_its_modules(model, x):
-    call = torch.compile(model, backend="eager")
-    with nhwc.trace(model) as trace:
-        call(x).sum().backward()
-    assert {loss.path for loss in trace.losses} == {"4"}

@@ -1,7 +1,5 @@
 """Traces as data: printed, written and read, and held to a budget."""
 
-import json
-
 import pytest
 import torch
 from activations import channels_last
@@ -32,18 +30,18 @@ def test_a_trace_survives_json(trace):
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("", "Expecting value"), ("[]", "dict"), ('{"version": 2}', "version"), ("{}", "operators")]
+    ("text", "why"),
+    [
+        ("", "Expecting value"),
+        ("[]", "dict"),
+        ('{"version": 2}', "version"),
+        ("{}", "operators"),
+        ('{"operators": {"forward": 0, "backward": 0}, "unseen": [{"path": ""}]}', "why"),
+    ],
 )
 def test_what_is_no_trace_is_refused(text, why):
     with pytest.raises(ValueError, match=f"expected what Trace.to_json writes.*{why}"):
         Trace.from_json(text)
-
-
-def test_a_changed_row_is_refused(trace):
-    described = json.loads(trace.to_json())
-    del described["losses"][0]["count"]
-    with pytest.raises(ValueError, match=r"expected what Trace.to_json writes.*count"):
-        Trace.from_json(json.dumps(described))
 
 
 def test_a_trace_prints_as_tables_that_fit(trace, monkeypatch):

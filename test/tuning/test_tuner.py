@@ -5,7 +5,6 @@ Times are simulated but where real ones are the point.
 
 import json
 import random
-import sys
 import warnings
 from dataclasses import replace
 
@@ -338,17 +337,6 @@ def test_printed_it_fits_a_terminal_of_80_columns(tuning, monkeypatch):
     assert "'full' is 1.2" in str(tuning)
     rows = (tuning.table[0], tuning.table[1]._replace(ratio=1.25, low=None, high=None))
     assert "0.80x unknown" in " ".join(str(replace(tuning, table=rows)).split())
-
-
-@pytest.mark.parametrize("has_tqdm", [True, False])
-def test_progress_is_shown_on_a_terminal_if_tqdm_is_installed(has_tqdm, model, x, monkeypatch, capsys):
-    nhwc.tune(model, x, budget_seconds=0.05)
-    assert capsys.readouterr().err == ""
-    if not has_tqdm:
-        monkeypatch.setitem(sys.modules, "tqdm", None)
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    nhwc.tune(model, x, budget_seconds=0.05)
-    assert ("best so far: contiguous" in capsys.readouterr().err) == has_tqdm
 
 
 def test_a_small_model_is_tuned_for_real(model, x):

@@ -1,4 +1,4 @@
-"""Call models: on example inputs, on copies, without a trace, and against the clock."""
+"""Call models: once so that nothing remains of it, on copies, and against the clock."""
 
 import copy
 import inspect
@@ -13,10 +13,85 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nhwc.running.comparison import map_tensors, tensors_in
 
 Model = TypeVar("Model", bound=nn.Module)
+Job = Callable[[], object]
+Sample = TypeVar("Sample")
+
+
+def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[Any]) -> Any:
+    """Run a model without gradients, in its own mode, and return its output; see `preserved_state`.
+
+    PyTorch's generators are rewound only if the run draws from them or seeds them, so that other threads do not draw
+    the same numbers twice. Compiled modules run uncompiled, because a dispatch mode is active.
+
+    Args:
+        model: The model to run.
+        inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        contexts: Context managers that are entered around the call alone.
+
+    Raises:
+        TypeError: A shape was given instead of tensors.
+    """
+    with ExitStack() as stack:
+        draws = Draws()
+        stack.enter_context(
+            preserved_state(model, must_rewind=lambda: draws.has_drawn or torch.initial_seed() != draws.seed)
+        )
+        stack.enter_context(torch.no_grad())
+        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        for context in contexts:
+            stack.enter_context(context)
+        stack.enter_context(draws)
+        return call(model, inputs)
+
+
+@contextmanager
+def preserved_state(*models: nn.Module, must_rewind: Callable[[], bool] = lambda: True) -> Iterator[None]:
+    """Restore the models' buffers and training modes, and the random generators, at the end of the block.
+
+    The generators are PyTorch's, Python's and NumPy's. A process has one of each for all threads: numbers that other
+    threads draw meanwhile are drawn again. Autocast's cache of casted weights is cleared before and after the block.
+
+    Args:
+        models: The models.
+        must_rewind: Returns at the end of the block whether PyTorch's generators are restored.
+    """
+    restoring = _generators(must_rewind)
+    for model in models:
+        restoring += [partial(setattr, *mode) for mode in _training_modes(model)]
+        for module in model.modules():
+            restoring += _buffers(module)
+    torch.clear_autocast_cache()  # a weight that was cast without a gradient must not be used with one, nor conversely
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+        for restore in restoring:
+            restore()
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
+    modes = _training_modes(model)
+    try:
+        if modes:
+            model.eval()
+        yield
+    finally:
+        for mode in modes:
+            setattr(*mode)
+
+
+def call(model: nn.Module, inputs: Any) -> Any:
+    """Call a model with example inputs, as `arguments_of` takes them, and return its output."""
+    args, kwargs = arguments_of(model, inputs)
+    return model(*args, **kwargs)
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -37,12 +112,6 @@ def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[s
         sizes = ", ".join(map(str, inputs))
         raise TypeError(f"expected example_inputs to be tensors, got the shape ({sizes}): give torch.randn({sizes})")
     return tuple(inputs), {}
-
-
-def call(model: nn.Module, inputs: Any) -> Any:
-    """Call a model with example inputs, as `arguments_of` takes them, and return its output."""
-    args, kwargs = arguments_of(model, inputs)
-    return model(*args, **kwargs)
 
 
 def copy_model(model: Model) -> Model:
@@ -74,100 +143,77 @@ def copy_inputs(inputs: Any) -> Any:
         return map_tensors(inputs, leaf)
 
 
-def _takes(model: nn.Module, numbers: Sequence[int]) -> bool:
-    """Return whether the model's signature accepts as many arguments."""
-    try:
-        signature = inspect.signature(model.forward)
-    except ValueError:
-        return len(numbers) < 3
-    try:
-        signature.bind(*numbers)
-    except TypeError:
-        return False
-    return True
+def seconds(job: Job, device: str = "cpu") -> float:
+    """Return how long a job takes, including the device's work, but not the time to free the result."""
+    _synchronize(device)
+    start = time.perf_counter()
+    result = job()
+    _synchronize(device)
+    taken = time.perf_counter() - start
+    del result
+    return taken
 
 
-def _has_constants(module: Any) -> bool:
-    """Return whether the graphs of a TorchScript module contain tensors."""
-    graphs = (module._c._get_method(name).graph for name in module._c._method_names())
-    constants = (node for graph in graphs for node in graph.findAllNodes("prim::Constant"))
-    return any(node.output().type().kind() == "TensorType" for node in constants)
+def in_turns(
+    measurements: Mapping[str, Callable[[], Sample]], samples: int, warm_up: int = 1
+) -> dict[str, list[Sample]]:
+    """Call each measurement once, then each again; return the samples without those of the rounds that warm up."""
+    taken: dict[str, list[Sample]] = {name: [] for name in measurements}
+    for _ in range(warm_up + samples):
+        for name, measure in measurements.items():
+            taken[name].append(measure())
+    return {name: values[warm_up:] for name, values in taken.items()}
 
 
-def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[Any]) -> Any:
-    """Run a model without gradients, in its own mode, and return its output; see `preserved_state`.
+def seconds_in_turns(
+    preparations: Mapping[str, Callable[[], Job]], samples: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
 
-    Compiled modules run uncompiled.
+    def measure(prepare: Callable[[], Job]) -> float:
+        return seconds(prepare(), device)
 
-    Args:
-        model: The model to run.
-        inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        contexts: Context managers that are entered around the call alone.
-
-    Raises:
-        TypeError: A shape was given instead of tensors.
-    """
-    with ExitStack() as stack:
-        stack.enter_context(preserved_state(model))
-        stack.enter_context(torch.no_grad())
-        if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
-        for context in contexts:
-            stack.enter_context(context)
-        return call(model, inputs)
+    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
 
 
-@contextmanager
-def preserved_state(*models: nn.Module) -> Iterator[None]:
-    """Restore the models' buffers and training modes, and the random generators, at the end of the block.
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Notes whether this thread draws random numbers; `seed` is that of PyTorch's generator before."""
 
-    The generators are PyTorch's, Python's and NumPy's. A process has one of each for all threads: numbers that other
-    threads draw meanwhile are drawn again. Autocast's cache of casted weights is cleared before and after the block.
-    """
-    restoring = _generators()
-    for model in models:
-        restoring += [partial(setattr, *mode) for mode in _training_modes(model)]
-        for module in model.modules():
-            restoring += _buffers(module)
-    torch.clear_autocast_cache()  # a weight that was cast without a gradient must not be used with one, nor conversely
-    try:
-        yield
-    finally:
-        torch.clear_autocast_cache()
-        for restore in restoring:
-            restore()
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.has_drawn, self.seed = False, torch.initial_seed()
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import the compiler, which takes seconds
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.has_drawn |= torch.Tag.nondeterministic_seeded in getattr(func, "tags", ())
+        return func(*args, **(kwargs or {}))
 
 
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
-    modes = _training_modes(model)
-    try:
-        if modes:
-            model.eval()
-        yield
-    finally:
-        for mode in modes:
-            setattr(*mode)
+def _generators(must_rewind: Callable[[], bool]) -> list[Callable[[], object]]:
+    """Return functions that restore the random generators, PyTorch's only if they must be rewound."""
+
+    def rewind(set_state: Callable[[Any], object], state: Any) -> None:
+        if must_rewind():
+            set_state(state)
+
+    restoring: list[Callable[[], object]] = [partial(random.setstate, random.getstate())]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
+        restoring.append(partial(rewind, torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
+    restoring.append(partial(rewind, torch.set_rng_state, torch.get_rng_state()))  # the last one: it has the seed
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        restoring.append(partial(numpy.random.set_state, numpy.random.get_state()))
+    return restoring
 
 
 def _training_modes(model: nn.Module) -> list[tuple[nn.Module, str, bool]]:
     # A frozen TorchScript module has no mode.
     return [(module, "training", module.training) for module in model.modules() if hasattr(module, "training")]
-
-
-def _generators() -> list[Callable[[], object]]:
-    """Return functions that restore the random generators."""
-    restoring: list[Callable[[], object]] = [
-        partial(torch.set_rng_state, torch.get_rng_state()),
-        partial(random.setstate, random.getstate()),
-    ]
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
-        restoring.append(partial(torch.cuda.set_rng_state_all, torch.cuda.get_rng_state_all()))
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        restoring.append(partial(numpy.random.set_state, numpy.random.get_state()))
-    return restoring
 
 
 def _buffers(module: nn.Module) -> list[Callable[[], object]]:
@@ -191,41 +237,24 @@ def _restore_values(buffer: Tensor, values: Tensor) -> None:
         buffer.detach().copy_(values)
 
 
-Job = Callable[[], object]
-Sample = TypeVar("Sample")
+def _takes(model: nn.Module, numbers: Sequence[int]) -> bool:
+    """Return whether the model's signature accepts as many arguments."""
+    try:
+        signature = inspect.signature(model.forward)
+    except ValueError:
+        return len(numbers) < 3
+    try:
+        signature.bind(*numbers)
+    except TypeError:
+        return False
+    return True
 
 
-def in_turns(
-    measurements: Mapping[str, Callable[[], Sample]], samples: int, warm_up: int = 1
-) -> dict[str, list[Sample]]:
-    """Call each measurement once, then each again; return the samples without those of the rounds that warm up."""
-    taken: dict[str, list[Sample]] = {name: [] for name in measurements}
-    for _ in range(warm_up + samples):
-        for name, measure in measurements.items():
-            taken[name].append(measure())
-    return {name: values[warm_up:] for name, values in taken.items()}
-
-
-def seconds(job: Job, device: str = "cpu") -> float:
-    """Return how long a job takes, including the device's work, but not the time to free the result."""
-    _synchronize(device)
-    start = time.perf_counter()
-    result = job()
-    _synchronize(device)
-    taken = time.perf_counter() - start
-    del result
-    return taken
-
-
-def seconds_in_turns(
-    preparations: Mapping[str, Callable[[], Job]], samples: int, device: str = "cpu"
-) -> dict[str, list[float]]:
-    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
-
-    def measure(prepare: Callable[[], Job]) -> float:
-        return seconds(prepare(), device)
-
-    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
+def _has_constants(module: Any) -> bool:
+    """Return whether the graphs of a TorchScript module contain tensors."""
+    graphs = (module._c._get_method(name).graph for name in module._c._method_names())
+    constants = (node for graph in graphs for node in graph.findAllNodes("prim::Constant"))
+    return any(node.output().type().kind() == "TensorType" for node in constants)
 
 
 def _synchronize(device: str) -> None:

@@ -10,6 +10,77 @@ from torch import Tensor
 from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_is_leaf
 
 
+class Difference(NamedTuple):
+    """How far an output is from its reference."""
+
+    largest: float
+    """The largest difference of two elements at the same position; infinite where shapes differ."""
+    of: float
+    """The largest magnitude in the reference."""
+    tolerance: float
+    """How large the difference may be."""
+
+    @property
+    def is_within(self) -> bool:
+        """Return whether the difference is within the tolerance."""
+        return self.largest <= self.tolerance
+
+
+def compare(output: Any, reference: Any, *dtypes: torch.dtype) -> Difference:
+    """Return the largest difference of a model's output from its reference.
+
+    Args:
+        output: A tensor, or containers of tensors.
+        reference: What the output should be.
+        dtypes: The dtypes in which the model computes; the coarsest one decides.
+
+    Returns:
+        The difference of the tensors that are farthest apart, compared with their tolerance.
+    """
+    ours, theirs = dict(tensors_in(output)), dict(tensors_in(reference))
+    if ours.keys() != theirs.keys():
+        return Difference(torch.inf, 0.0, 0.0)
+    rtol = tolerance_of(dtypes).model
+    found = [
+        Difference(distances(tensor, theirs[name]).item(), size, size * rtol)
+        for name, tensor in ours.items()
+        for size in [magnitudes(theirs[name]).item()]
+    ]
+    return max(found, key=_share, default=Difference(0.0, 0.0, 0.0))
+
+
+class Tolerance(NamedTuple):
+    """How large a difference may be, in units of the largest value of the reference."""
+
+    layer: float
+    """For one layer: other kernels sum in another order. PyTorch's are ten times closer, inaccurate ones ten times
+    farther away."""
+    large_mean: float
+    """For one layer on inputs with a mean of a thousand deviations, which has fewer digits left."""
+    model: float
+    """For a whole model's output: a deep network accumulates the rounding of its dtype."""
+    model_gradients: float
+    """For the gradients of a whole model, by `rms`: a rounding error that changes the sign at a ReLU changes single
+    elements by as much as they are. In 16 bits the errors are as large as the gradients."""
+
+
+TOLERANCES = {
+    torch.float64: Tolerance(1e-10, 5e-9, 1e-10, 1e-4),
+    torch.float32: Tolerance(1e-4, 5e-3, 1e-4, 0.1),
+    torch.float16: Tolerance(4e-3, 2e-2, 5e-2, torch.inf),
+    torch.bfloat16: Tolerance(2e-2, 2e-2, 2e-1, torch.inf),
+}
+_EIGHT_BITS = Tolerance(0.1, 0.1, 0.2, torch.inf)
+
+
+def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
+    """Return the tolerance of the coarsest floating-point dtype; zeros where there is none."""
+    found = [
+        TOLERANCES.get(each.to_real(), _EIGHT_BITS) for each in dtypes if each.is_floating_point or each.is_complex
+    ]
+    return Tolerance(*map(max, zip(*found))) if found else Tolerance(0.0, 0.0, 0.0, 0.0)
+
+
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Iterate over the tensors in nested containers.
 
@@ -44,119 +115,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return done[id(tensor)][1]
 
     return _map(value, once)
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if next(tensors_in(value), None) is None:
-        return value
-    if not tree_is_leaf(value):
-        children, spec = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-        return spec.unflatten([_map(child, function) for _, child in children])
-    other = copy.copy(value)
-    for key, child in _fields_of(value):
-        mapped = _map(child, function)
-        if dataclasses.is_dataclass(value):
-            object.__setattr__(other, key, mapped)  # a dataclass may be frozen
-        elif isinstance(other, MutableMapping):
-            other[key] = mapped
-    return other
-
-
-def _children_of(value: Any) -> list[tuple[str, Any]]:
-    if tree_is_leaf(value):
-        return [(f".{key}", child) for key, child in _fields_of(value)]
-    children, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    return [(_text_of(path[0]), child) for path, child in children]
-
-
-def _fields_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what a container holds that pytree does not know."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    return []
-
-
-def _text_of(key: Any) -> str:
-    if isinstance(key, SequenceKey):
-        return f"[{key.idx}]"
-    if isinstance(key, MappingKey):
-        return f".{key.key}"
-    return f".{key.name}" if isinstance(key, GetAttrKey) else str(key)
-
-
-class Tolerance(NamedTuple):
-    """How large a difference may be, in units of the largest value of the reference."""
-
-    layer: float
-    """For one layer: other kernels sum in another order. PyTorch's are ten times closer, inaccurate ones ten times
-    farther away."""
-    large_mean: float
-    """For one layer on inputs with a mean of a thousand deviations, which has fewer digits left."""
-    model: float
-    """For a whole model's output: a deep network accumulates the rounding of its dtype."""
-    model_gradients: float
-    """For the gradients of a whole model, by `rms`: a rounding error that changes the sign at a ReLU changes single
-    elements by as much as they are. In 16 bits the errors are as large as the gradients."""
-
-
-TOLERANCES = {
-    torch.float64: Tolerance(1e-10, 5e-9, 1e-10, 1e-4),
-    torch.float32: Tolerance(1e-4, 5e-3, 1e-4, 0.1),
-    torch.float16: Tolerance(4e-3, 2e-2, 5e-2, torch.inf),
-    torch.bfloat16: Tolerance(2e-2, 2e-2, 2e-1, torch.inf),
-}
-_EIGHT_BITS = Tolerance(0.1, 0.1, 0.2, torch.inf)
-
-
-class Difference(NamedTuple):
-    """How far an output is from its reference."""
-
-    largest: float
-    """The largest difference of two elements at the same position; infinite where shapes differ."""
-    of: float
-    """The largest magnitude in the reference."""
-    tolerance: float
-    """How large the difference may be."""
-
-    @property
-    def is_within(self) -> bool:
-        """Whether the difference is within the tolerance."""
-        return self.largest <= self.tolerance
-
-
-def compare(output: Any, reference: Any, *dtypes: torch.dtype) -> Difference:
-    """Return the largest difference of a model's output from its reference.
-
-    Args:
-        output: A tensor, or containers of tensors.
-        reference: What the output should be.
-        dtypes: The dtypes in which the model computes; the coarsest one decides.
-
-    Returns:
-        The difference of the tensors that are farthest apart, compared with their tolerance.
-    """
-    ours, theirs = dict(tensors_in(output)), dict(tensors_in(reference))
-    if ours.keys() != theirs.keys():
-        return Difference(torch.inf, 0.0, 0.0)
-    rtol = tolerance_of(dtypes).model
-    found = [
-        Difference(distances(tensor, theirs[name]).item(), size, size * rtol)
-        for name, tensor in ours.items()
-        for size in [magnitudes(theirs[name]).item()]
-    ]
-    return max(found, key=_share, default=Difference(0.0, 0.0, 0.0))
-
-
-def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
-    """Return the tolerance of the coarsest floating-point dtype; zeros where there is none."""
-    found = [
-        TOLERANCES.get(each.to_real(), _EIGHT_BITS) for each in dtypes if each.is_floating_point or each.is_complex
-    ]
-    return Tolerance(*map(max, zip(*found))) if found else Tolerance(0.0, 0.0, 0.0, 0.0)
 
 
 def largest(tensor: Tensor, dim: int | None = None) -> Tensor:
@@ -211,3 +169,45 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _reduced(tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     return reduce(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.float64)
+
+
+def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if next(tensors_in(value), None) is None:
+        return value
+    if not tree_is_leaf(value):
+        children, spec = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+        return spec.unflatten([_map(child, function) for _, child in children])
+    other = copy.copy(value)
+    for key, child in _fields_of(value):
+        mapped = _map(child, function)
+        if dataclasses.is_dataclass(value):
+            object.__setattr__(other, key, mapped)  # a dataclass may be frozen
+        elif isinstance(other, MutableMapping):
+            other[key] = mapped
+    return other
+
+
+def _children_of(value: Any) -> list[tuple[str, Any]]:
+    if tree_is_leaf(value):
+        return [(f".{key}", child) for key, child in _fields_of(value)]
+    children, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    return [(_text_of(path[0]), child) for path, child in children]
+
+
+def _fields_of(value: Any) -> list[tuple[Any, Any]]:
+    """Return what a container holds that pytree does not know."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
+    return []
+
+
+def _text_of(key: Any) -> str:
+    if isinstance(key, SequenceKey):
+        return f"[{key.idx}]"
+    if isinstance(key, MappingKey):
+        return f".{key.key}"
+    return f".{key.name}" if isinstance(key, GetAttrKey) else str(key)

@@ -23,16 +23,6 @@ from torch_nhwc.tracing.traces import (
     is_channels_last,
 )
 
-_BACKWARD = "autograd::engine::evaluate_function"
-_ELEMENT_SIZES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
-# The position of a convolution's input; the weight is the next argument.
-_CONVOLVED = {**dict.fromkeys(OPERATORS, 0), "aten::convolution_backward": 1}
-# Kernels of cuDNN and CUTLASS that change formats.
-_REORDERS = re.compile(
-    r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|convertTensor|transpose_readWrite|ncdhw2ndhwc|ndhwc2ncdhw"
-)
-_UNSEEN = "a profile has no strides of outputs: a loss shows only if the next operator reads it"
-
 
 def audit(path: str | Path) -> Trace:
     """Read where channels-last was lost from a Chrome trace that `torch.profiler` saved with `record_shapes=True`.
@@ -79,6 +69,17 @@ def audit(path: str | Path) -> Trace:
         _read(thread, writer)
     writer.add_unseen("", _UNSEEN)
     return writer.trace
+
+
+_UNSEEN = "a profile has no strides of outputs: a loss shows only if the next operator reads it"
+# Kernels of cuDNN and CUTLASS that change formats.
+_REORDERS = re.compile(
+    r"nchwToNhwc|nhwcToNchw|nchw2nhwc|nhwc2nchw|convertTensor|transpose_readWrite|ncdhw2ndhwc|ndhwc2ncdhw"
+)
+_BACKWARD = "autograd::engine::evaluate_function"
+_ELEMENT_SIZES = {"double": 8, "float": 4, "c10::Half": 2, "c10::BFloat16": 2, "long int": 8, "int": 4, "bool": 1}
+# The position of a convolution's input; the weight is the next argument.
+_CONVOLVED = {**dict.fromkeys(OPERATORS, 0), "aten::convolution_backward": 1}
 
 
 class _Operator:

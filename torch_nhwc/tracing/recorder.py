@@ -1,4 +1,4 @@
-"""`trace`: a dispatch mode that looks at the formats of what each operator reads and writes."""
+"""`trace`: watch the formats of what each operator reads and writes, by a dispatch mode."""
 
 import os
 import sys
@@ -42,12 +42,300 @@ from torch_nhwc.tracing.traces import (
 )
 
 OURS = "torch_nhwc.functional"
-_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
-_OUR_FUNCTIONS = f"{_PACKAGE}functional"
-# The files whose frames are skipped to find the code that calls.
-_SKIPPED = (_PACKAGE, f"{Path(torch.__file__).parent}{os.sep}", "<eval_with_key>", "<frozen")
-_KINDS = {torch.nn.functional.__file__: "function", torch.autograd.graph.__file__: "backward"}
-_MOST = 1 << 17
+PRESERVE = "replaced by preserve=True"
+RESHAPE = "a reshape that is unavoidable"
+# What this package has instead, by the function of `torch.nn.functional` that called the operator,
+BY_FUNCTION = frozenset(("cross_entropy", "instance_norm", "pad"))
+# or by the operator itself. test/tracing/test_advice.py tries all of them.
+BY_OPERATOR = {
+    **dict.fromkeys(("aten::avg_pool3d", "aten::avg_pool3d_backward"), "avg_pool3d"),
+    **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
+    **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
+    **dict.fromkeys(("aten::upsample_nearest3d_backward",), "interpolate"),
+    **dict.fromkeys(("aten::_upsample_nearest_exact3d_backward",), "interpolate"),
+    **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
+    **dict.fromkeys(("aten::_log_softmax", "aten::_log_softmax_backward_data"), "log_softmax"),
+}
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Trace]:
+    """See where a model loses channels-last while it runs in the block.
+
+    Every operator counts that runs in the block in this thread, and those of its backward, with the module that called
+    it. The model does not change. Each operator takes some tens of microseconds longer.
+
+    Args:
+        model: A module. The trace names its inner modules by their paths in it.
+
+    Yields:
+        The trace, which is filled while the block runs.
+
+    Raises:
+        TypeError: The model is not a module.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Conv3d(3, 8, 3), torch.nn.AvgPool3d(2))
+        >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
+        ...     model(torch.randn(2, 3, 8, 8, 8)).sum().backward()
+        >>> [(loss.path, loss.operator, loss.phase) for loss in trace.losses]
+        [('1', 'aten::avg_pool3d', 'forward')]
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace: expected a torch.nn.Module, got {type(model).__name__}")
+    recorder = _Recorder(model)
+    with recorder.calls, recorder:
+        yield recorder.writer.trace
+
+
+_SCRIPTED = "a TorchScript module, whose operators show without the modules inside of it"
+_COMPILED = "it is compiled, and runs uncompiled under a trace: the compiler may choose other formats"
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+    """Sees the operators of a thread and of its backward, and the modules that run."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # the call below this class does it without importing the compiler, which takes a second
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
+        self.calls, self.writer = _Calls(model, self), TraceWriter()
+        self.replaceable = {layer.path for layer in find_replaceable_layers(model) if layer.reason is None}
+        # Parameters, buffers, and what is computed from nothing else; but not what is used as an activation, such as a
+        # learned constant that a convolution reads.
+        self.weights, self.used, self.gradients = _TensorSet(), _TensorSet(), _TensorSet()
+        for tensor in (*model.parameters(), *model.buffers()):
+            self.weights.add(tensor)
+        self.has_channels_last = False
+        # The last loss, and the id of its result, if it was a copy and no operator ran since.
+        self.copied: tuple[int, FormatLoss] | None = None
+        self.lock = threading.RLock()  # the backward of several GPUs runs in several threads
+        for path, module, _ in walk(model):
+            if isinstance(module, torch.jit.ScriptModule):
+                self.writer.add_unseen(path, _SCRIPTED)
+            elif module._compiled_call_impl is not None or "_orig_mod" in module._modules:
+                self.writer.add_unseen(path, _COMPILED)
+
+    def begin_forward(self, args: Any) -> None:
+        """Note that a module is called outside of all others."""
+        self.has_channels_last = False
+        for _, tensor in tensors_in(args):
+            self._use(tensor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if type(func) is not OpOverload:
+            self.writer.add_unseen(self.calls.path, f"what {func.name()} runs")
+            return func(*args, **kwargs)
+        operator = _OPERATORS.get(id(func)) or _OPERATORS.setdefault(id(func), _Operator(func))
+        if operator.is_composite:  # in inference mode; the operators inside of it come here
+            _push_mode(self)  # `with self` would take longer than the operator
+            try:
+                return func._op_dk(_COMPOSITE, *args, **kwargs)
+            finally:
+                _pop_mode()
+        result = func(*args, **kwargs)
+        with self.lock:
+            self._record(operator, args, operator.tensors(args, kwargs), result)
+        return result
+
+    def _record(self, operator: "_Operator", args: Any, tensors: list[Tensor], result: Any) -> None:
+        is_backward, site = self.calls.of_call(operator.name)
+        phase: Phase = "backward" if is_backward else "forward"
+        self.writer.trace.operators[phase] += 1
+        results = [result] if type(result) is Tensor else _flat((result,))
+        if operator.input_index == 0 and self._is_weight(tensors[0]):
+            self._use(tensors[0])
+        activations = self._activations(operator, tensors, results, is_backward, site)
+        if operator.weight_gradient and result[operator.weight_gradient] is not None:
+            self.weights.add(result[operator.weight_gradient])
+        if self.copied is not None:
+            if operator.name == "aten::_unsafe_view" and id(args[0]) == self.copied[0]:
+                self.copied[1].advice = RESHAPE
+            self.copied = None
+        for kind, size in self._findings(operator, args, activations, result, is_backward) if activations else ():
+            site = site or self.calls.locate(operator.name)
+            inputs = tensors[: 3 if is_backward else 2] if kind is MixedConvolution else tensors
+            layouts = layouts_of(inputs), layouts_of(results)
+            row = kind(site.path, operator.name, phase, *layouts, site.source, size, 1)
+            if self.writer.add(row) and isinstance(row, FormatLoss):
+                row.advice = self._advice(row, site, args)
+                if operator.name == "aten::clone" and row.advice is None:
+                    self.copied = id(result), row
+
+    def _use(self, tensor: Tensor) -> None:
+        """Take a tensor for an activation from here on."""
+        self.weights.pop(id(tensor), None)
+        self.used.add(tensor)
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        if id(tensor) in self.weights:
+            return True
+        # A parameter of another model.
+        return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter) and id(tensor) not in self.used
+
+    def _activations(
+        self,
+        operator: "_Operator",
+        tensors: list[Tensor],
+        results: list[Tensor],
+        is_backward: bool,
+        site: "CallSite | None",
+    ) -> list[Tensor]:
+        """Return what an operator reads in addition to weights; in backward the gradients among it, if known."""
+        weights = self.weights
+        activations = [
+            each for each in tensors if id(each) not in weights and (type(each) is Tensor or not self._is_weight(each))
+        ]
+        is_accumulated = is_backward and site is None
+        is_of_weights = len(activations) < len(tensors) and not any(each.dim() for each in activations)
+        if is_accumulated or is_of_weights:
+            for tensor in results:
+                self.weights.add(tensor)
+            return []
+        if is_backward:
+            gradients = [each for each in activations if id(each) in self.gradients]
+            if gradients or self.calls.is_root():
+                for tensor in results:
+                    self.gradients.add(tensor)
+            activations = gradients or activations
+        if operator.writes_in_place:
+            if any(map(self._is_weight, results)):  # an optimizer's step
+                return []
+            if operator.is_overwriting:
+                activations = [each for each in activations if not any(each is result for result in results)]
+        return activations
+
+    def _findings(
+        self, operator: "_Operator", args: Any, activations: list[Tensor], result: Any, is_backward: bool
+    ) -> list[tuple[type[OperatorRow], int]]:
+        """Return the kinds of rows that a call belongs to, each with the bytes that it is about."""
+        found: list[tuple[type[OperatorRow], int]] = []
+        formats = [format_of(each) for each in activations]
+        if not CHANNELS_LAST_NAMES.isdisjoint(formats):
+            self.has_channels_last |= not is_backward
+            lost = _bytes_lost(operator, activations, formats, result, is_backward)
+            if lost:
+                found.append((FormatLoss, lost))
+        elif not (is_backward or self.has_channels_last or AMBIGUOUS in formats):
+            gained = sum(each.nbytes for each in _flat((result,)) if is_channels_last(format_of(each)))
+            if gained:
+                self.has_channels_last = True
+                found.append((Gain, gained))
+        if operator.input_index is not None:
+            operands = args[operator.input_index : operator.input_index + 2]
+            formats = [format_of(each) for each in operands]
+            if CONTIGUOUS in formats and not CHANNELS_LAST_NAMES.isdisjoint(formats):
+                copied = sum(each.nbytes for each, name in zip(operands, formats) if name == CONTIGUOUS)
+                found.append((MixedConvolution, copied))
+        return found
+
+    def _advice(self, loss: FormatLoss, site: "CallSite", args: Any) -> str | None:
+        if site.function == OURS:  # it restores the format itself
+            return None
+        if loss.path in self.replaceable:
+            return PRESERVE
+        name = site.function if site.function in BY_FUNCTION else BY_OPERATOR.get(loss.operator)
+        if name in ("softmax", "log_softmax"):
+            dim = args[2 if loss.operator.endswith("_backward_data") else 1]
+            name = name if dim in (1, 1 - len(loss.inputs[0].shape)) else None
+        return name and f"torch_nhwc.functional.{name}"
+
+
+_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this function and all that it calls
+set_code_exec_strategy(_Recorder.__torch_dispatch__.__code__, _SKIP)
+_BACKWARD_OF_CONVOLUTION = ("aten::convolution_backward", "aten::convolution_backward_overrideable")
+
+
+class _Operator:
+    """What the schema of an operator says, read once."""
+
+    def __init__(self, overload: Any) -> None:
+        schema = overload._schema
+        self.overload = overload  # while it lives, no other one has its id
+        self.name: str = schema.name
+        # A decomposition in Python does not count: it may compute something else.
+        self.is_composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
+            overload.name(), "CompositeImplicitAutograd"
+        )
+        # The position of the weight's gradient among the results: it is no activation.
+        self.weight_gradient = 1 if self.name in _BACKWARD_OF_CONVOLUTION else None
+        # The position of a convolution's input; the weight is the next argument.
+        self.input_index = 0 if self.name in OPERATORS else self.weight_gradient
+        arguments = [(index, each) for index, each in enumerate(schema.arguments) if "Tensor" in str(each.type)]
+        self.positions = [index for index, each in arguments if not each.kwarg_only]
+        self.keywords = [each.name for _, each in arguments if each.kwarg_only]
+        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.returns]
+        self.writes_in_place = any(written)
+        # Whether it does not read what it writes in place.
+        self.is_overwriting = self.name == "aten::copy_" or any(each.is_out for _, each in arguments)
+        bare = self.name.partition("::")[2]
+        reads_no_values = bare.startswith("new_") or bare.endswith("_like")
+        # The positions of results that are no views, as far as the schema says.
+        self.written = [
+            index
+            for index, each in enumerate(() if reads_no_values else schema.returns)
+            if written[index] or (each.alias_info is None and index != self.weight_gradient)
+        ]
+        self.returns_many = len(schema.returns) > 1
+
+    def tensors(self, args: Any, kwargs: Any) -> list[Tensor]:
+        """Return the tensors among the arguments."""
+        count = len(args)
+        found = _flat([args[index] for index in self.positions if index < count])
+        return found + _flat([kwargs.get(name) for name in self.keywords]) if self.keywords else found
+
+    def results_written(self, result: Any) -> list[Tensor]:
+        """Return the results that are no views of what existed before, as far as the schema says."""
+        return _flat([result[index] for index in self.written] if self.returns_many else [result] * len(self.written))
+
+
+_OPERATORS: dict[int, _Operator] = {}  # by id, because hashing an operator calls Python
+_is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
+
+
+def _bytes_lost(
+    operator: _Operator, read: list[Tensor], formats: list[str | None], result: Any, is_backward: bool
+) -> int:
+    """Return how many bytes an operator wrote in another format than that of a channels-last input of the rank."""
+    bytes_lost = 0
+    for each in operator.results_written(result):
+        name = format_of(each)
+        if name is None or name == AMBIGUOUS or is_channels_last(name):
+            continue
+        # Where gradients of two formats meet, one had lost the format before: a pool over whole planes returns a
+        # contiguous one.
+        if is_backward and any(name == own for other, own in zip(read, formats) if other is not each):
+            continue
+        has_read = any(is_channels_last_like(own, each) for own in formats)
+        # Some schemas do not say that a result is a view.
+        if has_read and (operator.writes_in_place or not any(_is_alias_of(each, other) for other in read)):
+            bytes_lost += each.nbytes
+    return bytes_lost
+
+
+class _TensorSet(dict[int, "ref[Tensor]"]):
+    """Tensors by their id, as long as they live."""
+
+    def add(self, tensor: Tensor) -> None:
+        key = id(tensor)
+        self[key] = ref(tensor, lambda _: self.pop(key, None))
+
+
+def _flat(values: Sequence[Any]) -> list[Tensor]:
+    """Return the tensors among an operator's arguments or results, and in lists among them."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif value is not None and isinstance(value, (list, tuple)):
+            found += _flat(value)
+    return found
 
 
 class CallSite(NamedTuple):
@@ -66,35 +354,13 @@ class CallSite(NamedTuple):
 _UNKNOWN = CallSite("", None, None, "")
 
 
-class _Recorded:
-    """The call sites of one thread, by autograd's sequence number, which increases within a thread.
+class _Calls(ModuleStack):
+    """The modules that run, what each read and wrote the first time, and where each operator was called."""
 
-    A node without a site of its own, such as that of a write into a view, belongs to the operator before it.
-    """
-
-    def __init__(self) -> None:
-        # The nodes that exist already were not seen.
-        self.numbers = [_get_sequence_nr() - 1]
-        self.sites = [_UNKNOWN]
-
-    def add(self, number: int, site: CallSite) -> None:
-        """Record the site of a node; the oldest sites are forgotten."""
-        if len(self.numbers) == 2 * _MOST:
-            del self.numbers[:_MOST], self.sites[:_MOST]
-        self.numbers.append(number)
-        self.sites.append(site)
-
-    def find(self, number: int) -> CallSite:
-        """Return the site of a node."""
-        index = bisect_right(self.numbers, number) - 1
-        return self.sites[index] if index >= 0 else _UNKNOWN
-
-
-class CallSites(ModuleStack):
-    """The module stack, which also knows for each operator whether it computes a gradient and where it was called."""
-
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, recorder: "_Recorder") -> None:
         super().__init__(model)
+        self.recorder = recorder
+        self._traced: dict[int, TracedModule | None] = {}
         self._recorded: dict[int, _Recorded] = {threading.get_ident(): _Recorded()}
         # By module, the backward in which it was called, as by a checkpoint; -1 outside of all.
         self._backward_of: dict[int, int] = {}
@@ -102,8 +368,20 @@ class CallSites(ModuleStack):
         self._node: tuple[int, int, CallSite | None] = -1, -1, None
 
     def _enter(self, module: nn.Module, args: Any) -> None:
+        if not self.running:
+            self.recorder.begin_forward(args)
         super()._enter(module, args)
         self._backward_of[id(module)] = _current_graph_task_id()
+        self._traced.setdefault(id(module))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        super()._leave(module, args, output)
+        path = self.paths.get(id(module))
+        # After an exception there is no output.
+        if self._traced.get(id(module)) is None and path is not None and output is not None:
+            layouts = [layouts_of(tensor for _, tensor in tensors_in(each)) for each in (args, output)]
+            self._traced[id(module)] = TracedModule(path, type(module).__name__, *layouts)
+            self.recorder.writer.trace.modules = tuple(each for each in self._traced.values() if each is not None)
 
     def of_call(self, operator: str) -> tuple[bool, CallSite | None]:
         """Return whether the operator that runs computes a gradient, and where the forward called it.
@@ -113,7 +391,7 @@ class CallSites(ModuleStack):
         """
         task, number = _current_graph_task_id(), _get_sequence_nr() - 1
         recorded = self._recorded.get(threading.get_ident())
-        if recorded is None:  # a thread of autograd, for a GPU
+        if recorded is None:  # a thread of autograd, which runs the backward of a GPU
             recorded = self._recorded[threading.get_ident()] = _Recorded()
         is_new = number > recorded.numbers[-1]
         if task != -1 and not self._is_computed_again(task):
@@ -172,6 +450,40 @@ class CallSites(ModuleStack):
         return next((site for site in sites if site.operator and _is_node_of(name, site.operator)), sites[0])
 
 
+_MOST = 1 << 17
+
+
+class _Recorded:
+    """The call sites of one thread, by autograd's sequence number, which increases within a thread.
+
+    A node without a site of its own, such as that of a write into a view, belongs to the operator before it.
+    """
+
+    def __init__(self) -> None:
+        # The nodes that exist already were not seen.
+        self.numbers = [_get_sequence_nr() - 1]
+        self.sites = [_UNKNOWN]
+
+    def add(self, number: int, site: CallSite) -> None:
+        """Record the site of a node; the oldest sites are forgotten."""
+        if len(self.numbers) == 2 * _MOST:
+            del self.numbers[:_MOST], self.sites[:_MOST]
+        self.numbers.append(number)
+        self.sites.append(site)
+
+    def find(self, number: int) -> CallSite:
+        """Return the site of a node."""
+        index = bisect_right(self.numbers, number) - 1
+        return self.sites[index] if index >= 0 else _UNKNOWN
+
+
+_PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
+_OUR_FUNCTIONS = f"{_PACKAGE}functional"
+# The files whose frames are skipped to find the code that calls.
+_SKIPPED = (_PACKAGE, f"{Path(torch.__file__).parent}{os.sep}", "<eval_with_key>", "<frozen")
+_KINDS = {torch.nn.functional.__file__: "function", torch.autograd.graph.__file__: "backward"}
+
+
 @cache
 def _kind_of(file: str) -> str:
     if not file.startswith(_SKIPPED):
@@ -181,322 +493,3 @@ def _kind_of(file: str) -> str:
 
 def _is_node_of(name: str, operator: str) -> bool:
     return name.lower().startswith(operator.partition("::")[2].strip("_").replace("_", ""))
-
-
-_SCRIPTED = "a TorchScript module, whose operators show without the modules inside of it"
-_COMPILED = "it is compiled, and runs uncompiled under a trace: the compiler may choose other formats"
-_BACKWARD_OF_CONVOLUTION = ("aten::convolution_backward", "aten::convolution_backward_overrideable")
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-_is_alias_of: Any = torch._C._is_alias_of  # type: ignore[attr-defined]
-
-PRESERVE = "replaced by preserve=True"
-RESHAPE = "a reshape that is unavoidable"
-# What this package has instead, by the function of `torch.nn.functional` that called the operator,
-BY_FUNCTION = frozenset(("cross_entropy", "instance_norm", "pad"))
-# or by the operator itself. test/tracing/test_advice.py tries all of them.
-BY_OPERATOR = {
-    **dict.fromkeys(("aten::avg_pool3d", "aten::avg_pool3d_backward"), "avg_pool3d"),
-    **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
-    **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
-    **dict.fromkeys(("aten::upsample_nearest3d_backward",), "interpolate"),
-    **dict.fromkeys(("aten::_upsample_nearest_exact3d_backward",), "interpolate"),
-    **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
-    **dict.fromkeys(("aten::_log_softmax", "aten::_log_softmax_backward_data"), "log_softmax"),
-}
-
-
-@contextmanager
-def trace(model: nn.Module) -> Iterator[Trace]:
-    """See where a model loses channels-last while it runs in the block.
-
-    Every operator counts that runs in the block in this thread, and those of its backward, with the module that called
-    it. The model does not change. Each operator takes some tens of microseconds longer.
-
-    Args:
-        model: A module. The trace names its inner modules by their paths in it.
-
-    Yields:
-        The trace, which is filled while the block runs.
-
-    Raises:
-        TypeError: The model is not a module.
-
-    Example:
-        >>> model = torch.nn.Sequential(torch.nn.Conv3d(3, 8, 3), torch.nn.AvgPool3d(2))
-        >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
-        ...     model(torch.randn(2, 3, 8, 8, 8)).sum().backward()
-        >>> [(loss.path, loss.operator, loss.phase) for loss in trace.losses]
-        [('1', 'aten::avg_pool3d', 'forward')]
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"trace: expected a torch.nn.Module, got {type(model).__name__}")
-    recorder = _Recorder(model)
-    with recorder.modules, recorder:
-        yield recorder.writer.trace
-
-
-class _Modules(CallSites):
-    """The modules that run, and what each read and wrote the first time."""
-
-    def __init__(self, model: nn.Module, recorder: "_Recorder") -> None:
-        super().__init__(model)
-        self.recorder = recorder
-        self.traced: dict[int, TracedModule | None] = {}
-
-    def _enter(self, module: nn.Module, args: Any) -> None:
-        if not self.running:
-            self.recorder.begin_forward(args)
-        super()._enter(module, args)
-        self.traced.setdefault(id(module))
-
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
-        super()._leave(module, args, output)
-        path = self.paths.get(id(module))
-        # After an exception there is no output.
-        if self.traced.get(id(module)) is None and path is not None and output is not None:
-            layouts = [layouts_of(tensor for _, tensor in tensors_in(each)) for each in (args, output)]
-            self.traced[id(module)] = TracedModule(path, type(module).__name__, *layouts)
-            self.recorder.writer.trace.modules = tuple(each for each in self.traced.values() if each is not None)
-
-
-class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
-    """Sees the operators of a thread and of its backward, and the modules that run."""
-
-    supports_higher_order_operators = True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # the last lines of this file do it without importing the compiler, which takes a second
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.modules, self.writer = _Modules(model, self), TraceWriter()
-        self.replaceable = {layer.path for layer in find_replaceable_layers(model) if layer.reason is None}
-        # Parameters, buffers, and what is computed from nothing else; but not what is used as an activation, such as a
-        # learned constant that a convolution reads.
-        self.weights, self.used, self.gradients = _TensorSet(), _TensorSet(), _TensorSet()
-        for tensor in (*model.parameters(), *model.buffers()):
-            self.weights.add(tensor)
-        self.has_channels_last = False
-        # The last loss, and the id of its result, if it was a copy and no operator ran since.
-        self.copied: tuple[int, FormatLoss] | None = None
-        self.lock = threading.RLock()  # the backward of several GPUs runs in several threads
-        for path, module, _ in walk(model):
-            if isinstance(module, torch.jit.ScriptModule):
-                self.writer.add_unseen(path, _SCRIPTED)
-            elif module._compiled_call_impl is not None or "_orig_mod" in module._modules:
-                self.writer.add_unseen(path, _COMPILED)
-
-    def begin_forward(self, args: Any) -> None:
-        """Note that a module is called outside of all others."""
-        self.has_channels_last = False
-        for _, tensor in tensors_in(args):
-            self._use(tensor)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if type(func) is not OpOverload:
-            self.writer.add_unseen(self.modules.path, f"what {func.name()} runs")
-            return func(*args, **kwargs)
-        operator = _OPERATORS.get(id(func)) or _OPERATORS.setdefault(id(func), _Operator(func))
-        if operator.is_composite:  # in inference mode; the operators inside of it come here
-            _push_mode(self)  # `with self` would take longer than the operator
-            try:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)
-            finally:
-                _pop_mode()
-        result = func(*args, **kwargs)
-        with self.lock:
-            self._record(operator, args, operator.tensors(args, kwargs), result)
-        return result
-
-    def _record(self, operator: "_Operator", args: Any, tensors: list[Tensor], result: Any) -> None:
-        is_backward, site = self.modules.of_call(operator.name)
-        phase: Phase = "backward" if is_backward else "forward"
-        self.writer.trace.operators[phase] += 1
-        results = [result] if type(result) is Tensor else _flat((result,))
-        if operator.input_index == 0 and self._is_weight(tensors[0]):
-            self._use(tensors[0])
-        activations = self._activations(operator, tensors, results, is_backward, site)
-        if operator.weight_gradient and result[operator.weight_gradient] is not None:
-            self.weights.add(result[operator.weight_gradient])
-        if self.copied is not None:
-            if operator.name == "aten::_unsafe_view" and id(args[0]) == self.copied[0]:
-                self.copied[1].advice = RESHAPE
-            self.copied = None
-        for kind, size in self._findings(operator, args, activations, result, is_backward) if activations else ():
-            site = site or self.modules.locate(operator.name)
-            inputs = tensors[: 3 if is_backward else 2] if kind is MixedConvolution else tensors
-            layouts = layouts_of(inputs), layouts_of(results)
-            row = kind(site.path, operator.name, phase, *layouts, site.source, size, 1)
-            if self.writer.add(row) and isinstance(row, FormatLoss):
-                row.advice = self._advice(row, site, args)
-                if operator.name == "aten::clone" and row.advice is None:
-                    self.copied = id(result), row
-
-    def _use(self, tensor: Tensor) -> None:
-        """Take a tensor for an activation from here on."""
-        self.weights.pop(id(tensor), None)
-        self.used.add(tensor)
-
-    def _is_weight(self, tensor: Tensor) -> bool:
-        if id(tensor) in self.weights:
-            return True
-        # A parameter of another model.
-        return type(tensor) is not Tensor and isinstance(tensor, nn.Parameter) and id(tensor) not in self.used
-
-    def _activations(
-        self,
-        operator: "_Operator",
-        tensors: list[Tensor],
-        results: list[Tensor],
-        is_backward: bool,
-        site: CallSite | None,
-    ) -> list[Tensor]:
-        """Return what an operator reads in addition to weights; in backward the gradients among it, if known."""
-        weights = self.weights
-        activations = [
-            each for each in tensors if id(each) not in weights and (type(each) is Tensor or not self._is_weight(each))
-        ]
-        is_accumulated = is_backward and site is None
-        is_of_weights = len(activations) < len(tensors) and not any(each.dim() for each in activations)
-        if is_accumulated or is_of_weights:
-            for tensor in results:
-                self.weights.add(tensor)
-            return []
-        if is_backward:
-            gradients = [each for each in activations if id(each) in self.gradients]
-            if gradients or self.modules.is_root():
-                for tensor in results:
-                    self.gradients.add(tensor)
-            activations = gradients or activations
-        if operator.writes_in_place:
-            if any(map(self._is_weight, results)):  # an optimizer's step
-                return []
-            if operator.is_overwriting:
-                activations = [each for each in activations if not any(each is result for result in results)]
-        return activations
-
-    def _findings(
-        self, operator: "_Operator", args: Any, activations: list[Tensor], result: Any, is_backward: bool
-    ) -> list[tuple[type[OperatorRow], int]]:
-        """Return the kinds of rows that a call belongs to, each with the bytes that it is about."""
-        found: list[tuple[type[OperatorRow], int]] = []
-        formats = [format_of(each) for each in activations]
-        if not CHANNELS_LAST_NAMES.isdisjoint(formats):
-            self.has_channels_last |= not is_backward
-            lost = _bytes_lost(operator, activations, formats, result, is_backward)
-            if lost:
-                found.append((FormatLoss, lost))
-        elif not (is_backward or self.has_channels_last or AMBIGUOUS in formats):
-            gained = sum(each.nbytes for each in _flat((result,)) if is_channels_last(format_of(each)))
-            if gained:
-                self.has_channels_last = True
-                found.append((Gain, gained))
-        if operator.input_index is not None:
-            operands = args[operator.input_index : operator.input_index + 2]
-            formats = [format_of(each) for each in operands]
-            if CONTIGUOUS in formats and not CHANNELS_LAST_NAMES.isdisjoint(formats):
-                copied = sum(each.nbytes for each, name in zip(operands, formats) if name == CONTIGUOUS)
-                found.append((MixedConvolution, copied))
-        return found
-
-    def _advice(self, loss: FormatLoss, site: CallSite, args: Any) -> str | None:
-        if site.function == OURS:  # it restores the format itself
-            return None
-        if loss.path in self.replaceable:
-            return PRESERVE
-        name = site.function if site.function in BY_FUNCTION else BY_OPERATOR.get(loss.operator)
-        if name in ("softmax", "log_softmax"):
-            dim = args[2 if loss.operator.endswith("_backward_data") else 1]
-            name = name if dim in (1, 1 - len(loss.inputs[0].shape)) else None
-        return name and f"torch_nhwc.functional.{name}"
-
-
-class _Operator:
-    """What the schema of an operator says, read once."""
-
-    def __init__(self, overload: Any) -> None:
-        schema = overload._schema
-        self.overload = overload  # while it lives, no other one has its id
-        self.name: str = schema.name
-        # A decomposition in Python does not count: it may compute something else.
-        self.is_composite: bool = torch._C._dispatch_has_kernel_for_dispatch_key(
-            overload.name(), "CompositeImplicitAutograd"
-        )
-        # The position of the weight's gradient among the results: it is no activation.
-        self.weight_gradient = 1 if self.name in _BACKWARD_OF_CONVOLUTION else None
-        # The position of a convolution's input; the weight is the next argument.
-        self.input_index = 0 if self.name in OPERATORS else self.weight_gradient
-        arguments = [(index, each) for index, each in enumerate(schema.arguments) if "Tensor" in str(each.type)]
-        self.positions = [index for index, each in arguments if not each.kwarg_only]
-        self.keywords = [each.name for _, each in arguments if each.kwarg_only]
-        written = [each.alias_info is not None and each.alias_info.is_write for each in schema.returns]
-        self.writes_in_place = any(written)
-        # Whether it does not read what it writes in place.
-        self.is_overwriting = self.name == "aten::copy_" or any(each.is_out for _, each in arguments)
-        bare = self.name.partition("::")[2]
-        reads_no_values = bare.startswith("new_") or bare.endswith("_like")
-        # The positions of results that are no views, as far as the schema says.
-        self.written = [
-            index
-            for index, each in enumerate(() if reads_no_values else schema.returns)
-            if written[index] or (each.alias_info is None and index != self.weight_gradient)
-        ]
-        self.returns_many = len(schema.returns) > 1
-
-    def tensors(self, args: Any, kwargs: Any) -> list[Tensor]:
-        """Return the tensors among the arguments."""
-        count = len(args)
-        found = _flat([args[index] for index in self.positions if index < count])
-        return found + _flat([kwargs.get(name) for name in self.keywords]) if self.keywords else found
-
-    def results_written(self, result: Any) -> list[Tensor]:
-        """Return the results that are no views of what existed before, as far as the schema says."""
-        return _flat([result[index] for index in self.written] if self.returns_many else [result] * len(self.written))
-
-
-_OPERATORS: dict[int, _Operator] = {}  # by id, because hashing an operator calls Python
-
-
-class _TensorSet(dict[int, "ref[Tensor]"]):
-    """Tensors by their id, as long as they live."""
-
-    def add(self, tensor: Tensor) -> None:
-        key = id(tensor)
-        self[key] = ref(tensor, lambda _: self.pop(key, None))
-
-
-def _flat(values: Sequence[Any]) -> list[Tensor]:
-    """Return the tensors among an operator's arguments or results, and in lists among them."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif value is not None and isinstance(value, (list, tuple)):
-            found += _flat(value)
-    return found
-
-
-def _bytes_lost(
-    operator: _Operator, read: list[Tensor], formats: list[str | None], result: Any, is_backward: bool
-) -> int:
-    """Return how many bytes an operator wrote in another format than that of a channels-last input of the rank."""
-    bytes_lost = 0
-    for each in operator.results_written(result):
-        name = format_of(each)
-        if name is None or name == AMBIGUOUS or is_channels_last(name):
-            continue
-        # Where gradients of two formats meet, one had lost the format before: a pool over whole planes returns a
-        # contiguous one.
-        if is_backward and any(name == own for other, own in zip(read, formats) if other is not each):
-            continue
-        has_read = any(is_channels_last_like(own, each) for own in formats)
-        # Some schemas do not say that a result is a view.
-        if has_read and (operator.writes_in_place or not any(_is_alias_of(each, other) for other in read)):
-            bytes_lost += each.nbytes
-    return bytes_lost
-
-
-_SKIP = _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP)  # this function and all that it calls
-set_code_exec_strategy(_Recorder.__torch_dispatch__.__code__, _SKIP)

@@ -12,13 +12,11 @@ from torch_nhwc import serialization
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.rendering import amount, paragraphs, printable, several, table
 
+Phase = Literal["forward", "backward"]
 CONTIGUOUS, AMBIGUOUS, OTHER = "contiguous", "ambiguous", "other"
 _NAMES = {rank: str(memory_format).removeprefix("torch.") for rank, memory_format in CHANNELS_LAST.items()}
 _RANKS = {name: rank for rank, name in _NAMES.items()}
 CHANNELS_LAST_NAMES = frozenset(_RANKS)
-# Dimensions from the innermost to the outermost.
-_CONTIGUOUS_ORDERS = {rank: tuple(reversed(range(rank))) for rank in CHANNELS_LAST}
-_CHANNELS_LAST_ORDERS = {rank: (1, *range(rank - 1, 1, -1), 0) for rank in CHANNELS_LAST}
 
 
 class Layout(NamedTuple):
@@ -33,72 +31,6 @@ class Layout(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.format} {'x'.join(map(str, self.shape))}"
-
-
-def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
-    """Return the layouts of the tensors that have a format."""
-    named = ((format_of(tensor), tensor) for tensor in tensors)
-    return tuple(Layout(name, tuple(tensor.shape)) for name, tensor in named if name is not None)
-
-
-def is_channels_last(name: str | None) -> bool:
-    """Return whether a format is channels-last, of any rank, and not ambiguous."""
-    return name in CHANNELS_LAST_NAMES
-
-
-def is_channels_last_like(name: str | None, tensor: Tensor) -> bool:
-    """Return whether a format is channels-last of the rank of a tensor, or of the batch that it is a view of."""
-    rank = _RANKS.get(name or "")
-    return rank == tensor.dim() or (rank == tensor.dim() + 1 and _format_of_batch(tensor) is not None)
-
-
-def format_of(tensor: Tensor) -> str | None:
-    """Return the format of a tensor, or `None` if it has another rank or no strides."""
-    rank = tensor.dim()
-    if rank not in CHANNELS_LAST:
-        return _format_of_batch(tensor) if rank == 3 else None
-    try:
-        is_contiguous = tensor.is_contiguous()
-        if tensor.is_contiguous(memory_format=CHANNELS_LAST[rank]):
-            return AMBIGUOUS if is_contiguous else _NAMES[rank]
-        name = CONTIGUOUS if is_contiguous else format_of_strides(tensor.shape, tensor.stride())
-    except RuntimeError:  # sparse and nested tensors
-        return None
-    return (name == OTHER and _format_of_batch(tensor)) or name
-
-
-def format_of_strides(shape: Sequence[int], strides: Sequence[int]) -> str:
-    """Return the format of a tensor with 4 or 5 dimensions, which may be a slice of a larger one."""
-    rank = len(shape)
-    is_channels_last = _are_nested(shape, strides, _CHANNELS_LAST_ORDERS[rank])
-    if _are_nested(shape, strides, _CONTIGUOUS_ORDERS[rank]):
-        return AMBIGUOUS if is_channels_last else CONTIGUOUS
-    return _NAMES[rank] if is_channels_last else OTHER
-
-
-def _format_of_batch(tensor: Tensor) -> str | None:
-    """Return the format of the batch of which a tensor is one image or volume, or `None` if it is not."""
-    base, rank = tensor._base, tensor.dim() + 1
-    if base is None or base.dim() != rank or rank not in CHANNELS_LAST:
-        return None
-    return format_of_strides((1, *tensor.shape), (0, *tensor.stride()))
-
-
-def _are_nested(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
-    """Return whether each dimension in an order steps over all dimensions before it, those of size 1 aside."""
-    step = 1
-    for dim in order:
-        if shape[dim] == 1:
-            continue
-        if strides[dim] < step:
-            return False
-        step = strides[dim] * shape[dim]
-    return True
-
-
-Phase = Literal["forward", "backward"]
-_MOST_ROWS = 20  # in each printed table
-_MOST_NAMED = 10  # in an error
 
 
 @dataclass
@@ -216,6 +148,9 @@ class Unseen:
     why: str
 
 
+_MOST_ROWS = 20  # in each printed table
+
+
 @dataclass(repr=False)
 class Trace:
     """What was seen of the formats of activations while a model ran.
@@ -287,33 +222,29 @@ class Trace:
         return text + paragraphs(f"not seen: {row.path or 'the model'}: {row.why}" for row in self.unseen)
 
 
-_FIELDS: dict[type, str] = {FormatLoss: "losses", MixedConvolution: "mixed", Gain: "gained"}
+def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
+    cells = []
+    for row in rows:
+        formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
+        written = "" if formats else str(row.outputs[0])
+        operator = row.operator.removeprefix("aten::")
+        where = [row.path or "(the model)", operator, row.phase, formats, written]
+        cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])
+    head = [title, "operator", "phase", "formats", "written", "bytes", "times", "source"]
+    return "\n" + table(cells, head, most=_MOST_ROWS, sizes=[row.bytes for row in rows], name=name)
 
 
-class TraceWriter:
-    """Writes a trace, in which calls that differ in nothing but their sizes become one row."""
+def short_source(source: str | None) -> str:
+    """Return a line's file relative to the working directory, or with its last folder only."""
+    if source is None:
+        return ""
+    file, _, line = source.rpartition(":")
+    path = Path(file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
+    return f"{shown}:{line}"
 
-    def __init__(self) -> None:
-        self.trace = Trace({"forward": 0, "backward": 0})
-        self._rows: dict[tuple[object, ...], OperatorRow] = {}
 
-    def add(self, row: OperatorRow) -> bool:
-        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
-        formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
-        key = type(row), row.path, row.operator, row.phase, row.source, *formats
-        known = self._rows.setdefault(key, row)
-        if known is row:
-            name = _FIELDS[type(row)]
-            setattr(self.trace, name, (*getattr(self.trace, name), row))
-        else:
-            known.bytes += row.bytes
-            known.count += row.count
-        return known is row
-
-    def add_unseen(self, path: str, why: str) -> None:
-        """Add a part that could not be seen, once."""
-        if Unseen(path, why) not in self.trace.unseen:
-            self.trace.unseen = *self.trace.unseen, Unseen(path, why)
+_MOST_NAMED = 10  # in an error
 
 
 def assert_layout(trace: Trace, max_losses: int = 0, max_mixed: int = 0, max_bytes: int | None = None) -> None:
@@ -351,29 +282,102 @@ def assert_layout(trace: Trace, max_losses: int = 0, max_mixed: int = 0, max_byt
         raise AssertionError("\n".join(lines))
 
 
-def short_source(source: str | None) -> str:
-    """Return a line's file relative to the working directory, or with its last folder only."""
-    if source is None:
-        return ""
-    file, _, line = source.rpartition(":")
-    path = Path(file)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
-    return f"{shown}:{line}"
-
-
 def _largest(rows: Sequence[OperatorRow]) -> list[str]:
     shown = sorted(rows, key=lambda row: -row.bytes)[:_MOST_NAMED]
     rest = [f"  ... and {len(rows) - _MOST_NAMED} more"] if len(rows) > _MOST_NAMED else []
     return [f"  {printable(str(row))}" for row in shown] + rest
 
 
-def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
-    cells = []
-    for row in rows:
-        formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
-        written = "" if formats else str(row.outputs[0])
-        operator = row.operator.removeprefix("aten::")
-        where = [row.path or "(the model)", operator, row.phase, formats, written]
-        cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])
-    head = [title, "operator", "phase", "formats", "written", "bytes", "times", "source"]
-    return "\n" + table(cells, head, most=_MOST_ROWS, sizes=[row.bytes for row in rows], name=name)
+_FIELDS: dict[type, str] = {FormatLoss: "losses", MixedConvolution: "mixed", Gain: "gained"}
+
+
+class TraceWriter:
+    """Writes a trace, in which calls that differ in nothing but their sizes become one row."""
+
+    def __init__(self) -> None:
+        self.trace = Trace({"forward": 0, "backward": 0})
+        self._rows: dict[tuple[object, ...], OperatorRow] = {}
+
+    def add(self, row: OperatorRow) -> bool:
+        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
+        formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
+        key = type(row), row.path, row.operator, row.phase, row.source, *formats
+        known = self._rows.setdefault(key, row)
+        if known is row:
+            name = _FIELDS[type(row)]
+            setattr(self.trace, name, (*getattr(self.trace, name), row))
+        else:
+            known.bytes += row.bytes
+            known.count += row.count
+        return known is row
+
+    def add_unseen(self, path: str, why: str) -> None:
+        """Add a part that could not be seen, once."""
+        if Unseen(path, why) not in self.trace.unseen:
+            self.trace.unseen = *self.trace.unseen, Unseen(path, why)
+
+
+# Dimensions from the innermost to the outermost.
+_CONTIGUOUS_ORDERS = {rank: tuple(reversed(range(rank))) for rank in CHANNELS_LAST}
+_CHANNELS_LAST_ORDERS = {rank: (1, *range(rank - 1, 1, -1), 0) for rank in CHANNELS_LAST}
+
+
+def layouts_of(tensors: Iterable[Tensor]) -> tuple[Layout, ...]:
+    """Return the layouts of the tensors that have a format."""
+    named = ((format_of(tensor), tensor) for tensor in tensors)
+    return tuple(Layout(name, tuple(tensor.shape)) for name, tensor in named if name is not None)
+
+
+def is_channels_last(name: str | None) -> bool:
+    """Return whether a format is channels-last, of any rank, and not ambiguous."""
+    return name in CHANNELS_LAST_NAMES
+
+
+def is_channels_last_like(name: str | None, tensor: Tensor) -> bool:
+    """Return whether a format is channels-last of the rank of a tensor, or of the batch that it is a view of."""
+    rank = _RANKS.get(name or "")
+    return rank == tensor.dim() or (rank == tensor.dim() + 1 and _format_of_batch(tensor) is not None)
+
+
+def format_of(tensor: Tensor) -> str | None:
+    """Return the format of a tensor, or `None` if it has another rank or no strides."""
+    rank = tensor.dim()
+    if rank not in CHANNELS_LAST:
+        return _format_of_batch(tensor) if rank == 3 else None
+    try:
+        is_contiguous = tensor.is_contiguous()
+        if tensor.is_contiguous(memory_format=CHANNELS_LAST[rank]):
+            return AMBIGUOUS if is_contiguous else _NAMES[rank]
+        name = CONTIGUOUS if is_contiguous else format_of_strides(tensor.shape, tensor.stride())
+    except RuntimeError:  # sparse and nested tensors
+        return None
+    return (name == OTHER and _format_of_batch(tensor)) or name
+
+
+def format_of_strides(shape: Sequence[int], strides: Sequence[int]) -> str:
+    """Return the format of a tensor with 4 or 5 dimensions, which may be a slice of a larger one."""
+    rank = len(shape)
+    is_channels_last = _are_nested(shape, strides, _CHANNELS_LAST_ORDERS[rank])
+    if _are_nested(shape, strides, _CONTIGUOUS_ORDERS[rank]):
+        return AMBIGUOUS if is_channels_last else CONTIGUOUS
+    return _NAMES[rank] if is_channels_last else OTHER
+
+
+def _format_of_batch(tensor: Tensor) -> str | None:
+    """Return the format of the batch of which a tensor is one image or volume, or `None` if it is not."""
+    base, rank = tensor._base, tensor.dim() + 1
+    if base is None or base.dim() != rank or rank not in CHANNELS_LAST:
+        return None
+    return format_of_strides((1, *tensor.shape), (0, *tensor.stride()))
+
+
+def _are_nested(shape: Sequence[int], strides: Sequence[int], order: Sequence[int]) -> bool:
+    """Return whether each dimension in an order steps over all dimensions before it, those of size 1 aside."""
+    step = 1
+    for dim in order:
+        if shape[dim] == 1:
+            continue
+        if strides[dim] < step:
+            return False
+        step = strides[dim] * shape[dim]
+    return True

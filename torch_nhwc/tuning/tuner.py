@@ -1,11 +1,9 @@
-"""`tune`: which plan makes a model fastest, found by measuring it."""
+"""`tune`: measure which plan makes a model fastest."""
 
 import math
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -13,16 +11,208 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.planning import Plan, plan
-from torch_nhwc.rendering import first_line
+from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running import arguments_of, copy_inputs, machine, preserved_state, tensors_in
 from torch_nhwc.tuning.decision import Tuning, TuningRow
 from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
 
-# Student's distribution: 99 % are within, by degrees of freedom. The last value stands for all larger ones.
-_QUANTILES = (
-    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947),
-    *(2.921, 2.898, 2.878, 2.861, 2.845, 2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
-)
+CONTIGUOUS = "contiguous"
+WEIGHTS = "weights only"
+FULL = "full"
+PRESERVED = "full, preserved"
+
+
+def tune(
+    model: nn.Module,
+    example_inputs: Any,
+    *,
+    mode: Literal["inference", "training"] = "inference",
+    budget_seconds: float = 60.0,
+    preserve: bool = True,
+    autocast: torch.dtype | None = None,
+    optimizer: Any = None,
+    loss: Loss | None = None,
+) -> Tuning:
+    """Find by measurement which plan makes a model fastest on this machine.
+
+    `convert_(model, plan=tuning.plan)` applies it. Four candidates are timed in turns: the contiguous model,
+    channels-last weights, channels-last weights and inputs, and the same with layers replaced that would lose the
+    format. Clearly slower ones drop out, and the others are compared in pairs of one round. A plan that is not
+    certainly faster is not chosen: in doubt the model stays contiguous. Neither is a plan under which the model
+    computes something else.
+
+    A deep copy is tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
+
+    Args:
+        model: Any module that `convert_` takes, on its device and in its dtype.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with the shapes that
+            the model is called with in production.
+        mode: `"inference"` times calls without gradients, `"training"` forward, backward and a step of the optimizer.
+            A model that is in another mode is copied and put into this one.
+        budget_seconds: How long it may take, roughly. The first round is never cut short.
+        preserve: Whether layers that lose channels-last may be replaced.
+        autocast: The dtype of the autocast region in which the model is called; `None` is that of the region around
+            this call, or none.
+        optimizer: For training, an optimizer, whose class and groups are used, or a function of parameters that makes
+            one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
+        loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
+            or the mean of its squares. Weights that it holds itself get gradients.
+
+    Raises:
+        ValueError: An argument is none of these; a layer is lazy, or on the meta device.
+        TypeError: `model` is not a module, or a shape was given instead of tensors.
+        RuntimeError: The model cannot be copied.
+        Exception: What the contiguous model raises on these inputs.
+
+    Example:
+        >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
+        >>> tuning = torch_nhwc.tune(model, x, budget_seconds=0.1)
+        >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
+        ('contiguous', True)
+    """
+    _check(model, mode, budget_seconds, autocast, optimizer, loss)
+    arguments_of(model, example_inputs)  # raises for a shape
+    tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
+    device = tensors[0].device if tensors else torch.device("cpu")
+    if device.type == "meta" or any(map(is_lazy, model.parameters())):
+        raise ValueError("tune: expected a model whose weights have values, not a lazy layer or one on the meta device")
+    if autocast is None and torch.is_autocast_enabled(device.type):
+        autocast = torch.get_autocast_dtype(device.type)
+    started = time.monotonic()
+    with preserved_state(), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        copied = tuning_copy(model, mode)
+        steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
+        workload = Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
+        with workload.region():
+            candidates = _Candidates(workload, policies(copied, copy_inputs(example_inputs), preserve))
+        candidates.measure(lambda: time.monotonic() - started >= budget_seconds)
+        choice = candidates.race.winner()
+        name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        return Tuning(
+            plan=candidates.plans[choice],
+            choice=choice,
+            table=tuple(map(candidates.row, candidates.plans)),
+            notes=(candidates.reason_for(choice), *candidates.notes),
+            seconds=time.monotonic() - started,
+            workload={
+                "model": type(model).__name__,
+                "mode": mode,
+                "dtype": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})),
+                "autocast": str(autocast).removeprefix("torch.") if autocast else None,
+                "shapes": ["x".join(map(str, each.shape)) for _, each in tensors_in(example_inputs)],
+                "optimizer": None if optimizer is None else name,
+                "device": str(device),
+            },
+            machine=machine(device),
+        )
+
+
+def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> dict[str, Plan]:
+    """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing.
+
+    Args:
+        model: The model to plan for.
+        example_inputs: What it runs on, to see which tensors reach its convolutions.
+        preserve: Whether layers that lose channels-last may be replaced.
+    """
+
+    def planned(memory_format: torch.memory_format | None = None, **options: Any) -> Plan:
+        return plan(model, memory_format, example_inputs=example_inputs, **options)
+
+    plans = {CONTIGUOUS: planned(torch.contiguous_format)}
+    weights = planned()
+    if any(row.is_wanted for row in weights.rows):
+        plans[WEIGHTS] = weights
+    if not isinstance(model, torch.jit.ScriptModule):  # which cannot have a hook for its inputs
+        if WEIGHTS in plans:
+            plans[FULL] = planned(input_format="channels_last")
+        preserved = planned(input_format="channels_last", preserve=True) if preserve else None
+        if preserved and any(row.is_wanted for row in preserved.layers):
+            plans[PRESERVED] = preserved
+    return plans
+
+
+class _Candidates:
+    """The plans of the policies, their race, and how far their outputs are from the contiguous model's."""
+
+    def __init__(self, workload: Workload, plans: dict[str, Plan]) -> None:
+        self.workload, self.plans = workload, plans
+        self.race = Race(plans)
+        self.notes: list[str] = []
+        self.expected: Any = None
+        self.is_random = False
+        self.differences: dict[str, float] = {}
+
+    def measure(self, is_late: Callable[[], bool]) -> None:
+        """Run rounds until it is late, the race is over, or the user interrupts it.
+
+        Raises:
+            KeyboardInterrupt: The user interrupted the first measurement.
+        """
+        try:
+            while self.race.rounds == 0 or not (is_late() or self.race.is_over()):
+                self.race.run_round(self._sample, is_late)
+        except KeyboardInterrupt:
+            if not self.race.measured:
+                raise
+            self.notes.append("It was interrupted: this is the best so far.")
+
+    def row(self, name: str) -> TuningRow:
+        """Return what was measured for a candidate."""
+        race, difference = self.race, self.differences.get(name)
+        if name not in race.measured:
+            remark = race.failures.get(name, "not measured")
+            return TuningRow(name, None, None, 0, None, None, None, None, difference, remark)
+        samples, over = race.samples(name), race.compare(name, CONTIGUOUS)
+        low, high = (over.low, over.high) if over.is_known else (None, None)
+        regret = max(0.0, race.compare(name, race.best()).ratio - 1)
+        median, spread = statistics.median(samples), _spread(samples)
+        return TuningRow(name, median, spread, len(samples), over.ratio, low, high, regret, difference, "")
+
+    def reason_for(self, choice: str) -> str:
+        """Return a sentence on why this is the choice."""
+        race, best = self.race, self.race.best()
+        if len(self.plans) == 1:
+            return "There is nothing to decide: no plan changes anything in this model."
+        if best == CONTIGUOUS:
+            spread = _spread(race.samples(CONTIGUOUS))
+            rounds = several(race.rounds, "round")
+            return f"Nothing was faster than the contiguous model in {rounds}; its own calls spread by {spread:.0%}."
+        over = race.compare(best, CONTIGUOUS)
+        text = f"{best!r} is {1 / over.ratio:.2f} times as fast as contiguous"
+        if choice == best:
+            least = f"at least {1 / over.high:.2f} times" if over.is_faster else "by more than a quarter in every round"
+            return f"{text}, {least}."
+        if not over.is_known:
+            return f"{text}, in too few rounds to say anything: give it a larger budget."
+        limits = f"{1 / over.high:.2f} to {1 / over.low:.2f} times"
+        return f"{text}, {limits}: the noise is larger than the gain, and so the model stays contiguous."
+
+    def _sample(self, name: str) -> float:
+        if self.race.rounds == 0:
+            self._compare_output(name)
+        return self.workload.sample(self.plans[name])
+
+    def _compare_output(self, name: str) -> None:
+        """Note how far a plan's output is from the contiguous one's.
+
+        Raises:
+            ValueError: It is farther away than the dtype allows.
+        """
+        output = self.workload.output(self.plans[name])
+        if name == CONTIGUOUS:
+            self.expected = output
+            self.is_random = not self.workload.compare(self.workload.output(self.plans[name], seed=1), output).is_within
+            if self.is_random:
+                self.notes.append("The model returns something else each time: outputs were not compared.")
+        if self.is_random:
+            return
+        difference = self.workload.compare(output, self.expected)
+        self.differences[name] = difference.largest / (difference.of or 1.0)
+        if not difference.is_within:
+            raise ValueError(f"its output is off by {self.differences[name]:.0e} of the largest")
+
+
 # A ratio beyond this in each of two rounds decides without an interval.
 _FAR = 1.25
 # How precisely equal candidates are compared, and after which rounds that is checked. It is checked rarely, because
@@ -40,42 +230,18 @@ class Interval(NamedTuple):
 
     @property
     def is_faster(self) -> bool:
-        """Whether the whole interval is below 1."""
+        """Return whether the whole interval is below 1."""
         return self.high < 1
 
     @property
     def is_slower(self) -> bool:
-        """Whether the whole interval is above 1."""
+        """Return whether the whole interval is above 1."""
         return self.low > 1
 
     @property
     def is_known(self) -> bool:
-        """Whether the limits are within a factor of ten. A few samples that differ give wider ones."""
+        """Return whether the limits are within a factor of ten. A few samples that differ give wider ones."""
         return self.high < 10 * self.ratio
-
-
-def interval(ratios: Sequence[float]) -> Interval:
-    """Return the 99 % interval of a ratio that was measured several times.
-
-    This is the trimmed mean of the logarithms, without the lowest and the highest tenth, and the interval of Tukey and
-    McLaughlin around it, so that one disturbed pair does not decide. It is 99 % because a race looks at its intervals
-    more than once.
-
-    Args:
-        ratios: At least one.
-    """
-    logarithms = sorted(map(math.log, ratios))
-    count = len(logarithms)
-    cut = count // 10
-    kept = logarithms[cut : count - cut]
-    mean = sum(kept) / len(kept)
-    if len(kept) < 2:
-        return Interval(math.exp(mean), 0.0, math.inf)
-    winsorized = [min(max(each, kept[0]), kept[-1]) for each in logarithms]
-    error = statistics.stdev(winsorized) * math.sqrt(count) / len(kept)
-    # If a clock gives the same number several times, that is no certainty.
-    reach = max(_QUANTILES[min(len(kept) - 1, len(_QUANTILES)) - 1] * error, 1e-4)
-    return Interval(*(math.exp(mean + each) for each in (0.0, -reach, reach)))
 
 
 class Race:
@@ -142,7 +308,7 @@ class Race:
         return min(self.measured, key=lambda name: self.compare(name, self.baseline))
 
     def is_over(self) -> bool:
-        """Return whether more rounds would hardly tell more."""
+        """Return whether more rounds would hardly change the answer."""
         if len(self.running) == 1:
             return True
         if self.rounds not in _CHECKS:
@@ -173,247 +339,35 @@ class Race:
         return [ours[index] / others[index] for index in ours if index in others]
 
 
-CONTIGUOUS = "contiguous"
-WEIGHTS = "weights only"
-FULL = "full"
-PRESERVED = "full, preserved"
+# Student's distribution: 99 % are within, by degrees of freedom. The last value stands for all larger ones.
+_QUANTILES = (
+    *(63.657, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169, 3.106, 3.055, 3.012, 2.977, 2.947),
+    *(2.921, 2.898, 2.878, 2.861, 2.845, 2.831, 2.819, 2.807, 2.797, 2.787, 2.779, 2.771, 2.763, 2.756, 2.750),
+)
 
 
-def tune(
-    model: nn.Module,
-    example_inputs: Any,
-    *,
-    mode: Literal["inference", "training"] = "inference",
-    budget_seconds: float = 60.0,
-    preserve: bool = True,
-    autocast: torch.dtype | None = None,
-    optimizer: Any = None,
-    loss: Loss | None = None,
-) -> Tuning:
-    """Find by measurement which plan makes a model fastest on this machine.
+def interval(ratios: Sequence[float]) -> Interval:
+    """Return the 99 % interval of a ratio that was measured several times.
 
-    `convert_(model, plan=tuning.plan)` applies it. Four candidates are timed in turns: the contiguous model,
-    channels-last weights, channels-last weights and inputs, and the same with layers replaced that would lose the
-    format. Clearly slower ones drop out, and the others are compared in pairs of one round. A plan that is not
-    certainly faster is not chosen: in doubt the model stays contiguous. Neither is a plan under which the model
-    computes something else.
-
-    A deep copy is tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
+    This is the trimmed mean of the logarithms, without the lowest and the highest tenth, and the interval of Tukey and
+    McLaughlin around it, so that one disturbed pair does not decide. It is 99 % because a race looks at its intervals
+    more than once.
 
     Args:
-        model: Any module that `convert_` takes, on its device and in its dtype.
-        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, with the shapes that
-            the model is called with in production.
-        mode: `"inference"` times calls without gradients, `"training"` forward, backward and a step of the optimizer.
-            A model that is in another mode is copied and put into this one.
-        budget_seconds: How long it may take, roughly. The first round is never cut short.
-        preserve: Whether layers that lose channels-last may be replaced.
-        autocast: The dtype of the autocast region in which the model is called; `None` is that of the region around
-            this call, or none.
-        optimizer: For training, an optimizer, whose class and groups are used, or a function of parameters that makes
-            one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
-        loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
-            or the mean of its squares. Weights that it holds itself get gradients.
-
-    Raises:
-        ValueError: An argument is none of these; a layer is lazy, or on the meta device.
-        TypeError: `model` is not a module, or a shape was given instead of tensors.
-        RuntimeError: The model cannot be copied.
-        Exception: What the contiguous model raises on these inputs.
-
-    Example:
-        >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
-        >>> tuning = torch_nhwc.tune(model, x, budget_seconds=0.1)
-        >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
-        ('contiguous', True)
+        ratios: At least one.
     """
-    _check(model, mode, budget_seconds, autocast, optimizer, loss)
-    arguments_of(model, example_inputs)  # raises for a shape
-    tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
-    device = tensors[0].device if tensors else torch.device("cpu")
-    if device.type == "meta" or any(map(is_lazy, model.parameters())):
-        raise ValueError("tune: expected a model whose weights have values, not a lazy layer or one on the meta device")
-    if autocast is None and torch.is_autocast_enabled(device.type):
-        autocast = torch.get_autocast_dtype(device.type)
-    with ExitStack() as stack:
-        budget = stack.enter_context(_Budget(budget_seconds))
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(preserved_state())  # the random generators
-        copied = tuning_copy(model, mode)
-        steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
-        workload = Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
-        with workload.region():
-            candidates = _Candidates(workload, policies(copied, copy_inputs(example_inputs), preserve), budget)
-        candidates.race_to_the_end()
-        choice = candidates.race.winner()
-        name = getattr(optimizer, "__name__", type(optimizer).__name__)
-        return Tuning(
-            plan=candidates.plans[choice],
-            choice=choice,
-            table=candidates.rows(),
-            notes=(*candidates.remarks(choice), *candidates.notes),
-            seconds=budget.spent,
-            workload={
-                "model": type(model).__name__,
-                "mode": mode,
-                "dtype": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})),
-                "autocast": str(autocast).removeprefix("torch.") if autocast else None,
-                "shapes": ["x".join(map(str, each.shape)) for _, each in tensors_in(example_inputs)],
-                "optimizer": None if optimizer is None else name,
-                "device": str(device),
-            },
-            machine=machine(device),
-        )
-
-
-def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> dict[str, Plan]:
-    """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing.
-
-    Args:
-        model: The model to plan for.
-        example_inputs: What it runs on, to see which tensors reach its convolutions.
-        preserve: Whether layers that lose channels-last may be replaced.
-    """
-
-    def planned(memory_format: torch.memory_format | None = None, **options: Any) -> Plan:
-        return plan(model, memory_format, example_inputs=example_inputs, **options)
-
-    plans = {CONTIGUOUS: planned(torch.contiguous_format)}
-    weights = planned()
-    if any(row.is_wanted for row in weights.rows):
-        plans[WEIGHTS] = weights
-    if not isinstance(model, torch.jit.ScriptModule):  # which cannot have a hook for its inputs
-        if WEIGHTS in plans:
-            plans[FULL] = planned(input_format="channels_last")
-        preserved = planned(input_format="channels_last", preserve=True) if preserve else None
-        if preserved and any(row.is_wanted for row in preserved.layers):
-            plans[PRESERVED] = preserved
-    return plans
-
-
-class _Candidates:
-    """The plans of the policies, and their race."""
-
-    def __init__(self, workload: Workload, plans: dict[str, Plan], budget: "_Budget") -> None:
-        self.workload, self.plans, self.budget = workload, plans, budget
-        self.race = Race(plans)
-        self.notes: list[str] = []
-        self.expected: Any = None
-        self.is_random = False
-        self.differences: dict[str, float] = {}
-
-    def race_to_the_end(self) -> None:
-        """Run rounds until the budget is spent, the race is over, or the user interrupts it.
-
-        Raises:
-            KeyboardInterrupt: The user interrupted the first measurement.
-        """
-        try:
-            while self.race.rounds == 0 or not (self.budget.is_spent() or self.race.is_over()):
-                self.race.run_round(self._measure, self.budget.is_spent)
-        except KeyboardInterrupt:
-            if not self.race.measured:
-                raise
-            self.notes.append("It was interrupted: this is the best so far.")
-
-    def rows(self) -> tuple[TuningRow, ...]:
-        """Return what was measured."""
-        return tuple(map(self._row, self.plans))
-
-    def remarks(self, choice: str) -> list[str]:
-        """Return what there is to say about the choice."""
-        race, best = self.race, self.race.best()
-        if len(self.plans) == 1:
-            return ["There is nothing to decide: no plan changes anything in this model."]
-        if choice != CONTIGUOUS:
-            won = race.compare(choice, CONTIGUOUS)
-            least = f"at least {1 / won.high:.2f} times" if won.is_faster else "by more than a quarter in every round"
-            return [f"{choice!r} is {1 / won.ratio:.2f} times as fast as contiguous, {least}."]
-        spread = _spread(race.samples(CONTIGUOUS))
-        noise = f"the contiguous model's own calls spread by {spread:.0%}"
-        if best == CONTIGUOUS and race.rounds == 1:
-            return ["Nothing was faster than the contiguous model in a single round: a larger budget would say more."]
-        if best == CONTIGUOUS:
-            return [f"Nothing was faster than the contiguous model; {noise}."]
-        of_best = race.compare(best, CONTIGUOUS)
-        text = f"{best!r} came out {1 / of_best.ratio:.2f} times as fast as contiguous"
-        if not of_best.is_known:
-            return [f"{text}, in too few rounds to say anything: give it a larger budget."]
-        limits = f"{1 / of_best.high:.2f} to {1 / of_best.low:.2f} times"
-        return [f"{text}, {limits}: the noise is larger than the gain ({noise}), and so the model stays contiguous."]
-
-    def _measure(self, name: str) -> float:
-        self.budget.show(f"{name}; best so far: {self.race.best() if self.race.measured else name}")
-        if self.race.rounds == 0:
-            self._compare_output(name)
-        return self.workload.sample(self.plans[name])
-
-    def _compare_output(self, name: str) -> None:
-        """Note how far a plan's output is from the contiguous one's.
-
-        Raises:
-            ValueError: It is farther away than the dtype allows.
-        """
-        output = self.workload.output(self.plans[name])
-        if name == CONTIGUOUS:
-            self.expected = output
-            self.is_random = not self.workload.compare(self.workload.output(self.plans[name], seed=1), output).is_within
-            if self.is_random:
-                self.notes.append("The model returns something else each time: outputs were not compared.")
-        if self.is_random:
-            return
-        difference = self.workload.compare(output, self.expected)
-        self.differences[name] = difference.largest / (difference.of or 1.0)
-        if not difference.is_within:
-            raise ValueError(f"its output is off by {self.differences[name]:.0e} of the largest")
-
-    def _row(self, name: str) -> TuningRow:
-        race, difference = self.race, self.differences.get(name)
-        if name not in race.measured:
-            remark = race.failures.get(name, "not measured")
-            return TuningRow(name, None, None, 0, None, None, None, None, difference, remark)
-        samples, over = race.samples(name), race.compare(name, CONTIGUOUS)
-        low, high = (over.low, over.high) if over.is_known else (None, None)
-        regret = max(0.0, race.compare(name, race.best()).ratio - 1)
-        median, spread = statistics.median(samples), _spread(samples)
-        return TuningRow(name, median, spread, len(samples), over.ratio, low, high, regret, difference, "")
-
-
-class _Budget:
-    """The seconds that a tuning may take, with a progress bar on a terminal if tqdm is installed."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._start = time.monotonic()
-        self._bar = _progress_bar(seconds) if sys.stderr.isatty() else None
-
-    def __enter__(self) -> "_Budget":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-
-    @property
-    def spent(self) -> float:
-        return time.monotonic() - self._start
-
-    def is_spent(self) -> bool:
-        return self.spent >= self.seconds
-
-    def show(self, what: str) -> None:
-        if self._bar is not None:
-            self._bar.n = min(round(self.spent, 1), self.seconds)
-            self._bar.set_description(what)
-
-
-def _progress_bar(seconds: float) -> Any:
-    try:
-        from tqdm import tqdm
-    except ImportError:
-        return None
-    return tqdm(total=seconds, unit="s", leave=False, bar_format="{desc} |{bar}| {n:.0f} of {total:.0f} s")
+    logarithms = sorted(map(math.log, ratios))
+    count = len(logarithms)
+    cut = count // 10
+    kept = logarithms[cut : count - cut]
+    mean = sum(kept) / len(kept)
+    if len(kept) < 2:
+        return Interval(math.exp(mean), 0.0, math.inf)
+    winsorized = [min(max(each, kept[0]), kept[-1]) for each in logarithms]
+    error = statistics.stdev(winsorized) * math.sqrt(count) / len(kept)
+    # If a clock gives the same number several times, that is no certainty.
+    reach = max(_QUANTILES[min(len(kept) - 1, len(_QUANTILES)) - 1] * error, 1e-4)
+    return Interval(*(math.exp(mean + each) for each in (0.0, -reach, reach)))
 
 
 def _spread(samples: list[float]) -> float:

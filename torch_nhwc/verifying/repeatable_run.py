@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.running import map_tensors, preserved_state, tensors_in
+from torch_nhwc.running.calls import Draws
 
 Change = Callable[[Tensor], Tensor]
 """Makes another tensor of one."""
@@ -121,20 +121,12 @@ def can_have_gradient(tensor: Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
 
-class _DrawInLogicalOrder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
+class _DrawInLogicalOrder(Draws):  # type: ignore[no-untyped-call, unused-ignore]
     """Draws random numbers as for contiguous tensors, so that dropout has the same mask in both formats."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
-        self.has_drawn = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # skipping would import the compiler, which takes seconds
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded not in func.tags:
+        if torch.Tag.nondeterministic_seeded not in getattr(func, "tags", ()):
             return func(*args, **kwargs)
         self.has_drawn = True
         in_order = [each.contiguous() if isinstance(each, Tensor) else each for each in args]

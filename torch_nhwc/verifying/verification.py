@@ -8,6 +8,11 @@ from typing import NamedTuple
 from torch_nhwc import serialization
 from torch_nhwc.rendering import first_of, paragraphs, table
 
+_SHOWN_ROWS = 20
+_BEFORE_DIFFERS = (
+    "the reference's own layer differs in this format too; preserve=True replaces the layers that are known"
+)
+
 
 class Verdict(enum.Enum):
     """The result of a comparison.
@@ -25,12 +30,6 @@ class Verdict(enum.Enum):
     """The reference differs from itself when it is called again, so that nothing is known."""
     NOT_COMPARED = "not compared"
     """The reference returns no tensor that could be found, so that nothing is known."""
-
-
-_SHOWN_ROWS = 20
-_BEFORE_DIFFERS = (
-    "the reference's own layer differs in this format too; preserve=True replaces the layers that are known"
-)
 
 
 class VerificationRow(NamedTuple):
@@ -51,22 +50,22 @@ class VerificationRow(NamedTuple):
     """The layer's class in the reference."""
     what: str
     """What was compared: an output, a gradient, a parameter or a buffer."""
-    error: float
+    error: float = 0.0
     """The largest difference at one position; infinite where shapes differ, or where the layer raises. Gradients of the
     whole model have the root of the mean square of all differences."""
-    floor: float | None
+    floor: float | None = None
     """The noise floor: how far the reference is from its own float64 run, from itself when it is called again, and
     from itself when its inputs change by a rounding error. `None` where the tolerance suffices without it."""
-    tolerance: float
+    tolerance: float = 0.0
     """How large the error may be."""
-    largest: float
+    largest: float = 0.0
     """The largest magnitude in the reference's result, in the same channel."""
-    inputs: str
+    inputs: str = ""
     """How the inputs were changed, and whether they were channels-last."""
-    verdict: Verdict
+    verdict: Verdict = Verdict.EQUAL
     """The result of the comparison."""
     before_differs: bool = False
-    """Whether the reference's own layer differs as well when it gets the same formats: then the layer is wrong in
+    """True if the reference's own layer differs as well when it gets the same formats: then the layer is wrong in
     channels-last, whatever model it is in."""
     note: str = ""
     """The error that was raised, or why nothing was compared."""
@@ -104,7 +103,7 @@ class Verification:
 
     @property
     def ok(self) -> bool:
-        """Whether nothing differs."""
+        """Return whether nothing differs."""
         return not self.differing
 
     def __bool__(self) -> bool:

@@ -1,4 +1,4 @@
-"""`verify`: whether a model computes what another one computes."""
+"""`verify`: compare what two models compute, layer by layer and as a whole."""
 
 import copy
 import math
@@ -30,13 +30,8 @@ from torch_nhwc.verifying.repeatable_run import (
 )
 from torch_nhwc.verifying.verification import Verdict, Verification, VerificationRow
 
-AS_GIVEN, LARGE_MEAN = "as given", "a large mean"
-_AFFORDABLE = 2**26  # elements, times a convolution's taps, which a float64 convolution on a CPU spreads out in memory
-# The noise floor is a maximum of a few errors only, and the largest possible one is larger.
-_FLOORS = 4
 
-
-class Options(NamedTuple):
+class _Options(NamedTuple):
     """The arguments of `verify` about the comparison."""
 
     backward: bool
@@ -44,8 +39,158 @@ class Options(NamedTuple):
     atol: float
 
 
-def compare_module(
-    path: str, before: nn.Module, after: nn.Module, inputs: Inputs, options: Options, is_model: bool = False
+def verify(
+    before: nn.Module,
+    after_or_report: Any,
+    example_inputs: Any,
+    *,
+    backward: bool = True,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> Verification:
+    """Compare a model with its reference: each layer by itself, on the inputs of the reference's layer, and the whole.
+
+    Layers run in both formats, on the inputs as they are and on changed ones: with a large mean, and as a batch of 1
+    and of 2. Outputs, gradients of inputs and parameters, and buffers are compared by
+    position, in each layer and in the whole model. Where a difference is larger than rounding errors usually are, a
+    noise floor decides: how far the reference is from its own float64 run, from another run, and from one on inputs
+    that change by a rounding error.
+
+    Both models run several times, in the caller's autocast region if there is one. Buffers, random generators,
+    gradients and the example inputs stay as they are. It takes as long as fifty to a hundred training steps, and the
+    memory of a few: small inputs are enough.
+
+    Args:
+        before: The reference, such as a deep copy made before a conversion.
+        after_or_report: The model to verify, or the report of its conversion.
+        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        backward: Whether to compare gradients.
+        rtol: How large a difference may be in units of the largest value in the same channel. `None` depends on the
+            dtype: 1e-10 in float64, 1e-4 in float32, 4e-3 in float16, 2e-2 in bfloat16; see
+            `torch_nhwc.running.TOLERANCES`, also for the whole model, whose gradients are compared in float32 and
+            float64 only.
+        atol: What is added to that.
+
+    Returns:
+        A row for everything that was compared; true where nothing differs.
+
+    Raises:
+        TypeError: One of the models is not a module.
+        ValueError: Both are the same model, have different modules or parameters, are in different modes, have lazy
+            layers or are on the meta device, or the model of the report no longer exists.
+        Exception: Whatever the reference raises on the example inputs.
+
+    Example:
+        >>> import copy
+        >>> before = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
+        >>> model = copy.deepcopy(before)
+        >>> report = torch_nhwc.convert_(model)
+        >>> verification = torch_nhwc.verify(before, report, torch.randn(2, 3, 8, 8))
+        >>> verification.first.layer, verification.first.inputs
+        ('GroupNorm', 'a large mean, channels-last')
+    """
+    start = time.perf_counter()
+    is_module = isinstance(after_or_report, nn.Module) or not hasattr(after_or_report, "model")
+    after = after_or_report if is_module else after_or_report.model
+    _expect_comparable(before, after)
+    inputs = Inputs(*arguments_of(before, copy_inputs(example_inputs)))
+    options = _Options(backward, rtol, atol or 0.0)
+    with repeatable(before, after):
+        calls = _layer_calls(before, inputs)
+        layers = {path for path, _ in calls}
+        rows = _parameter_rows(before, after)
+        theirs = _modules(after)
+        for path, given in calls:
+            rows += _compare_module(path, before.get_submodule(path), theirs[path], given, options)
+        rows += _compare_module("", before, after, inputs, options, is_model=True)
+    not_run = tuple(
+        path for path, module in _modules(before).items() if module._parameters and layers.isdisjoint(_and_above(path))
+    )
+    return Verification(_in_order(rows, calls), not_run, time.perf_counter() - start)
+
+
+def _expect_comparable(before: Any, after: Any) -> None:
+    """Raise where two models cannot be compared."""
+    if after is None:
+        raise ValueError("verify: the model of the report no longer exists: keep it, or give the model itself")
+    for model in (before, after):
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"verify: expected two modules, or a module and a report, got {type(model).__name__}")
+    if before is after:
+        raise ValueError("verify: before and after are the same model: give a deep copy made before the conversion")
+    ours, theirs = _description(before), _description(after)
+    for name in (*ours, *theirs):
+        if ours.get(name) != theirs.get(name):
+            both = f"{ours.get(name, 'absent')} in one, {theirs.get(name, 'absent')} in the other"
+            raise ValueError(f"verify: the models do not have the same {name}: {both}")
+
+
+def _description(model: nn.Module) -> dict[str, str]:
+    """Return what two models that can be compared have in common."""
+    described = {}
+    for path, module in _modules(model).items():
+        described[f"module {path!r}"] = "training" if getattr(module, "training", False) else "evaluation"
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter) or parameter.is_meta:
+            raise ValueError(f"verify: {name!r} has no values yet: run the model once, or load its weights")
+        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
+    return described
+
+
+def _modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules by path; those that compute a parametrized weight count as part of their layer."""
+    return {path: module for path, module in model.named_modules() if "parametrizations" not in path.split(".")}
+
+
+def _and_above(path: str) -> list[str]:
+    """Return a path and those of the modules around it."""
+    names = path.split(".") if path else []
+    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
+
+
+def _layer_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
+    """Run the model and return the calls of its layers, the modules that call no other module, with their inputs."""
+    calls: list[tuple[str, Inputs]] = []
+    containers: set[str] = set()
+
+    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        containers.update(outer.path for outer in stack.running[:-1])
+        calls.append((stack.path, Inputs(args, kwargs).mapped(Tensor.clone)))  # before the module writes to them
+
+    stack = ModuleStack(model)
+    # A TorchScript module refuses hooks, but calls those that it has.
+    handles = [
+        nn.Module.register_forward_pre_hook(module, note, with_kwargs=True) for module in _modules(model).values()
+    ]
+    try:
+        with repeatable(model), stack:
+            given = inputs.mapped(Tensor.clone)
+            model(*given.args, **given.kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [(path, given) for path, given in calls if path not in containers]
+
+
+def _parameter_rows(before: nn.Module, after: nn.Module) -> list[VerificationRow]:
+    """Return the rows of the parameters, which have to be equal bit for bit unless their dtype changes."""
+    modules, theirs = _modules(before), dict(after.named_parameters())
+    rows = []
+    for name, parameter in before.named_parameters():
+        path, other = next(each for each in _and_above(name) if each in modules), theirs[name]
+        rtol = 0.0 if parameter.dtype == other.dtype else tolerance_of((parameter.dtype, other.dtype)).layer
+        error, size = distances(other, parameter).item(), magnitudes(parameter).item()
+        row = VerificationRow(path, type(modules[path]).__name__, name.removeprefix(f"{path}."), error)
+        verdict = Verdict.DIFFERS if error > rtol * size else Verdict.EQUAL
+        rows.append(row._replace(tolerance=rtol * size, largest=size, verdict=verdict))
+    return rows
+
+
+_AS_GIVEN, _LARGE_MEAN = "as given", "a large mean"
+
+
+def _compare_module(
+    path: str, before: nn.Module, after: nn.Module, inputs: Inputs, options: _Options, is_model: bool = False
 ) -> Iterator[VerificationRow]:
     """Iterate over rows for everything that a module computes, for each change of the inputs and in each format.
 
@@ -61,18 +206,18 @@ def compare_module(
     named = partial(VerificationRow, path, type(before).__name__)
     has_images = any(is_image(tensor) for _, tensor in inputs.named())
     for label, changed in _variants(inputs, is_model):
-        reference = _Reference.of(before, changed, options, is_model, label == LARGE_MEAN)
+        reference = _Reference.of(before, changed, options, is_model, label == _LARGE_MEAN)
         if reference is None:
-            if label == AS_GIVEN:
+            if label == _AS_GIVEN:
                 note = "the reference raises when it is called again, by itself"
-                yield named("output", 0.0, None, 0.0, 0.0, label, Verdict.UNREPEATABLE, note=note)
+                yield named("output", inputs=label, verdict=Verdict.UNREPEATABLE, note=note)
                 return
             continue
         if not any(name.startswith("output") for name in reference.results):
             note = "no tensor is found in what it returns"
-            yield named("output", 0.0, None, 0.0, 0.0, label, Verdict.NOT_COMPARED, note=note)
+            yield named("output", inputs=label, verdict=Verdict.NOT_COMPARED, note=note)
         formats: tuple[Formats, ...] = (BOTH_CHANNELS_LAST,) if has_images else (BOTH_CONTIGUOUS,)
-        if has_images and label == AS_GIVEN:
+        if has_images and label == _AS_GIVEN:
             formats = (BOTH_CONTIGUOUS, BOTH_CHANNELS_LAST) if is_model else LAYER_FORMATS
         for each in formats:
             where, own = f"{label}{each}", cache(partial(reference.in_formats, each))
@@ -80,28 +225,58 @@ def compare_module(
                 results, _ = run_module(after, changed, each, reference.backward)
             except Exception as error:
                 note = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-                row = named("forward", torch.inf, None, 0.0, 0.0, where, Verdict.DIFFERS, note=note)
-                yield row._replace(before_differs=own() is None)
+                differs = named("forward", torch.inf, inputs=where, verdict=Verdict.DIFFERS, note=note)
+                yield differs._replace(before_differs=own() is None)
                 continue
             for what in dict.fromkeys((*reference.results, *results)):
                 if what not in reference.left_out:
-                    row = named(what, 0.0, None, 0.0, 0.0, where, Verdict.EQUAL)
-                    yield reference.judge(row, results.get(what), own, always_repeats=label == AS_GIVEN)
+                    row = named(what, inputs=where)
+                    yield reference.judge(row, results.get(what), own, always_repeats=label == _AS_GIVEN)
 
 
-def compare_parameter(path: str, layer: nn.Module, name: str, before: Tensor, after: Tensor) -> VerificationRow:
-    """Return the row of a parameter, which has to be equal bit for bit unless its dtype changes."""
-    rtol = 0.0 if before.dtype == after.dtype else tolerance_of((before.dtype, after.dtype)).layer
-    error, largest = distances(after, before).item(), magnitudes(before).item()
-    verdict = Verdict.DIFFERS if error > rtol * largest else Verdict.EQUAL
-    return VerificationRow(path, type(layer).__name__, name, error, None, rtol * largest, largest, "", verdict)
+def _variants(inputs: Inputs, is_model: bool) -> Iterator[tuple[str, Inputs]]:
+    """Iterate over the inputs as they are, and changed so that they show what ordinary inputs hide.
+
+    A large mean shows a variance that is computed as a difference of squares, and batches of 1 and 2 show code for
+    special cases.
+    """
+    yield _AS_GIVEN, inputs
+    images = [tensor for _, tensor in inputs.named() if is_image(tensor) and tensor.is_floating_point()]
+    if not images or not all(tensor.numel() for tensor in images):
+        return
+    if not is_model:
+        yield _LARGE_MEAN, inputs.mapped(_with_large_mean)
+    batch = images[0].size(0)
+    for size in (1, 2):
+        if batch != size:
+            yield f"a batch of {size}", inputs.mapped(partial(_of_batch, batch, size))
+
+
+def _with_large_mean(tensor: Tensor) -> Tensor:
+    """Return an image with a mean of a thousand deviations, or as many as leave a twentieth of one after rounding."""
+    if not (is_image(tensor) and tensor.is_floating_point()):
+        return tensor
+    deviation = tensor.float().std(correction=0).nan_to_num(1.0, 1.0, 1.0)
+    count = min(1000.0, 0.05 / torch.finfo(tensor.dtype).eps)
+    return tensor + (count * (deviation + (deviation == 0))).to(tensor.dtype)
+
+
+def _of_batch(batch: int, size: int, tensor: Tensor) -> Tensor:
+    if tensor.dim() == 0 or tensor.size(0) != batch:
+        return tensor
+    return tensor[:size] if batch > size else torch.cat([tensor, tensor.roll(1, -1)])
+
+
+_AFFORDABLE = 2**26  # elements, times a convolution's taps, which a float64 convolution on a CPU spreads out in memory
+# The noise floor is a maximum of a few errors only, and the largest possible one is larger.
+_FLOORS = 4
 
 
 class _Reference:
     """What a module of the reference computes on contiguous inputs, and how exact that is."""
 
     def __init__(
-        self, module: nn.Module, inputs: Inputs, options: Options, backward: bool, is_model: bool, has_large_mean: bool
+        self, module: nn.Module, inputs: Inputs, options: _Options, backward: bool, is_model: bool, has_large_mean: bool
     ) -> None:
         self.module, self.inputs, self.backward, self.atol = module, inputs, backward, options.atol
         self.results, self.is_random = run_module(module, inputs, BOTH_CONTIGUOUS, backward)
@@ -121,7 +296,7 @@ class _Reference:
 
     @classmethod
     def of(
-        cls, module: nn.Module, inputs: Inputs, options: Options, is_model: bool, has_large_mean: bool
+        cls, module: nn.Module, inputs: Inputs, options: _Options, is_model: bool, has_large_mean: bool
     ) -> "_Reference | None":
         """Run with gradients where that works; return `None` where the module does not take such inputs."""
         for backward in (True, False) if options.backward else (False,):
@@ -223,48 +398,6 @@ class _Reference:
             return {}
 
 
-def _variants(inputs: Inputs, is_model: bool) -> Iterator[tuple[str, Inputs]]:
-    """Iterate over the inputs as they are, and changed so that they show what ordinary inputs hide.
-
-    A large mean shows a variance that is computed as a difference of squares, a constant channel shows a division by
-    a deviation, and batches of 1 and 2 show code for special cases.
-    """
-    yield AS_GIVEN, inputs
-    images = [tensor for _, tensor in inputs.named() if is_image(tensor) and tensor.is_floating_point()]
-    if not images or not all(tensor.numel() for tensor in images):
-        return
-    if not is_model:
-        yield LARGE_MEAN, inputs.mapped(_with_large_mean)
-        yield "a constant channel", inputs.mapped(_with_constant_channel)
-    batch = images[0].size(0)
-    for size in (1, 2):
-        if batch != size:
-            yield f"a batch of {size}", inputs.mapped(partial(_of_batch, batch, size))
-
-
-def _with_large_mean(tensor: Tensor) -> Tensor:
-    """Return an image with a mean of a thousand deviations, or as many as leave a twentieth of one after rounding."""
-    if not (is_image(tensor) and tensor.is_floating_point()):
-        return tensor
-    deviation = tensor.float().std(correction=0).nan_to_num(1.0, 1.0, 1.0)
-    count = min(1000.0, 0.05 / torch.finfo(tensor.dtype).eps)
-    return tensor + (count * (deviation + (deviation == 0))).to(tensor.dtype)
-
-
-def _with_constant_channel(tensor: Tensor) -> Tensor:
-    if not (is_image(tensor) and tensor.is_floating_point()):
-        return tensor
-    changed = tensor.clone()
-    changed[:, 0] = 1
-    return changed
-
-
-def _of_batch(batch: int, size: int, tensor: Tensor) -> Tensor:
-    if tensor.dim() == 0 or tensor.size(0) != batch:
-        return tensor
-    return tensor[:size] if batch > size else torch.cat([tensor, tensor.roll(1, -1)])
-
-
 def _rounding(seed: int) -> Change:
     """Return a function that changes each element by a few units in its last place."""
     generator = torch.Generator().manual_seed(seed)
@@ -305,110 +438,6 @@ def _dtypes(tensors: Iterable[Tensor]) -> Iterator[torch.dtype]:
             yield torch.get_autocast_dtype(tensor.device.type)
 
 
-def verify(
-    before: nn.Module,
-    after_or_report: Any,
-    example_inputs: Any,
-    *,
-    backward: bool = True,
-    rtol: float | None = None,
-    atol: float | None = None,
-) -> Verification:
-    """Compare a model with its reference: each layer by itself, on the inputs of the reference's layer, and the whole.
-
-    Layers run in both formats, on the inputs as they are and on changed ones: with a large mean, with a constant
-    channel, as a batch of 1 and of 2. Outputs, gradients of inputs and parameters, and buffers are compared by
-    position, in each layer and in the whole model. Where a difference is larger than rounding errors usually are, a
-    noise floor decides: how far the reference is from its own float64 run, from another run, and from one on inputs
-    that change by a rounding error.
-
-    Both models run several times, in the caller's autocast region if there is one. Buffers, random generators,
-    gradients and the example inputs stay as they are. It takes as long as fifty to a hundred training steps, and the
-    memory of a few: small inputs are enough.
-
-    Args:
-        before: The reference, such as a deep copy made before a conversion.
-        after_or_report: The model to verify, or the report of its conversion.
-        example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
-        backward: Whether to compare gradients.
-        rtol: How large a difference may be in units of the largest value in the same channel. `None` depends on the
-            dtype: 1e-10 in float64, 1e-4 in float32, 4e-3 in float16, 2e-2 in bfloat16; see
-            `torch_nhwc.running.TOLERANCES`, also for the whole model, whose gradients are compared in float32 and
-            float64 only.
-        atol: What is added to that.
-
-    Returns:
-        A row for everything that was compared; true where nothing differs.
-
-    Raises:
-        TypeError: One of the models is not a module.
-        ValueError: Both are the same model, have different modules or parameters, are in different modes, have lazy
-            layers or are on the meta device, or the model of the report no longer exists.
-        Exception: Whatever the reference raises on the example inputs.
-
-    Example:
-        >>> import copy
-        >>> before = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
-        >>> model = copy.deepcopy(before)
-        >>> report = torch_nhwc.convert_(model)
-        >>> verification = torch_nhwc.verify(before, report, torch.randn(2, 3, 8, 8))
-        >>> verification.first.layer, verification.first.inputs
-        ('GroupNorm', 'a large mean, channels-last')
-    """
-    start = time.perf_counter()
-    is_module = isinstance(after_or_report, nn.Module) or not hasattr(after_or_report, "model")
-    after = after_or_report if is_module else after_or_report.model
-    _expect_comparable(before, after)
-    inputs = Inputs(*arguments_of(before, copy_inputs(example_inputs)))
-    options = Options(backward, rtol, atol or 0.0)
-    with repeatable(before, after):
-        calls = _layer_calls(before, inputs)
-        layers = {path for path, _ in calls}
-        rows = _parameter_rows(before, after)
-        theirs = _modules(after)
-        for path, given in calls:
-            rows += compare_module(path, before.get_submodule(path), theirs[path], given, options)
-        rows += compare_module("", before, after, inputs, options, is_model=True)
-    not_run = tuple(
-        path for path, module in _modules(before).items() if module._parameters and layers.isdisjoint(_and_above(path))
-    )
-    return Verification(_in_order(rows, calls), not_run, time.perf_counter() - start)
-
-
-def _layer_calls(model: nn.Module, inputs: Inputs) -> list[tuple[str, Inputs]]:
-    """Run the model and return the calls of its layers, the modules that call no other module, with their inputs."""
-    calls: list[tuple[str, Inputs]] = []
-    containers: set[str] = set()
-
-    def note(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        containers.update(outer.path for outer in stack.running[:-1])
-        calls.append((stack.path, Inputs(args, kwargs).mapped(Tensor.clone)))  # before the module writes to them
-
-    stack = ModuleStack(model)
-    # A TorchScript module refuses hooks, but calls those that it has.
-    handles = [
-        nn.Module.register_forward_pre_hook(module, note, with_kwargs=True) for module in _modules(model).values()
-    ]
-    try:
-        with repeatable(model), stack:
-            given = inputs.mapped(Tensor.clone)
-            model(*given.args, **given.kwargs)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return [(path, given) for path, given in calls if path not in containers]
-
-
-def _parameter_rows(before: nn.Module, after: nn.Module) -> list[VerificationRow]:
-    modules, theirs = _modules(before), dict(after.named_parameters())
-    rows = []
-    for name, parameter in before.named_parameters():
-        path = next(each for each in _and_above(name) if each in modules)
-        what = name.removeprefix(f"{path}.")
-        rows.append(compare_parameter(path, modules[path], what, parameter.detach(), theirs[name].detach()))
-    return rows
-
-
 def _in_order(rows: list[VerificationRow], calls: list[tuple[str, Inputs]]) -> tuple[VerificationRow, ...]:
     """Return the worst row about each thing: layers as they ran, layers that did not run, and the model."""
     worst: dict[tuple[str, str], VerificationRow] = {}
@@ -425,42 +454,3 @@ def _severity(row: VerificationRow) -> tuple[int, float]:
     if row.verdict is Verdict.DIFFERS:
         return 2 + (not row.before_differs), share
     return int(row.verdict is not Verdict.EQUAL), share
-
-
-def _modules(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules by path; those that compute a parametrized weight count as part of their layer."""
-    return {path: module for path, module in model.named_modules() if "parametrizations" not in path.split(".")}
-
-
-def _and_above(path: str) -> list[str]:
-    """Return a path and those of the modules around it."""
-    names = path.split(".") if path else []
-    return [".".join(names[:count]) for count in range(len(names), -1, -1)]
-
-
-def _expect_comparable(before: Any, after: Any) -> None:
-    """Raise where two models cannot be compared."""
-    if after is None:
-        raise ValueError("verify: the model of the report no longer exists")
-    for model in (before, after):
-        if not isinstance(model, nn.Module):
-            raise TypeError(f"verify: expected two modules, or a module and a report, got {type(model).__name__}")
-    if before is after:
-        raise ValueError("verify: before and after are the same model: give a deep copy made before the conversion")
-    ours, theirs = _description(before), _description(after)
-    for name in (*ours, *theirs):
-        if ours.get(name) != theirs.get(name):
-            both = f"{ours.get(name, 'absent')} in one, {theirs.get(name, 'absent')} in the other"
-            raise ValueError(f"verify: the models do not have the same {name}: {both}")
-
-
-def _description(model: nn.Module) -> dict[str, str]:
-    """Return what two models that can be compared have in common."""
-    described = {}
-    for path, module in _modules(model).items():
-        described[f"module {path!r}"] = "training" if getattr(module, "training", False) else "evaluation"
-    for name, parameter in model.named_parameters():
-        if is_lazy(parameter) or parameter.is_meta:
-            raise ValueError(f"verify: {name!r} has no values yet: run the model once, or load its weights")
-        described[f"parameter {name!r}"] = f"{tuple(parameter.shape)}, requires_grad={parameter.requires_grad}"
-    return described
