@@ -183,6 +183,21 @@ class TestFaults:
             assert first.note.startswith("RuntimeError: view size is not compatible")
 
 
+def test_a_division_by_the_deviation_of_a_constant_channel_is_found():
+    class DividesByDeviation(nn.Module):
+        def forward(self, x):
+            deviation = x.std((2, 3), keepdim=True)
+            return x / (deviation if self.is_wrong else deviation.clamp(min=1e-3))
+
+    before = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Sequential(DividesByDeviation()))
+    before[1][0].is_wrong = False
+    after = copy.deepcopy(before)
+    after[1][0].is_wrong = True
+    first = nhwc.verify(before, after, torch.randn(2, 3, 8, 8), backward=False).first
+    assert (first.path, first.what) == ("1.0", "output")
+    assert first.inputs.startswith("a constant channel")
+
+
 def test_what_does_not_repeat_itself_is_not_said_to_differ():
     class Counting(nn.Module):
         calls = 0

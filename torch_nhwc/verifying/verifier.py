@@ -50,8 +50,8 @@ def verify(
 ) -> Verification:
     """Compare a model with its reference: each layer by itself, on the inputs of the reference's layer, and the whole.
 
-    Layers run in both formats, on the inputs as they are and on changed ones: with a large mean, and as a batch of 1
-    and of 2. Outputs, gradients of inputs and parameters, and buffers are compared by
+    Layers run in both formats, on the inputs as they are and on changed ones: with a large mean, with a constant
+    channel, and as batches of 1 and 2. Outputs, gradients of inputs and parameters, and buffers are compared by
     position, in each layer and in the whole model. Where a difference is larger than rounding errors usually are, a
     noise floor decides: how far the reference is from its own float64 run, from another run, and from one on inputs
     that change by a rounding error.
@@ -237,8 +237,8 @@ def _compare_module(
 def _variants(inputs: Inputs, is_model: bool) -> Iterator[tuple[str, Inputs]]:
     """Iterate over the inputs as they are, and changed so that they show what ordinary inputs hide.
 
-    A large mean shows a variance that is computed as a difference of squares, and batches of 1 and 2 show code for
-    special cases.
+    A large mean shows a variance that is computed as a difference of squares, a constant channel shows a division by
+    a deviation, and batches of 1 and 2 show code for special cases.
     """
     yield _AS_GIVEN, inputs
     images = [tensor for _, tensor in inputs.named() if is_image(tensor) and tensor.is_floating_point()]
@@ -246,6 +246,7 @@ def _variants(inputs: Inputs, is_model: bool) -> Iterator[tuple[str, Inputs]]:
         return
     if not is_model:
         yield _LARGE_MEAN, inputs.mapped(_with_large_mean)
+        yield "a constant channel", inputs.mapped(_with_constant_channel)
     batch = images[0].size(0)
     for size in (1, 2):
         if batch != size:
@@ -259,6 +260,14 @@ def _with_large_mean(tensor: Tensor) -> Tensor:
     deviation = tensor.float().std(correction=0).nan_to_num(1.0, 1.0, 1.0)
     count = min(1000.0, 0.05 / torch.finfo(tensor.dtype).eps)
     return tensor + (count * (deviation + (deviation == 0))).to(tensor.dtype)
+
+
+def _with_constant_channel(tensor: Tensor) -> Tensor:
+    if not (is_image(tensor) and tensor.is_floating_point()):
+        return tensor
+    changed = tensor.clone()
+    changed[:, 0] = 1
+    return changed
 
 
 def _of_batch(batch: int, size: int, tensor: Tensor) -> Tensor:
