@@ -239,7 +239,7 @@ def gains(measured: dict) -> str:
     where = f"{measured['machine']['processor']} {amx(measured)}, torch {measured['machine']['environment']['torch']}"
     head = ["model", *(" ".join(kind) for kind in kinds)]
     note = (
-        "Milliseconds contiguous → converted with `preserve=True`, and the gain, in brackets without replaced layers; on "
-        f"one thread of an {where}. [Preserving](docs/preserving.md) has all models."
+        "Milliseconds contiguous → converted with `preserve=True`, and the gain, in brackets without replaced layers; "
+        f"on one thread of an {where}. [Preserving](docs/preserving.md) has all models."
     )
     return f"{warning(measured)}{table(head, rows)}\n\n{note}"
