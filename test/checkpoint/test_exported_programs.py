@@ -185,25 +185,6 @@ def test_gradients_and_symbols_stay_in_the_notes_of_a_program(tmp_path):
     assert notes(after)[0]["p_conv_weight"]
 
 
-class TiedToBuffer(nn.Module):
-    """Convolves with a weight, and with a buffer over its memory, which a loaded program has as a view of it."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-        self.register_buffer("other", self.conv.weight.detach())
-
-    def forward(self, x):
-        return self.conv(x) + nn.functional.conv2d(x, self.other)
-
-
-def test_weights_in_the_same_memory_stay_together(tmp_path):
-    with pytest.warns(UserWarning, match="2 of 2 sites stay as they are"):
-        after, report = converted(exported(TiedToBuffer()), tmp_path)
-    assert {row.reason for row in report.rows} == {Reason.NOT_A_LEAF}
-    assert after.state_dict["conv.weight"].data_ptr() == after.state_dict["other"].data_ptr()
-
-
 def expression(written):
     """Replace a size of the input by code that writes a file."""
 
@@ -265,5 +246,3 @@ def test_what_would_be_lost_or_is_compiled_is_refused(record, match, tmp_path):
     writer.write_end_of_file()
     with pytest.raises(ValueError, match=match):
         nhwc.convert_saved(tmp_path / "in.pt2", tmp_path / "out.pt2", allow_pickle=True)
-    with pytest.raises(ValueError, match=r"in.pt2 is an exported program, and only the code of a TorchScript archive"):
-        nhwc.convert_saved(tmp_path / "in.pt2", tmp_path / "out.pt2", input_format="channels_last")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -57,19 +56,3 @@ def assert_run_elsewhere(folder, expected):
     command = [sys.executable, "-W", "ignore", "-c", _ELSEWHERE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def run_killed(function):
-    """Runs a function in a process of its own, which is killed, by the function itself, before it ends."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "it was not killed"
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)
