@@ -1,4 +1,4 @@
-"""Saved programs of torch.export (.pt2): converted if they are trusted, and not even loaded if they are not."""
+"""Saved programs of torch.export (.pt2): converted if they are trusted, and not loaded otherwise."""
 
 import contextlib
 import io
@@ -163,7 +163,7 @@ def test_a_program_that_would_not_run_is_refused_and_nothing_is_written(tmp_path
 
 
 class CountsInForward(nn.Module):
-    """Has a size that only its values give."""
+    """Has a size that depends on values."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +239,7 @@ def test_damaged_programs_are_one_error(tmp_path):
 @pytest.mark.parametrize(
     ("record", "match"), [("data/aotinductor/model/model.so", "it is compiled"), ("data/other", "would lose it")]
 )
-def test_what_would_be_lost_or_is_compiled_is_refused(record, match, tmp_path):
+def test_compiled_programs_and_unknown_records_are_refused(record, match, tmp_path):
     writer = torch._C.PyTorchFileWriter(str(tmp_path / "in.pt2"))
     for name, content in (("archive_format", b"pt2"), ("archive_version", b"0"), (record, b"content")):
         writer.write_record(name, content, len(content))

@@ -1,4 +1,4 @@
-"""Reading and writing files: what they are by their bytes, damaged ones, and outputs that are whole or do not exist."""
+"""Reading and writing files: kinds by their bytes, damaged files, and outputs that are whole or do not exist."""
 
 import io
 import os

@@ -145,7 +145,7 @@ def broken():
 
 @pytest.fixture
 def run(tmp_path, monkeypatch, capfd):
-    """Runs commands in this process, in a folder that has a module with factories; their end, output and errors."""
+    """Run a command in this process, in a folder with a module of factories; return exit code, output and errors."""
     (tmp_path / "of_mine.py").write_text(FACTORIES)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", os.getcwd())])
@@ -265,7 +265,7 @@ class TestTune:
         assert tuning.workload["shapes"] == ["2x3x8x8"]
         assert run("convert", *of_mine("losing"), "--plan", "tuning.json")[0] == 0
 
-    def test_prints_json_and_replaces_no_layers_if_told_so(self, run):
+    def test_prints_json_and_replaces_no_layers_with_no_preserve(self, run):
         arguments = "--budget", 0.1, "--no-preserve", "--autocast", "bfloat16", "--json"
         tuning = Tuning.from_json(run("tune", *of_mine("losing"), *arguments)[1])
         assert tuning.workload["autocast"] == "bfloat16"
@@ -507,7 +507,7 @@ def build():
 """
 
 
-def test_the_help_lists_every_command_and_what_their_ends_mean(run):
+def test_the_help_lists_every_command_and_the_exit_codes(run):
     _, out, _ = run("--help")
     for name in NAMES:
         assert re.search(rf"│ {name} +\w", out)
