@@ -432,7 +432,7 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["plan", *of_mine("model"), "--memory-format", "nhwc"], "expected memory_format to be None or one of"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
         (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
-        (["trace", *of_mine("named")], "of_mine:named comes without inputs: name a shape with --input-shape"),
+        (["trace", *of_mine("named")], "of_mine:named comes without inputs: give a shape by --input-shape"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "1"], "a different name for each input"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
         (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected a dtype among float64"),

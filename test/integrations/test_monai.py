@@ -21,7 +21,7 @@ def unet():
 
 @pytest.fixture
 def trained():
-    """A function that returns the losses of an engine, and whether the network saw only channels-last images."""
+    """Return a function that gives an engine's losses, and whether the network saw only channels-last images."""
     from ignite.engine import Events
     from monai.data import DataLoader
     from monai.engines import SupervisedTrainer

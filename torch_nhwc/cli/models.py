@@ -1,4 +1,4 @@
-"""The models of the command line: built-in ones, and those that a function of the user's makes."""
+"""The models of the command line: built-in ones, and those that a user's function makes."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ _SHAPE = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<sizes>\d+(?:,\d+)*)(?::(?P<d
 
 
 class Example(NamedTuple):
-    """A model with what it is called with."""
+    """A model with its inputs."""
 
     name: str
     model: nn.Module
@@ -39,14 +39,14 @@ class Example(NamedTuple):
             ValueError: There are no inputs.
         """
         if self.inputs is None:
-            raise ValueError(f"{self.name} comes without inputs: name a shape with --input-shape, such as 1,3,224,224")
+            raise ValueError(f"{self.name} comes without inputs: give a shape by --input-shape, such as 1,3,224,224")
         if self.is_lazy:
             with torch.no_grad():
                 call(self.model, self.inputs)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether layers have no weights before the first call."""
+        """Return whether layers have no weights before the first call."""
         return any(map(is_lazy, self.model.parameters()))
 
 
@@ -168,12 +168,12 @@ def _built_in(name: str) -> Example:
 
 
 def _made_by(factory: str) -> Example:
-    """Return what `module:callable` makes, from the current folder or an installed package."""
+    """Return the example that `module:callable` of the current folder or an installed package makes."""
     module_name, _, function_name = factory.partition(":")
     import_from_here()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # a path instead of a module's name
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # also for a path instead of a module's name
         raise ValueError(f"--factory: expected module:callable, got {factory!r}: {error}") from error
     made = function()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

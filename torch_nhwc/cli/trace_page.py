@@ -12,7 +12,7 @@ from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace, Trac
 from torch_nhwc.tracing.traces import CHANNELS_LAST_NAMES, short_source
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# The formats that the legend names; all others look alike.
+# The formats that the legend names. All others have the same colour.
 _FORMATS = {"channels_last": "channels-last", "contiguous": "contiguous", "": "no images or volumes"}
 _OTHER = "another format"
 _HEAD = ["module", "operator", "phase", "read", "written", "bytes", "times", "source"]
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     path: str
     layer: str
     format: str
-    """`channels_last` of either rank, `contiguous`, or what else the module wrote; empty if it wrote no activation."""
+    """The format of the output: `channels_last` for either rank; empty if there is no image or volume."""
     losses: int
     mixed: int
     details: Sequence[str]
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace as one HTML file for a browser, whole or not at all.
+    """Write a trace as one HTML file for a browser.
 
     Example:
         >>> import tempfile
@@ -60,7 +60,7 @@ def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def page_of(trace: Trace) -> str:
-    """Return a trace as HTML that loads nothing else. Everything that comes from the model is escaped."""
+    """Return a trace as HTML that loads no other files. All names of the model are escaped."""
     import jinja2  # PyTorch requires it; the import takes a while
 
     environment = jinja2.Environment(
@@ -85,7 +85,7 @@ def page_of(trace: Trace) -> str:
 
 
 def _bars(trace: Trace) -> list[Bar]:
-    """Return the modules that ran, without those that only call others."""
+    """Return the modules that ran, except those that only call other modules."""
     lost, mixed = (Counter(row.path for row in rows) for rows in (trace.losses, trace.mixed))
     details: dict[str, list[str]] = {}
     for row in (*trace.losses, *trace.mixed):
