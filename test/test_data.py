@@ -153,22 +153,14 @@ def test_it_raises_what_default_collate_raises(samples, in_worker):
 
 
 class Tagged(torch.Tensor):
-    """A tensor whose operators give such tensors."""
+    """A tensor subclass that operators preserve."""
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 5), (3, 4, 0, 5), (1, 5, 0)])
-@pytest.mark.parametrize("count", [1, 2])
-def test_empty_samples(shape, count, in_worker):
-    samples = [torch.ones(shape)] * count
-    batch = collate(samples)
-    assert_equal_but_strides(batch, default_collate(samples))
-    assert in_channels_last(batch)
-    assert in_channels_last(collate([sample.as_subclass(Tagged) for sample in samples]))
-
-
-def test_subclasses_stay_what_their_stacking_makes_of_them(in_worker):
-    for shape in ((3, 4, 5), (2, 3, 4, 5)):
-        samples = [noise(shape).as_subclass(Tagged) for _ in range(2)]
+@pytest.mark.parametrize("kind", [torch.Tensor, Tagged])
+@pytest.mark.parametrize("shape", [(3, 4, 5), (2, 3, 4, 5), (0, 4, 5), (3, 4, 0, 5), (1, 5, 0)])
+def test_subclasses_and_empty_samples_are_collated_as_by_default_collate(shape, kind, in_worker):
+    for count in (1, 2):
+        samples = [noise(shape).as_subclass(kind) for _ in range(count)]
         batch, expected = collate(samples), default_collate(samples)
         assert type(batch) is type(expected)
         assert torch.equal(batch, expected)

@@ -134,20 +134,19 @@ def resnet50() -> Example:
     return Example("ResNet-50 (transformers)", model, torch.randn(2, 3, 224, 224))
 
 
-def unet3d(width: int = 32) -> Example:
-    """Make a 3D UNet with residual units as monai builds it; the outermost layers have `width` channels."""
+def unet3d() -> Example:
+    """Make a 3D UNet with residual units as monai builds it."""
     from monai.networks.nets.unet import UNet
 
-    channels = [width << depth for depth in range(5)]
-    model = UNet(3, 1, 2, channels=channels, strides=(2, 2, 2, 2), num_res_units=2)
+    model = UNet(3, 1, 2, channels=(32, 64, 128, 256, 512), strides=(2, 2, 2, 2), num_res_units=2)
     return Example("3D UNet (monai)", model, torch.randn(1, 1, 64, 64, 64))
 
 
-def video_autoencoder(widths: Sequence[int] = (64, 128, 128, 256), layers_per_block: int = 1) -> Example:
-    """Make a CogVideoX autoencoder as diffusers builds it, a small one by default."""
+def video_autoencoder() -> Example:
+    """Make a small CogVideoX autoencoder as diffusers builds it."""
     from diffusers import AutoencoderKLCogVideoX
 
-    model = AutoencoderKLCogVideoX(block_out_channels=tuple(widths), layers_per_block=layers_per_block)
+    model = AutoencoderKLCogVideoX(block_out_channels=(64, 128, 128, 256), layers_per_block=1)
     return Example("CogVideoX autoencoder (diffusers)", model, torch.randn(1, 3, 5, 64, 64))
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch_nhwc import __version__
 from torch_nhwc.serialization import write_whole
-from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace, TracedModule
+from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace
 from torch_nhwc.tracing.traces import CHANNELS_LAST_NAMES, short_source
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -96,9 +96,10 @@ def _bars(trace: Trace) -> list[Bar]:
     for module in trace.modules:
         path = module.path
         if path not in callers or path in details:
-            first = f"{_described(module.inputs)} to {_described(module.outputs)}"
-            shown = [first, *details.get(path, ())]
-            bars.append(Bar(path, module.layer, _format_of(module), lost[path], mixed[path], shown))
+            name = module.outputs[0].format if module.outputs else ""
+            name = "channels_last" if name in CHANNELS_LAST_NAMES else name
+            shown = [f"{_described(module.inputs)} to {_described(module.outputs)}", *details.get(path, ())]
+            bars.append(Bar(path, module.layer, name, lost[path], mixed[path], shown))
     return bars
 
 
@@ -115,13 +116,8 @@ def _tables(trace: Trace) -> list[Table]:
 
 def _cells(row: FormatLoss | MixedConvolution) -> list[Cell]:
     read, written = (", ".join(map(str, layouts)) for layouts in (row.inputs, row.outputs))
-    source = short_source(row.source)
-    return [row.path or "the model", row.operator, row.phase, read, written, row.bytes, row.count, source]
-
-
-def _format_of(module: TracedModule) -> str:
-    name = module.outputs[0].format if module.outputs else ""
-    return "channels_last" if name in CHANNELS_LAST_NAMES else name
+    where = row.path or "the model"
+    return [where, row.operator, row.phase, read, written, row.bytes, row.count, short_source(row.source)]
 
 
 def _described(layouts: Sequence[Layout]) -> str:
