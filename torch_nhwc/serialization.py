@@ -97,7 +97,7 @@ def write_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     Example:
         >>> with write_whole("plan.json") as temporary:
-        ...     temporary.write_text("{}")
+        ...     _ = temporary.write_text("{}")
     """
     target = Path(os.path.realpath(path))  # a link keeps pointing to the file
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()

@@ -89,7 +89,7 @@ def test_aot_inductor_compiles_a_converted_program_to_equal_numbers(tmp_path):
     torch.testing.assert_close(torch._inductor.aoti_load_package(path)(X), model(X))
 
 
-def test_all_programs_of_an_archive_convert_and_the_way_back_is_the_same_call(tmp_path):
+def test_all_programs_of_an_archive_convert_in_both_directions(tmp_path):
     programs = {name: torch.export.export(nn.Conv2d(3, 4, 3), (X,)) for name in ("encoder", "decoder")}
     package_pt2(tmp_path / "in.pt2", exported_programs=programs)
     for memory_format, strides in ((None, STRIDES), ("contiguous_format", (27, 9, 3, 1))):
@@ -127,7 +127,7 @@ class Reaching(nn.Module):
         return self.normed(x)
 
 
-def test_weights_are_found_on_every_way_to_a_convolution_and_computed_ones_are_refused(tmp_path):
+def test_weights_are_found_on_every_path_to_a_convolution_and_computed_ones_are_refused(tmp_path):
     model, x = Reaching().double().eval(), X.double()
     model.constant = model.constant.double()
     with pytest.warns(UserWarning, match="1 of 7 sites stay as they are: '<computed"):

@@ -334,7 +334,7 @@ class Contiguous(Module):
 
 
 def test_weights_that_lose_the_format_before_training_raise(tmp_path):
-    lost = r"SingleDeviceStrategy leaves 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"
+    lost = r"after the setup of SingleDeviceStrategy: 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"
     with pytest.raises(RuntimeError, match=lost):
         fitted(tmp_path, ChannelsLast(), module=(module := Contiguous()))
     assert_as_before(module)
