@@ -2,10 +2,11 @@
 
     python examples/demo.py
 
-It takes about a minute on two cores, and leaves out a model whose package, transformers or monai, is not installed.
+It takes about a minute on two cores. A model whose package, transformers or monai, is not installed is left out.
 """
 
 import copy
+import logging
 import statistics
 import time
 import warnings
@@ -20,6 +21,7 @@ ROUNDS = 5
 
 
 def resnet50() -> tuple[nn.Module, Tensor]:
+    """Make ResNet-50 as transformers builds it, with random weights, and a batch of images."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     model = ResNetForImageClassification(ResNetConfig(return_dict=False))
@@ -27,14 +29,15 @@ def resnet50() -> tuple[nn.Module, Tensor]:
 
 
 def unet3d() -> tuple[nn.Module, Tensor]:
+    """Make a 3D UNet as monai builds it, with random weights, and a volume."""
     from monai.networks.nets.unet import UNet
 
     model = UNet(3, 1, 2, channels=(32, 64, 128, 256, 512), strides=(2, 2, 2, 2), num_res_units=2)
     return model, torch.randn(1, 1, 64, 64, 64)
 
 
-def torch_convert(model: nn.Module) -> None:
-    """Convert the weights with what PyTorch has for it."""
+def convert_by_torch(model: nn.Module) -> None:
+    """Convert the weights with PyTorch's own functions."""
     nn.utils.convert_conv2d_weight_memory_format(model, torch.channels_last)
     nn.utils.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
 
@@ -51,13 +54,14 @@ def seconds(job: Callable[[], object]) -> float:
 
 
 def medians_in_turns(samples: dict[str, Callable[[], float]]) -> dict[str, float]:
-    """Take one sample of each, then again, so that whatever disturbs the machine disturbs all; the first warms up."""
+    """Return the medians of samples that are taken in turns, after a round that warms up."""
     rounds = [{name: sample() for name, sample in samples.items()} for _ in range(ROUNDS + 1)][1:]
     return {name: statistics.median(taken[name] for taken in rounds) for name in samples}
 
 
 @torch.no_grad()
 def show(name: str, model: nn.Module, x: Tensor) -> None:
+    """Convert a copy of a model, time both, compare their outputs, and revert the copy."""
     print(f"=== {name}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     contiguous = model.eval()
     before = {key: (tensor.stride(), tensor.clone()) for key, tensor in model.state_dict().items()}
@@ -74,7 +78,7 @@ def show(name: str, model: nn.Module, x: Tensor) -> None:
         return sample
 
     took = medians_in_turns(
-        {"torch.nn.utils": converting(torch_convert), "torch_nhwc": converting(torch_nhwc.convert_)}
+        {"torch.nn.utils": converting(convert_by_torch), "torch_nhwc": converting(torch_nhwc.convert_)}
     )
     print("Converting the weights:", ", ".join(f"{way} {taken * 1e3:.1f} ms" for way, taken in took.items()))
 
@@ -109,12 +113,14 @@ def main() -> None:
         try:
             model, x = make()
         except ModuleNotFoundError as error:
-            print(f"Without {name}: {error.name} is not installed.\n")
+            print(f"{name} is left out: {error.name} is missing, type `pip install 'torch-nhwc[models]'`.\n")
             continue
         show(name, model, x)
     print("Whether a model gets faster depends on its shapes, its dtype and the machine: torch_nhwc.tune measures it.")
 
 
 if __name__ == "__main__":
-    warnings.simplefilter("ignore")  # those of other packages; the report says what was not converted
+    # Other packages' remarks; the report says what was not converted.
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
     main()

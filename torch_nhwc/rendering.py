@@ -8,40 +8,40 @@ from collections.abc import Iterable, Sequence
 from itertools import zip_longest
 
 _GAP = "  "
-# The first column of a table gives way before the others until it is this wide.
+# The first column of a table is shortened before the others, down to this width.
 _PATH_WIDTH = 16
 
 
 def amount(count: int) -> str:
-    """A number of bytes for people."""
+    """Return a number of bytes as text, such as `1.5 kB`."""
     if count < 1e3:
         return several(count, "byte")
     return f"{count / 1e6:.1f} MB" if count >= 1e6 else f"{count / 1e3:.1f} kB"
 
 
 def first_of(names: Sequence[str]) -> str:
-    """The first three names, and how many more there are."""
+    """Return the first three names, and how many more there are."""
     return f"{', '.join(names[:3])}{f' and {len(names) - 3} more' if len(names) > 3 else ''}"
 
 
 def first_line(text: str) -> str:
-    """The first line of a text that is not blank; nothing of one without."""
+    """Return the first line of a text that is not blank, or an empty text."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")
 
 
 def printable(text: str) -> str:
-    """Text as one line in which what would steer a terminal, or cannot be encoded, is written as an escape."""
+    """Return text as one line, with control characters and those that cannot be encoded as escapes."""
     characters = (" " if each == "\n" else each for each in text)
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in characters)
 
 
 def several(count: int, noun: str) -> str:
-    """A number of things for people."""
+    """Return a number with a noun, in the plural if needed."""
     return f"{count} {noun}{'' if count == 1 else 's'}"
 
 
 def paragraphs(lines: Iterable[str]) -> str:
-    """Each line broken where the terminal ends, and indented from there."""
+    """Return lines wrapped at the width of the terminal, with the continuations indented."""
     width = _terminal_width()
     wrapper = textwrap.TextWrapper(width, subsequent_indent="  ", break_on_hyphens=False)
     return "".join(f"{wrapper.fill(printable(line))}\n" for line in lines)
@@ -56,18 +56,18 @@ def table(
     sizes: Sequence[float] = (),
     name: str = "",
 ) -> str:
-    """Rows in columns, within the terminal; empty columns are left out.
+    """Return rows in columns that fit the terminal, without empty columns.
 
-    Where they do not fit, the paths of the first column lose what they begin with, and then the widest of the others
-    their middle.
+    If they do not fit, the paths in the first column are shortened at their front, and then the widest of the other
+    columns in the middle.
 
     Args:
-        rows: the cells, at least one row of them.
-        head: the columns' names, if they are to be seen.
-        indent: what each line begins with.
-        most: rows to show; below is how many more there are.
-        sizes: of the rows, where the largest are to be shown and not the first.
-        name: of the attribute that has all rows.
+        rows: The cells, at least one row of them.
+        head: The columns' names, if they are shown.
+        indent: The start of each line.
+        most: The number of rows to show; a last line says how many more there are.
+        sizes: A size for each row; the largest rows are shown instead of the first.
+        name: The attribute that holds all rows.
     """
     order = sorted(range(len(rows)), key=lambda index: -sizes[index]) if sizes else range(len(rows))
     hidden = max(0, len(rows) - most) if most is not None else 0
@@ -93,11 +93,11 @@ def table(
 
 
 def _terminal_width() -> int:
-    return max(shutil.get_terminal_size((120, 24)).columns, 60)  # with less, no cell would say anything
+    return max(shutil.get_terminal_size((120, 24)).columns, 60)  # narrower cells would be unreadable
 
 
 def _without_front(paths: Sequence[str], width: int) -> list[str]:
-    """Paths that end as they did: all lose the same front, where they have one, or else each as much as it must."""
+    """Return paths without the front that they share, or each one shortened as far as it has to be."""
     longest = max(paths, key=len)
     front = longest[: _end_of_front(longest, width)]
     if all(path.startswith(front) for path in paths):
@@ -111,7 +111,7 @@ def _without_front(paths: Sequence[str], width: int) -> list[str]:
 
 
 def _told_apart(path: str, paths: Sequence[str]) -> str:
-    """Of a path the names that differ among some paths, counted from the end, and the last one."""
+    """Return the names of a path that differ among some paths, counted from the end, and its last name."""
     columns = [{*names} for names in zip_longest(*(each.split(".")[::-1] for each in paths))]
     text = ""
     for depth, name in reversed([*enumerate(path.split(".")[::-1])]):
@@ -123,7 +123,7 @@ def _told_apart(path: str, paths: Sequence[str]) -> str:
 
 
 def _end_of_front(path: str, width: int) -> int:
-    """How much a path must lose at its front: whole names, if that will do."""
+    """Return how many characters to cut from the front of a path: whole names, if possible."""
     if len(path) <= width:
         return 0
     start = len(path) + 3 - width
@@ -142,7 +142,7 @@ _PASSED_OVER = ("torch_nhwc", "torch", "contextlib")
 
 
 def warn(message: str) -> None:
-    """Warn the code that called this package, possibly through PyTorch's."""
+    """Warn the code that called this package, directly or through PyTorch."""
     level, frame = 1, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in _PASSED_OVER:
         level, frame = level + 1, frame.f_back

@@ -1,4 +1,4 @@
-"""Dataclasses as JSON, and files that are written whole or not at all."""
+"""Dataclasses as JSON, and files that are written completely or not at all."""
 
 import dataclasses
 import enum
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def to_data(value: Any) -> Any:
-    """Convert a value to what JSON has: dataclasses and named tuples to objects, enumeration members to names.
+    """Convert a value to JSON data: dataclasses and named tuples to objects, enumeration members to names.
 
     Fields of a dataclass that are made with `metadata={"json": False}` are left out.
     """
@@ -38,7 +38,7 @@ def to_data(value: Any) -> Any:
 
 
 def from_data(kind: Any, data: Any) -> Any:
-    """Convert what JSON has back to a value of a type, by the annotations of dataclasses and named tuples.
+    """Convert JSON data to a value of a type, by the annotations of dataclasses and named tuples.
 
     Raises:
         TypeError, ValueError, KeyError: The data does not fit the type.
@@ -91,13 +91,13 @@ def from_json(kind: type[T], text: str) -> T:
 
 @contextmanager
 def write_whole(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Give a temporary path next to a file, and put what is written there in the file's place at the end.
+    """Yield a temporary path next to a file, and replace the file by what was written there at the end.
 
-    After an exception, or a crash, the file is as it was before.
+    After an exception or a crash the file is unchanged.
 
     Example:
         >>> with write_whole("plan.json") as temporary:
-        ...     temporary.write_text("{}")
+        ...     _ = temporary.write_text("{}")
     """
     target = Path(os.path.realpath(path))  # a link keeps pointing to the file
     mode = target.stat().st_mode & 0o777 if target.exists() else 0o666 & ~_umask()

@@ -13,7 +13,7 @@ from torch_nhwc import checkpoint
 
 
 class Net(nn.Module):
-    """2D and 3D, one channel, depthwise, 1x1 and tied layers, and what is no site."""
+    """2D, 3D, depthwise and 1x1 convolutions, and other layers."""
 
     def __init__(self):
         super().__init__()
@@ -70,7 +70,7 @@ def strides(model):
 @pytest.mark.parametrize(
     "source", some_of(SOURCES, from_safetensors, from_one_flat_buffer), ids=lambda function: function.__name__
 )
-def test_a_meta_model_is_loaded_in_format_and_only_what_has_to_move_is_copied(source, was_converted, tmp_path):
+def test_a_meta_model_loads_in_format_and_only_weights_that_move_are_copied(source, was_converted, tmp_path):
     original = network()
     expected = copy.deepcopy(original)
     nhwc.convert_(expected)
@@ -84,7 +84,7 @@ def test_a_meta_model_is_loaded_in_format_and_only_what_has_to_move_is_copied(so
     assert nhwc.check(model, plan) == []
     assert strides(model) == strides(expected)
     moved = set() if was_converted and source is not from_safetensors else MOVES
-    if source is from_one_flat_buffer:  # what changes leaves it
+    if source is from_one_flat_buffer:  # weights that change are moved out of it
         moved = {row.full_name for row in plan.rows}
     for name, tensor in model.state_dict().items():
         pointer, stride, values = before[name]
@@ -125,7 +125,7 @@ def test_the_plan_says_which_entries_are_converted(memory_format):
     assert state["depthwise.weight"].data_ptr() == source.depthwise.weight.data_ptr()
 
 
-def test_the_metadata_and_what_is_no_site_pass_through():
+def test_metadata_and_other_entries_stay():
     source = network().state_dict()
     source["epoch"] = 3
     state = checkpoint.convert_state_dict(source, nhwc.plan(on_meta()))
@@ -149,14 +149,14 @@ def test_ties_stay_ties_in_memory():
     assert state["0.weight"].stride() == state["1.weight"].stride() == (36, 1, 12, 4)
 
 
-def test_another_shape_is_an_error_that_names_the_entry():
+def test_another_shape_raises_an_error_that_names_the_entry():
     state = network().state_dict()
     state["block.0.weight"] = torch.randn(8, 4, 3, 3)
     with pytest.raises(ValueError, match=r"'block.0.weight' is \(8, 4, 3, 3\), the plan has \(4, 4, 3, 3\)"):
         checkpoint.convert_state_dict(state, nhwc.plan(on_meta()))
 
 
-def test_what_is_no_state_dict_or_no_plan_is_an_error_that_says_what_to_pass():
+def test_other_arguments_raise_an_error_that_says_what_to_pass():
     model = network()
     report = nhwc.convert_(model)
     with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
@@ -168,7 +168,7 @@ def test_what_is_no_state_dict_or_no_plan_is_an_error_that_says_what_to_pass():
         checkpoint.convert_state_dict("model.pt", report.plan)
 
 
-def test_a_state_dict_without_any_site_is_an_error_that_names_what_was_expected():
+def test_a_state_dict_of_another_model_raises_an_error_with_the_expected_name():
     plan, state = nhwc.plan(on_meta()), network().state_dict()
     wrapped = {f"module.{name}": tensor for name, tensor in state.items()}
     start = "^the state dict holds none of the plan's weights: expected 'stem.weight'"

@@ -1,4 +1,4 @@
-"""Reading and writing files: what they are by their bytes, damaged ones, and outputs that are whole or do not exist."""
+"""Reading and writing files: kinds by their bytes, damaged files, and outputs that are whole or do not exist."""
 
 import io
 import os
@@ -10,7 +10,7 @@ import zipfile
 import pytest
 import safetensors.torch
 import torch
-from saved_files import STRIDES, kill, run_killed
+from saved_files import STRIDES
 from selection import exhaustive
 from torch import nn
 
@@ -93,20 +93,6 @@ def test_truncated_files_are_refused_in_one_line(name, tmp_path):
         assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
 
 
-@pytest.mark.parametrize("wanted", [{"memory_format": "nchw"}, {"input_format": "contiguous_format"}])
-def test_a_format_that_does_not_exist_is_named(wanted, tmp_path):
-    with pytest.raises(ValueError, match=f"expected {next(iter(wanted))} to be .*got '{next(iter(wanted.values()))}'"):
-        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", **wanted)
-
-
-def test_what_contains_itself_is_refused(tmp_path):
-    circle = {"weight": torch.randn(4, 3, 3, 3)}
-    circle["self"] = circle
-    torch.save(circle, tmp_path / "in.pt")
-    with pytest.raises(ValueError, match=r"in\.pt cannot be read as a file of torch.save: maximum recursion depth"):
-        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
-
-
 def test_the_input_may_be_replaced_itself_and_keeps_its_mode_and_links(tmp_path):
     path, link = tmp_path / "model.pt", tmp_path / "link.pt"
     torch.save(state_dict(), path)
@@ -168,12 +154,3 @@ def test_killed_at_any_moment_the_file_that_is_replaced_loads(count, tmp_path):
         state = torch.load(path)
         assert all(torch.isfinite(each).all() for each in state.values())
         assert state["0.weight"].stride() in (STRIDES, (27, 9, 3, 1))
-
-
-def test_killed_right_before_the_replacement_the_output_is_the_old_one(tmp_path, monkeypatch):
-    source, out = tmp_path / "in.pt", tmp_path / "out.pt"
-    torch.save(state_dict(), source)
-    out.write_bytes(b"old")
-    monkeypatch.setattr(os, "replace", lambda *_: kill())
-    run_killed(lambda: nhwc.convert_saved(source, out))
-    assert out.read_bytes() == b"old"

@@ -1,48 +1,64 @@
-"""Contiguous state dicts, and every way by which a converted model is saved and comes back."""
+"""Contiguous state dicts, from a function or from hooks, and the ways to save and load a converted model."""
 
+import copy
+import gc
+import pickle
 import types
+import warnings
 
 import pytest
 import safetensors.torch
 import torch
 import torch.distributed.checkpoint as dcp
-from selection import some_of
+from selection import exhaustive, some_of
 from tied_network import LAST, assert_equal_values, converted, network, strides, train
 from torch import nn
+from torch.nn.parallel import DataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import torch_nhwc as nhwc
-from torch_nhwc import checkpoint
+from torch_nhwc.checkpoint import contiguous_checkpoints_, contiguous_state_dict
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning")
 
 
-@pytest.mark.parametrize("source", ["module", "state dict"])
-def test_h03_safetensors_refuses_a_converted_model_and_takes_the_contiguous_state_dict(source, tmp_path):
+def hooked():
     model, plan = converted()
-    del model.tied.weight  # safetensors refuses ties, too, contiguous or not
-    model.tied.weight = nn.Parameter(model.block.weight.detach().clone())
+    return model, plan, contiguous_checkpoints_(model)
+
+
+def is_contiguous(state):
+    return all(tensor.is_contiguous() for tensor in state.values())
+
+
+def save_untied(state, path):
+    """Save a state dict as safetensors does, which refuses ties, and return what is loaded."""
+    safetensors.torch.save_file({name: each for name, each in state.items() if name != "tied.weight"}, path)
+    return safetensors.torch.load_file(path)
+
+
+@pytest.mark.parametrize("source", ["function of the model", "function of its state dict", "hook"])
+def test_h03_safetensors_refuses_a_converted_model_and_takes_contiguous_state_dicts(source, tmp_path):
+    model, plan = converted()
+    plain = model.state_dict()
     with pytest.raises(ValueError, match="non contiguous tensor"):
-        safetensors.torch.save_file(model.state_dict(), tmp_path / "model.safetensors")
-    state = checkpoint.contiguous_state_dict(model if source == "module" else model.state_dict())
-    safetensors.torch.save_file(state, tmp_path / "model.safetensors")
-    loaded = safetensors.torch.load_file(tmp_path / "model.safetensors")
-    for name, tensor in model.state_dict().items():
-        assert torch.equal(loaded[name], tensor), name
-        assert loaded[name].is_contiguous()
-    assert nhwc.check(model, plan) == []
-
-
-def test_a_contiguous_state_dict_copies_only_what_is_not_contiguous_and_keeps_aliases_and_metadata():
-    model, _ = converted()
-    state, plain = checkpoint.contiguous_state_dict(model), model.state_dict()
+        save_untied(plain, tmp_path / "model.safetensors")
+    if source == "hook":
+        contiguous_checkpoints_(model)
+        state = model.state_dict()
+    else:
+        state = contiguous_state_dict(model if source == "function of the model" else plain)
+    loaded = save_untied(state, tmp_path / "model.safetensors")
     assert list(state) == list(plain)
     assert state._metadata == plain._metadata
     for name, tensor in plain.items():
         assert state[name].is_contiguous(), name
         assert torch.equal(state[name], tensor), name
+        assert torch.equal(loaded.get(name, tensor), tensor), name
         assert (state[name].data_ptr() == tensor.data_ptr()) == tensor.is_contiguous(), name
     assert not plain["head.weight"].is_contiguous()  # whatever the layer
     assert state["tied.weight"].data_ptr() == state["block.weight"].data_ptr() != state["stem.weight"].data_ptr()
+    assert nhwc.check(model, plan) == []
 
 
 def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
@@ -50,9 +66,7 @@ def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
     optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
     train(model, optimizer, 2)
     plain = optimizer.state_dict()
-    state = checkpoint.contiguous_state_dict(
-        {"optimizer": plain, "model": model.state_dict(), "more": [(plain, 3), None]}
-    )
+    state = contiguous_state_dict({"optimizer": plain, "more": [(plain, 3), None]})
     assert state["optimizer"]["param_groups"] == plain["param_groups"]
     assert state["more"][0][1] == 3
     assert state["more"][1] is None
@@ -61,22 +75,23 @@ def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
             ours = state["optimizer"]["state"][index][key]
             assert ours.is_contiguous(), (index, key)
             assert torch.equal(ours, tensor)
-    assert any(not tensor.is_contiguous() for entry in plain["state"].values() for tensor in entry.values())
+    assert not all(is_contiguous(entry) for entry in plain["state"].values())
     optimizer.load_state_dict(state["optimizer"])
 
 
-@pytest.mark.parametrize("kind", ["dict", "mapping proxy", "meta", "sparse", "expanded", "parameters"])
-def test_any_mapping_and_any_tensor_goes_into_a_contiguous_state_dict(kind):
-    weight = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
-    state = {
-        "dict": {"a": weight},
-        "mapping proxy": types.MappingProxyType({"a": weight}),
-        "meta": {"a": weight.to("meta"), "b": weight.to("meta")},
-        "sparse": {"a": torch.eye(3).to_sparse()},
-        "expanded": {"a": torch.randn(3, 1).expand(3, 4)},
-        "parameters": {"a": nn.Parameter(weight)},
-    }[kind]
-    ours = checkpoint.contiguous_state_dict(state)
+WEIGHT = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
+MAPPINGS = {
+    "mapping proxy": types.MappingProxyType({"a": WEIGHT}),
+    "meta": {"a": WEIGHT.to("meta"), "b": WEIGHT.to("meta")},
+    "sparse": {"a": torch.eye(3).to_sparse()},
+    "expanded": {"a": torch.randn(3, 1).expand(3, 4)},
+    "parameters": {"a": nn.Parameter(WEIGHT)},
+}
+
+
+@pytest.mark.parametrize("state", MAPPINGS.values(), ids=MAPPINGS)
+def test_any_mapping_and_any_tensor_goes_into_a_contiguous_state_dict(state):
+    ours = contiguous_state_dict(state)
     assert len({id(tensor) for tensor in ours.values()}) == len(state)
     for name, tensor in state.items():
         assert ours[name].layout != torch.strided or ours[name].is_contiguous()
@@ -97,17 +112,14 @@ def by_torch_save_whole(model, path):
 
 
 def by_safetensors_file(model, path):
-    state = checkpoint.contiguous_state_dict(model)
-    del state["tied.weight"]
-    safetensors.torch.save_file(state, path / "model.safetensors")
-    loaded = safetensors.torch.load_file(path / "model.safetensors")
+    loaded = save_untied(contiguous_state_dict(model), path / "model.safetensors")
     other = network(1)
     other.load_state_dict({**loaded, "tied.weight": loaded["block.weight"]})
     return other
 
 
 def by_distributed_checkpoint(model, path):
-    dcp.save({"model": checkpoint.contiguous_state_dict(model)}, checkpoint_id=path / "checkpoint", no_dist=True)
+    dcp.save({"model": contiguous_state_dict(model)}, checkpoint_id=path / "checkpoint", no_dist=True)
     other = network(1)
     state = {"model": other.state_dict()}
     dcp.load(state, checkpoint_id=path / "checkpoint", no_dist=True)
@@ -115,40 +127,157 @@ def by_distributed_checkpoint(model, path):
     return other
 
 
-# How a model gets through, and whether it is in format by that alone.
+# Ways to save and load a model, and whether the loaded one is in format without `restore_`.
 ROUND_TRIPS = {
     by_torch_save_assigned: True,
     by_torch_save_whole: True,
     by_safetensors_file: False,
     by_distributed_checkpoint: False,
 }
-
-
 FAST = by_torch_save_assigned, by_safetensors_file
 
 
 @pytest.mark.parametrize("round_trip", some_of(ROUND_TRIPS, *FAST), ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_converted_model_comes_back_and_is_in_format_or_can_be_brought_there(round_trip, tmp_path):
+def test_a_loaded_model_has_the_same_values_and_restore_gives_it_the_format(round_trip, tmp_path):
     model, plan = converted()
-    model(torch.randn(2, 2, 6, 6))  # running statistics
+    x = torch.randn(2, 2, 6, 6)
+    model(x)  # running statistics
     other = round_trip(model, tmp_path)
     assert_equal_values(other, model)
     assert (nhwc.check(other, plan) == []) == ROUND_TRIPS[round_trip]
+    for _ in range(2):
+        nhwc.training.restore_(other, plan)
+        assert nhwc.check(other, plan) == []
+        assert strides(other) == strides(model) == LAST
+        assert_equal_values(other, model)
+    torch.testing.assert_close(other(x), model(x))
+
+
+# Hooks.
+
+HOLDERS = {
+    "itself": (lambda model: model, ""),
+    "a parent": (lambda model: nn.ModuleDict({"model": model, "other": nn.Conv2d(3, 3, 3)}), "model."),
+    "DataParallel": (DataParallel, "module."),
+    "compiled": (lambda model: torch.compile(model, backend="eager"), "_orig_mod."),
+    "averaged": (AveragedModel, "module."),
+    "deepcopy": (copy.deepcopy, ""),
+    "pickle": (lambda model: pickle.loads(pickle.dumps(model)), ""),
+}
+
+
+@pytest.mark.parametrize("holder", [exhaustive(name) if name == "compiled" else name for name in HOLDERS])
+def test_state_dicts_of_whatever_holds_a_hooked_model_are_contiguous(holder):
+    make, prefix = HOLDERS[holder]
+    model, plan, _ = hooked()
+    saved = make(model).state_dict()
+    state = {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+    assert is_contiguous(state)
+    for name, tensor in contiguous_state_dict(converted()[0]).items():
+        assert torch.equal(state[name], tensor), name
+    assert state["tied.weight"].data_ptr() == state["block.weight"].data_ptr() != state["stem.weight"].data_ptr()
+    assert nhwc.check(model, plan) == []  # the model stays as it is
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_a_contiguous_state_dict_loads_into_the_format_unless_it_is_assigned(assign):
+    model, plan, _ = hooked()
+    other, _ = converted(1)
+    other.load_state_dict(model.state_dict(), assign=assign)
+    assert bool(nhwc.check(other, plan)) == assign
     nhwc.training.restore_(other, plan)
     assert nhwc.check(other, plan) == []
-    assert strides(other) == strides(model) == LAST
     assert_equal_values(other, model)
-    x = torch.randn(2, 2, 6, 6)
-    torch.testing.assert_close(other(x), model(x))
-    again = [p.data_ptr() for p in other.parameters()]
-    nhwc.training.restore_(other, plan)
-    assert [p.data_ptr() for p in other.parameters()] == again
 
 
-def test_contiguous_state_dict_takes_no_optimizer():
+def test_the_hook_is_installed_once_copies_have_their_own_and_keep_vars_gives_the_parameters():
+    model, _, handle = hooked()
+    assert all(model.state_dict(keep_vars=True)[name] is each for name, each in model.named_parameters())
+    again = contiguous_checkpoints_(model)
+    assert again.id == handle.id
+    copied = copy.deepcopy(model)
+    contiguous_checkpoints_(copied).remove()
+    assert not is_contiguous(copied.state_dict())
+    assert is_contiguous(model.state_dict())
+    again.remove()
+    handle.remove()
+    assert not is_contiguous(model.state_dict())
+
+
+def test_state_dicts_of_hooked_optimizers_are_contiguous_and_load():
+    model, plan = converted()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer, 1)
+    handle = contiguous_checkpoints_(optimizer)
+    assert contiguous_checkpoints_(optimizer).id == handle.id
+    state = optimizer.state_dict()
+    assert all(is_contiguous(entry) for entry in state["state"].values())
+    assert nhwc.check(model, plan, optimizer=optimizer) == []  # its own is as it was
+    optimizer.load_state_dict(state)
+    nhwc.training.align_optimizer_(model, optimizer)
+    assert nhwc.check(model, plan, optimizer=optimizer) == []
+    handle.remove()
+    assert not all(is_contiguous(entry) for entry in optimizer.state_dict()["state"].values())
+
+
+def average(model):
+    """Update a model through its state dict, as frameworks update an averaged copy."""
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.mul_(0.9)
+
+
+def test_a_write_to_a_copied_state_dict_warns_once():
+    plain, _ = converted()
+    expected = plain.volume.weight.detach() * 0.9
+    average(plain)
+    torch.testing.assert_close(plain.volume.weight.detach(), expected)  # what PyTorch's state dicts do
+
+    model, _, handle = hooked()
+    before = model.volume.weight.detach().clone()
+    for _ in range(2):
+        with pytest.warns(UserWarning, match="of a state dict was written to") as warned:
+            average(model)
+        assert len(warned) == 1
+    assert torch.equal(model.volume.weight, before)
+    handle.remove()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average(model)
+    torch.testing.assert_close(model.volume.weight.detach(), expected)
+
+
+def test_a_state_dict_that_is_written_to_and_loaded_does_not_warn():
+    model, _, _ = hooked()
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        state = model.state_dict()
+        with torch.no_grad():
+            for tensor in state.values():
+                tensor.zero_()
+        nn.ModuleDict({"model": model}).load_state_dict({f"model.{name}": tensor for name, tensor in state.items()})
+        del state, tensor
+        state = model.state_dict()
+        state["volume.weight"] = torch.ones_like(state["volume.weight"])
+        model.load_state_dict(state)
+        del state
+        with torch.inference_mode():
+            assert not model.state_dict()["block.weight"].is_inference()
+        gc.collect()
+    assert not warned
+    assert torch.equal(model.volume.weight, torch.ones_like(model.volume.weight))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_other_objects_are_refused():
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)])
     with pytest.raises(TypeError, match=r"expected a model or a state dict, got SGD: pass its state_dict\(\)"):
-        checkpoint.contiguous_state_dict(optimizer)
+        contiguous_state_dict(optimizer)
     with pytest.raises(TypeError, match="expected a model or a state dict, got list"):
-        checkpoint.contiguous_state_dict([1])
+        contiguous_state_dict([1])
+    with pytest.raises(TypeError, match="expected a model or an optimizer, got dict"):
+        contiguous_checkpoints_({})
+    with pytest.raises(RuntimeError, match="takes no hook: use contiguous_state_dict"):
+        contiguous_checkpoints_(torch.jit.script(nn.Conv2d(3, 3, 3)))

@@ -1,4 +1,4 @@
-"""The page of a trace: what it shows, that nothing of a model gets out of its text, and that it works in a browser."""
+"""The page of a trace: its content, names of a model as plain text, and use in a browser."""
 
 import html
 import json
@@ -37,7 +37,7 @@ def trace():
 
 
 def hostile(trace, name=HOSTILE):
-    """The same trace of a model with another name for its first layer and that layer's class."""
+    """Return the trace with another name for the first layer and that layer's class."""
     changed = Trace.from_json(trace.to_json())
     changed.modules[1].path = changed.mixed[0].path = changed.losses[0].path = name
     changed.modules[0].layer = changed.modules[1].layer = changed.losses[0].advice = name
@@ -45,7 +45,7 @@ def hostile(trace, name=HOSTILE):
 
 
 def bars_of(text):
-    """The paths and formats of the bars."""
+    """Return the paths and formats of the bars."""
     found = (re.findall(rf'{name}="([^"]*)"', text) for name in ("data-path", "data-format"))
     return list(zip(*(map(html.unescape, each) for each in found)))
 
@@ -111,7 +111,7 @@ def test_a_page_is_written_whole_or_not_at_all(trace, tmp_path, monkeypatch):
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
-# What a person would do, and what is seen then.
+# A person's actions, and what the page shows after them.
 PERSON = """{
 const seen = {}, body = document.querySelector("tbody");
 const cells = (column) => [...body.rows].map((row) => row.cells[column].textContent);

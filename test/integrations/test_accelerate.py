@@ -1,4 +1,4 @@
-"""Training by accelerate: with a converted model it computes what it does with a contiguous one."""
+"""Training by accelerate: a converted model computes what a contiguous one does."""
 
 import itertools
 
@@ -21,7 +21,7 @@ from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
 
 @pytest.fixture(autouse=True)
 def fresh_state():
-    """Accelerate keeps what the first `Accelerator` of a process was told."""
+    """Reset what accelerate keeps of the first `Accelerator` of a process."""
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
@@ -29,7 +29,7 @@ def fresh_state():
 
 @pytest.fixture
 def no_guard():
-    """Without it, a step on state in another layout is wrong."""
+    """Turn the step guard off, without which a step on state in another layout is wrong."""
     with unguarded():
         yield
 
@@ -46,7 +46,7 @@ def network():
 
 
 class Training:
-    """A model, with or without us, that accelerate has prepared with all that belongs to it."""
+    """A model, converted or not, that accelerate has prepared together with its optimizer and loader."""
 
     def __init__(
         self, converted, dataset=None, collate_fn=default_collate, wrap=lambda loader: loader, num_workers=0, **options
@@ -64,7 +64,7 @@ class Training:
         self.loader = wrap(loader)
 
     def run(self, steps):
-        """The losses of so many steps."""
+        """Return the losses of some steps."""
         losses = []
         for batch in itertools.islice(itertools.cycle(self.loader), steps):
             with self.accelerator.accumulate(self.model):
@@ -128,7 +128,7 @@ def test_the_batches_of_one_process_stay_as_they_are():
         assert next(iter(loader)).stride() == (108, 1, 18, 3)
 
 
-def test_what_is_no_loader_is_named():
+def test_other_objects_raise():
     with pytest.raises(TypeError, match="expected a DataLoader, got Streamed"):
         contiguous_broadcasts_(Streamed())
 

@@ -1,4 +1,4 @@
-"""Lightning's trainer with the callback: the losses are those without it, and the module goes back as it came."""
+"""Lightning's trainer with the callback: the losses are those without it, and the module is restored afterwards."""
 
 import json
 import os
@@ -185,7 +185,7 @@ class Helped(Module):
 
 
 @exhaustive
-def test_an_optimizer_that_holds_nothing_of_the_module_is_left_alone(tmp_path):
+def test_an_optimizer_without_parameters_of_the_module_is_left_alone(tmp_path):
     module = fitted(tmp_path, ChannelsLast(), module=Helped())
     assert module.seen == [CHANNELS_LAST] * 4
     assert_same_training(module, fitted(tmp_path, module=Helped()))
@@ -193,7 +193,7 @@ def test_an_optimizer_that_holds_nothing_of_the_module_is_left_alone(tmp_path):
 
 
 class Companions(Callback):
-    """Notes whether state lies as its weights when a batch comes, and gradients when an optimizer steps."""
+    """Notes whether state and gradients have the strides of their weights, at each batch and at each step."""
 
     def __init__(self):
         self.seen = set()
@@ -208,7 +208,7 @@ class Companions(Callback):
 
 @exhaustive
 @pytest.mark.parametrize("saved_with", [True, False])
-def test_a_checkpoint_resumes_whoever_has_written_it(tmp_path, saved_with):
+def test_a_checkpoint_resumes_with_or_without_the_callback_that_wrote_it(tmp_path, saved_with):
     saving = trainer(tmp_path, *[ChannelsLast()] * saved_with, ModelCheckpoint(tmp_path), enable_checkpointing=True)
     saving.fit(Module(), loader())
     (path,) = tmp_path.glob("*.ckpt")
@@ -293,7 +293,7 @@ class Losing(Module):
         self.net[2] = nn.Softmax(1)
 
 
-def test_what_a_conversion_takes(tmp_path):
+def test_a_plan_with_a_filter_and_the_options_of_convert_apply(tmp_path):
     example = torch.randn(2, 3, 8, 8)
     plan = nhwc.plan(Module(), preserve=True, example_inputs=example, filter_fn=lambda _, path: path != "net.3")
     module = fitted(tmp_path, ChannelsLast(plan=plan), max_epochs=1)
@@ -317,7 +317,7 @@ def test_plans_are_applied(tmp_path):
         fitted(tmp_path, ChannelsLast(plan=nhwc.plan(layers())))
 
 
-def test_where_nothing_is_converted_nothing_stays(tmp_path):
+def test_a_module_without_anything_to_convert_raises_and_is_restored(tmp_path):
     callback, module = ChannelsLast(filter_fn=lambda *_: False, input_format="channels_last"), Module()
     with pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Module"):
         fitted(tmp_path, callback, module=module)
@@ -334,7 +334,7 @@ class Contiguous(Module):
 
 
 def test_weights_that_lose_the_format_before_training_raise(tmp_path):
-    lost = r"SingleDeviceStrategy leaves 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"
+    lost = r"after the setup of SingleDeviceStrategy: 'net.0.weight' has strides \(27, 9, 3, 1\), expected \(27, 1"
     with pytest.raises(RuntimeError, match=lost):
         fitted(tmp_path, ChannelsLast(), module=(module := Contiguous()))
     assert_as_before(module)
@@ -365,7 +365,7 @@ def test_the_callback_goes_to_processes_that_a_strategy_starts():
 
 
 def failed(folder, where, **ddp):
-    """The strides that an exception leaves, and those after a revert of one's own."""
+    """Return the strides after an exception, and those after a revert by hand."""
     module, callback = Failing(ValueError("mine"), where), ChannelsLast()
     with pytest.raises(ValueError, match="mine") as raised:
         fitted(folder, callback, module=module, **ddp)
@@ -376,7 +376,7 @@ def failed(folder, where, **ddp):
 
 
 def rank(folder):
-    """What each of two processes does; the first one prints what it has seen."""
+    """Train in one of two processes; the first one prints what it has seen."""
     ddp = {"strategy": "ddp", "devices": 2}
     plain = fitted(folder, **ddp)
     runner = trainer(folder, ChannelsLast(), companions := Companions(), **ddp)

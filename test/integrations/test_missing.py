@@ -1,4 +1,4 @@
-"""A framework that is not installed: what one is told."""
+"""The error for a framework that is not installed."""
 
 import importlib
 import re
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# The packages that a module needs any of, and the extra that brings one.
+# The packages of which a module needs one, and the extra that installs it.
 NEEDED = {
     "accelerate": (["accelerate"], "accelerate"),
     "lightning": (["lightning", "pytorch_lightning"], "lightning"),

@@ -1,4 +1,4 @@
-"""MONAI's engines, sliding windows, datasets and bundles: what loses channels-last in them, and what brings it back."""
+"""MONAI's engines, sliding windows, datasets and bundles with converted networks."""
 
 import json
 
@@ -21,7 +21,7 @@ def unet():
 
 @pytest.fixture
 def trained():
-    """The losses of four iterations by MONAI's engine, and whether the network saw channels-last images in all."""
+    """Return a function that gives an engine's losses, and whether the network saw only channels-last images."""
     from ignite.engine import Events
     from monai.data import DataLoader
     from monai.engines import SupervisedTrainer

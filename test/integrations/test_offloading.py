@@ -44,7 +44,7 @@ def first_output(model, x):
 
 @pytest.fixture(params=[resnet, autoencoder], ids=lambda function: function.__name__)
 def pretrained(request, tmp_path):
-    """How a model is made, one that was saved, its input, and the folder."""
+    """Return a function that makes a model, one that was saved, its input, and the folder."""
     torch.manual_seed(0)
     make, x = request.param()
     model = make().eval()
@@ -53,7 +53,7 @@ def pretrained(request, tmp_path):
 
 
 @pytest.mark.exhaustive  # importing diffusers and transformers takes seconds
-def test_a_model_from_pretrained_converts_is_saved_and_comes_back(pretrained, tmp_path):
+def test_a_model_from_pretrained_converts_is_saved_and_is_loaded(pretrained, tmp_path):
     _, original, x, folder = pretrained
     model = type(original).from_pretrained(folder)
     report = nhwc.convert_(model)
@@ -96,7 +96,7 @@ def accelerate():
 
 @pytest.fixture
 def weights_in_convolutions(monkeypatch):
-    """The strides of the weights that reach conv2d, while a test runs."""
+    """Return the list to which calls of conv2d add the strides of their weight."""
     seen = []
     conv2d = functional.conv2d
 
@@ -125,7 +125,7 @@ def dispatched(accelerate, model, path):
     return accelerate.dispatch_model(model, devices, offload_dir=path, main_device="cpu", force_hooks=True)
 
 
-# Which layers have their weights elsewhere, and which of them get them back contiguous.
+# The layers whose weights are elsewhere, and those of them that get them back contiguous.
 OFFLOADS = {
     cpu_offloaded: ({"0", "2.0"}, set()),
     offloaded_by_the_block: ({"0", "2.0"}, set()),
@@ -176,26 +176,3 @@ def test_a_model_made_with_init_empty_weights_is_planned_and_loaded(accelerate):
     for name, tensor in nhwc.checkpoint.convert_state_dict(network().state_dict(), plan).items():
         accelerate.utils.set_module_tensor_to_device(model, name, "cpu", value=tensor)
     assert nhwc.check(model, plan) == []
-
-
-class PutsBack:
-    """The hook that accelerate leaves on a module, by structure, for where accelerate is not installed."""
-
-    def __init__(self, offload=True, place_submodules=False, hooks=None):
-        self.offload, self.place_submodules = offload, place_submodules
-        if hooks is not None:
-            self.hooks = hooks
-
-
-@pytest.mark.parametrize("wraps", [False, True], ids=["one hook", "several hooks"])
-@pytest.mark.parametrize("place_submodules", [False, True], ids=["layer by layer", "by the block"])
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-def test_offloading_is_recognised_by_its_structure(place_submodules, wraps):
-    model = nn.Sequential(nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Conv2d(3, 4, 3))
-    block = model[0].to("meta")
-    hook = PutsBack(True, place_submodules)
-    (block if place_submodules else block[0])._hf_hook = PutsBack(hooks=[hook]) if wraps else hook
-    model._hf_hook = PutsBack(offload=False, place_submodules=True)  # moves inputs and outputs only
-    report = nhwc.convert_(model)
-    assert [row.reason for row in report.rows] == [nhwc.Reason.OFFLOADED, None]
-    assert model[1].weight.stride() == (27, 1, 9, 3)

@@ -1,4 +1,4 @@
-"""torchao quantizes converted models, and what it leaves of the format."""
+"""torchao quantizes converted models, which keep the format."""
 
 from functools import partial
 

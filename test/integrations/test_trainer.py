@@ -1,4 +1,4 @@
-"""The Trainer of transformers: with ours it computes what it does with its own."""
+"""ChannelsLastTrainer computes what the Trainer of transformers does."""
 
 import pytest
 import torch
@@ -48,24 +48,24 @@ class Streamed(torch.utils.data.IterableDataset):
 
 
 def trainer_of(kind, folder, model=resnet, dataset=None, arguments=None, **options):
-    """A trainer of a kind, on a model that is equal each time."""
-    told = {
-        "max_steps": 4,
-        "save_steps": 2,
-        "logging_steps": 1,
+    """Return a trainer of a kind, on a model with equal weights each time."""
+    given = {"max_steps": 4, "save_steps": 2, "logging_steps": 1, "learning_rate": 1e-2}
+    given |= {
         "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": [],
+        "disable_tqdm": True,
+        **(arguments or {}),
     }
-    told |= {"use_cpu": True, "report_to": [], "disable_tqdm": True, **(arguments or {})}
     if "model_init" not in options:
         torch.manual_seed(0)
         options["model"] = model()
     dataset = dataset or samples()
-    return kind(args=TrainingArguments(str(folder), **told), train_dataset=dataset, eval_dataset=dataset, **options)
+    return kind(args=TrainingArguments(str(folder), **given), train_dataset=dataset, eval_dataset=dataset, **options)
 
 
 def trained(*arguments, resume=None, **options):
-    """A trainer behind its training, and the loss of each of its steps."""
+    """Return a trainer after its training, and the loss of each step."""
     trainer = trainer_of(*arguments, **options)
     trainer.train(resume_from_checkpoint=resume)
     return trainer, losses_of(trainer)
@@ -85,7 +85,7 @@ def assert_equal_losses(losses, expected):
 
 @pytest.fixture
 def no_guard():
-    """Without it, a step on state in another layout is wrong."""
+    """Turn the step guard off, without which a step on state in another layout is wrong."""
     with unguarded():
         yield
 
@@ -200,7 +200,7 @@ class Shared(ChannelsLastTrainer):
 
 
 @pytest.mark.exhaustive
-def test_what_is_refused_leaves_the_model_as_it_was(tmp_path):
+def test_a_refused_model_is_unchanged(tmp_path):
     torch.manual_seed(0)
     model = Plain()
     layer = torch.nn.utils.parametrizations.orthogonal(model.layer)

@@ -1,8 +1,7 @@
-"""Saved models: what another process makes of them, and what is left of a file when its process is killed."""
+"""A model to save, and saved models in a process without torch_nhwc."""
 
 import json
 import os
-import signal
 import subprocess
 import sys
 
@@ -11,7 +10,7 @@ from torch import nn
 
 STRIDES = (27, 1, 9, 3)
 
-# Of those of its weights that are not transposed, by their names.
+# The strides of its weights, by name, without the transposed one.
 SITES = {"first.weight": STRIDES, "grouped.weight": (18, 1, 6, 2), "volume.weight": (54, 1, 18, 6, 2)}
 
 
@@ -44,9 +43,11 @@ assert not any(name.startswith("torch_nhwc") for name in sys.modules)
 
 
 def assert_run_elsewhere(folder, expected):
-    """Each file gives the output, and has the strides, in a process that cannot have this package.
+    """Check outputs and strides of files in a process that cannot import torch_nhwc.
 
-    By the name of the file, `expected` has how it is loaded, input, output, and strides by the names of weights.
+    Args:
+        folder: The folder of the files.
+        expected: For each file name, its kind, the input, the output, and the strides of weights by name.
     """
     names = {}
     for index, (name, (kind, *rest)) in enumerate(expected.items()):
@@ -57,19 +58,3 @@ def assert_run_elsewhere(folder, expected):
     command = [sys.executable, "-W", "ignore", "-c", _ELSEWHERE]
     done = subprocess.run(command, capture_output=True, text=True, cwd=folder, check=False, env=environment)
     assert done.returncode == 0, done.stderr
-
-
-def run_killed(function):
-    """Runs a function in a process of its own, which is killed, by the function itself, before it ends."""
-    child = os.fork()
-    if child == 0:
-        try:
-            function()
-        finally:
-            os._exit(0)
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status), "it was not killed"
-
-
-def kill():
-    os.kill(os.getpid(), signal.SIGKILL)

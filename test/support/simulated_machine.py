@@ -1,4 +1,4 @@
-"""A machine on which calls of a model take as long as a test says, and a clock that goes by them."""
+"""A machine on which calls of a model take as long as a test says, with a clock that agrees."""
 
 import random
 
@@ -6,7 +6,7 @@ from torch_nhwc.tuning import tuner, workload
 
 
 def policy_of(model):
-    """The name of the policy by which a model is converted."""
+    """Return the name of the policy by which a model is converted."""
     weights = [p for p in model.parameters() if p.dim() in (4, 5) and p.shape[1] > 1 and p[0, 0].numel() > 1]
     if all(weight.is_contiguous() for weight in weights):
         return "contiguous"
@@ -17,7 +17,7 @@ def policy_of(model):
 
 
 class Machine:
-    """Stands in for the stopwatch and for the clock."""
+    """Replaces the stopwatch and the clock."""
 
     def __init__(self, monkeypatch, seconds, noise=0.02, overhead=0.01):
         self.seconds, self.noise, self.overhead = seconds, noise, overhead

@@ -1,4 +1,4 @@
-"""Two processes on a CPU, as accelerate and transformers find them where `torchrun` has started them."""
+"""Two processes on a CPU, with the environment that `torchrun` gives accelerate and transformers."""
 
 import os
 import socket
@@ -7,7 +7,7 @@ import torch
 
 
 def on_two_ranks(function, *arguments):
-    """Calls a module's function in each of two fresh processes; an error of one is raised."""
+    """Call a module's function in each of two fresh processes, and raise the error of either."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Saved programs: TorchScript archives and exported programs (.pt2)."""
+"""Saved programs: the inputs of TorchScript archives, and the weights of exported programs (.pt2)."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -8,11 +8,60 @@ from torch import Tensor, fx
 from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
+# The source text that `convert_inputs_` compiles calls the function by this name.
+from torch_nhwc.nn.hooks import converted_input as to_channels_last  # noqa: F401
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import OPERATORS, PASSING_ON, Site, TensorContainer
 
 _Names = dict[fx.Node, str | None]
 _CHANNELS_LAST = torch.channels_last, torch.channels_last_3d
+# For each type of an argument, the method that converts it and the expression that the method returns.
+_METHODS = {
+    "Tensor": ("_nhwc_convert_image", "to_channels_last(value, {ranks})"),
+    "Optional[Tensor]": ("_nhwc_convert_optional_image", "None if value is None else to_channels_last(value, {ranks})"),
+    "List[Tensor]": ("_nhwc_convert_images", "[to_channels_last(each, {ranks}) for each in value]"),
+    "Dict[str, Tensor]": (
+        "_nhwc_convert_named_images",
+        "{{name: to_channels_last(value[name], {ranks}) for name in value.keys()}}",
+    ),
+}
+
+
+def convert_inputs_(model: torch.jit.ScriptModule, ranks: list[int]) -> str:
+    """Make forward convert its images and volumes to channels-last first; return the remark for the report.
+
+    The signature of forward stays, and so does everything that the module holds. The module must not have run yet, and
+    no other object may have its class, as is true for a module that was just loaded.
+
+    Args:
+        model: A loaded module.
+        ranks: The ranks of inputs to convert; empty if no convolution takes such inputs.
+    """
+    module = model._c
+    if any(module._has_method(name) or module.hasattr(name) for name, _ in _METHODS.values()):
+        return "input_format: forward converts its inputs to channels-last already"
+    if not ranks or not module._has_method("forward"):
+        return "input_format: no input is converted to channels-last: forward has no convolution that would take one"
+    graph = module._get_method("forward").graph
+    itself, *arguments = list(graph.inputs())
+    first = next(graph.nodes(), graph.return_node())
+    others = []
+    for argument in arguments:
+        kind = argument.type().annotation_str
+        if kind not in _METHODS:
+            others += [kind] * ("Tensor" in kind)
+            continue
+        name, result = _METHODS[kind]
+        if not module._has_method(name):
+            model.define(f"def {name}(self, value: {kind}) -> {kind}:\n    return {result.format(ranks=ranks)}\n")
+        call = graph.create("prim::CallMethod", [itself, argument], 1)
+        call.s_("name", name)
+        call.insertBefore(first)
+        call.output().setType(argument.type())
+        argument.replaceAllUsesAfterNodeWith(call, call.output())
+    dimensions = " and ".join(f"{rank}D" for rank in ranks)
+    remark = f"input_format: forward converts its {dimensions} inputs to channels-last, except those with one channel"
+    return f"{remark}; arguments of type {', '.join(others)} stay as they are" if others else remark
 
 
 class ProgramTensors(TensorContainer):
@@ -134,52 +183,3 @@ def _expect_no_fixed_strides(node: fx.Node) -> None:
     for user in node.users:
         if str(user.target).startswith("aten.as_strided"):
             raise RuntimeError(f"{user.target} reads {node} by strides of its own.")
-
-
-# For each type of an argument, the method that converts it, and the expression that the method returns.
-_METHODS = {
-    "Tensor": ("_nhwc_bring_image", "to_channels_last(value, {ranks})"),
-    "Optional[Tensor]": ("_nhwc_bring_image_if_any", "None if value is None else to_channels_last(value, {ranks})"),
-    "List[Tensor]": ("_nhwc_bring_images", "[to_channels_last(each, {ranks}) for each in value]"),
-    "Dict[str, Tensor]": (
-        "_nhwc_bring_named_images",
-        "{{name: to_channels_last(value[name], {ranks}) for name in value.keys()}}",
-    ),
-}
-
-
-def convert_inputs_(model: torch.jit.ScriptModule, ranks: list[int]) -> str:
-    """Make forward convert its images and volumes to channels-last first; return the remark for the report.
-
-    The signature of forward stays, and so does everything that the module holds. The module must not have run yet, and
-    no other object may have its class, as is true for a module that was just loaded.
-
-    Args:
-        model: A loaded module.
-        ranks: The ranks of inputs to convert; empty if no convolution takes such inputs.
-    """
-    module = model._c
-    if any(module._has_method(name) or module.hasattr(name) for name, _ in _METHODS.values()):
-        return "input_format: forward converts its inputs to channels-last already"
-    if not ranks or not module._has_method("forward"):
-        return "input_format: no input is converted to channels-last: forward has no convolution that would take one"
-    graph = module._get_method("forward").graph
-    itself, *arguments = list(graph.inputs())
-    first = next(graph.nodes(), graph.return_node())
-    others = []
-    for argument in arguments:
-        kind = argument.type().annotation_str
-        if kind not in _METHODS:
-            others += [kind] * ("Tensor" in kind)
-            continue
-        name, result = _METHODS[kind]
-        if not module._has_method(name):
-            model.define(f"def {name}(self, value: {kind}) -> {kind}:\n    return {result.format(ranks=ranks)}\n")
-        call = graph.create("prim::CallMethod", [itself, argument], 1)
-        call.s_("name", name)
-        call.insertBefore(first)
-        call.output().setType(argument.type())
-        argument.replaceAllUsesAfterNodeWith(call, call.output())
-    dimensions = " and ".join(f"{rank}D" for rank in ranks)
-    remark = f"input_format: forward converts its {dimensions} inputs to channels-last, except those with one channel"
-    return f"{remark}; arguments of type {', '.join(others)} stay as they are" if others else remark

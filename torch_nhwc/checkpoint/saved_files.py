@@ -6,10 +6,10 @@ import pickle
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple, cast
+from typing import IO, Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -88,10 +88,11 @@ def convert_saved(
             f"input_format: {path} is {kind.value}, and only the code of a TorchScript archive can convert "
             "its inputs without torch_nhwc: give it inputs in channels-last"
         )
-    job = _Job(path, kind, options.format, options.input_format, allow_pickle, strict)
-    converters = {_Kind.TORCHSCRIPT: _convert_archive, _Kind.EXPORTED: _convert_programs}
-    with replacing(path_out) as output:
-        return converters.get(kind, _convert_pickle)(job, output)
+    job = _Job(path, kind, options, allow_pickle, strict)
+    convert = {_Kind.TORCHSCRIPT: _convert_archive, _Kind.EXPORTED: _convert_programs}.get(kind, _convert_pickle)
+    with _replacing(path_out) as output:
+        report = convert(job, output)
+    return replace(report, remarks=(*report.remarks, *job.remarks))
 
 
 class _Kind(Enum):
@@ -109,15 +110,17 @@ _ZIP = b"PK\x03\x04"
 _LEGACY = pickle.dumps(torch.serialization.MAGIC_NUMBER, protocol=2)
 
 
-class _Job(NamedTuple):
+@dataclass
+class _Job:
     """One call of `convert_saved`."""
 
     path: Path
     kind: _Kind
-    format: Format
-    input_format: str | None
+    options: Options
     allow_pickle: bool
     strict: bool
+    remarks: list[str] = field(default_factory=list)
+    """Sentences for the report."""
 
     def expect_trusted(self, why: str) -> None:
         """Raise a ValueError for a file that could run code while it is loaded, unless that is allowed."""
@@ -126,7 +129,8 @@ class _Job(NamedTuple):
 
     def convert(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> Report:
         """Convert what was loaded, without putting code of this package into it."""
-        rows = plan(model, self.format.name).rows
+        memory_format = self.options.format.name
+        rows = plan(model, memory_format).rows
         left = list(dict.fromkeys(row.path for row in rows if row.reason in _NEEDS_PACKAGE))
         if not rows and self.strict:
             raise RuntimeError(f"{self.path}: nothing to convert: {_NOTHING} (nothing was written, since strict=True)")
@@ -136,7 +140,7 @@ class _Job(NamedTuple):
                     warnings.simplefilter("ignore")  # convert_ would recommend example inputs
                 report = convert_(
                     model,
-                    self.format.name,
+                    memory_format,
                     filter_fn=lambda _, path: path not in left,
                     optimizer=optimizers,
                     storage="detach",  # nothing else holds what was loaded
@@ -147,12 +151,14 @@ class _Job(NamedTuple):
         for module in model.modules():
             release(module)  # nothing is trained here
         if left:
-            remark = f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"
-            report = _with_remarks(report, remark)
+            self.remarks.append(
+                f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"
+            )
         if not rows:
             warn(f"torch_nhwc: {self.path}: nothing to convert: {_NOTHING}")
-            observed = replace(report.plan, observed=True)  # the report does not recommend example inputs either
-            report = _with_remarks(replace(report, plan=observed), f"Nothing converts: {_NOTHING}")
+            self.remarks.append(f"Nothing converts: {_NOTHING}")
+            # The report does not recommend example inputs either.
+            report = replace(report, plan=replace(report.plan, observed=True))
         return report
 
 
@@ -162,10 +168,6 @@ _NOTHING = (
 )
 # A conversion would put hooks or parametrizations of this package into the file.
 _NEEDS_PACKAGE = (Reason.LAZY, Reason.COPIED_EACH_FORWARD)
-
-
-def _with_remarks(report: Report, *remarks: str) -> Report:
-    return replace(report, remarks=(*report.remarks, *remarks))
 
 
 # TorchScript archives.
@@ -186,10 +188,11 @@ def _convert_archive(job: _Job, output: IO[bytes]) -> Report:
     with _reading(job.path, job.kind.value):
         model: Any = torch.jit.load(job.path, None, extra)  # type: ignore[no-untyped-call, unused-ignore]
     report = job.convert(model)
-    if job.input_format is not None:
-        inputs = Format(None if job.input_format == "channels_last" else job.input_format)
-        ranks = {row.rank for row in report.rows if job.format.serves(row.rank) and inputs.serves(row.rank)}
-        report = _with_remarks(report, convert_inputs_(model, sorted(ranks)))
+    name = job.options.input_format
+    if name is not None:
+        formats = job.options.format, Format(None if name == "channels_last" else name)
+        ranks = {row.rank for row in report.rows if all(each.serves(row.rank) for each in formats)}
+        job.remarks.append(convert_inputs_(model, sorted(ranks)))
     torch.jit.save(model, output, _extra_files=extra)  # type: ignore[no-untyped-call, unused-ignore]
     return report
 
@@ -234,25 +237,46 @@ def _convert_programs(job: _Job, output: IO[bytes]) -> Report:
 
 def _convert_pickle(job: _Job, output: IO[bytes]) -> Report:
     content = _load_pickle(job)
-    with _reading(job.path, job.kind.value):  # a file may contain itself
-        parts, state = dict(_parts(content)), list(_optimizer_state(content))
-        optimizers = tuple(each for each in tree_leaves(content) if isinstance(each, Optimizer))
+    parts, state = dict(_parts(content)), list(_optimizer_state(content))
+    optimizers = tuple(each for each in tree_leaves(content) if isinstance(each, Optimizer))
     root = parts[""] if [*parts] == [""] else Contents(parts)
     report = job.convert(root, optimizers)
     if any(row.layer == StateDict.layer for row in report.rows):
-        report = _with_remarks(
-            report,
-            "a model takes the strides of a state dict by load_state_dict(..., assign=True) alone; otherwise it keeps "
-            "its own",
+        job.remarks.append(
+            "a model takes the strides of a state dict only by load_state_dict(..., assign=True); otherwise it keeps "
+            "its own"
         )
     if _set_strides_of_state(job.path, state, root, report):
-        report = _with_remarks(
-            report,
+        job.remarks.append(
             "the optimizer state in the file has the strides of its weights: load them by assign=True, or into a model "
-            "in channels-last: a fused CPU optimizer gives wrong updates, silently, where weights and state differ",
+            "in channels-last: a fused CPU optimizer gives wrong updates, silently, where weights and state differ"
         )
     torch.save(content, output, _use_new_zipfile_serialization=job.kind is _Kind.TORCH_SAVE)
     return report
+
+
+class StateDict(TensorContainer):
+    """The tensors of a state dict. Its sites are the floating-point tensors called `weight` of a convolution's rank."""
+
+    layer = "state dict"
+
+    def sites(self, prefix: str) -> list[Site]:
+        return [
+            # The number of groups is unknown: with one channel in a filter, it may be one.
+            Site(path, "weight", self.layer, tensor.dim(), 1 if tensor.shape[1] == 1 else 0, self, tensor, None)
+            for name, tensor in (*self.named_parameters(), *self.named_buffers())
+            if tensor.dim() in (4, 5) and tensor.is_floating_point()
+            for path, _, last in [".".join(filter(None, (prefix, name))).rpartition(".")]
+            if last == "weight"
+        ]
+
+
+class Contents(nn.Module):
+    """The models and the state dicts of a file, under their paths in it."""
+
+    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(parts)
 
 
 def _load_pickle(job: _Job) -> Any:
@@ -334,11 +358,11 @@ def _kind_of(path: Path) -> _Kind:
                 return kind
     if head[8:9] == b"{":
         raise ValueError(
-            f"{path}: a safetensors file keeps no strides, so that its weights cannot be in channels-last: convert the "
+            f"{path}: a safetensors file keeps no strides, so its weights cannot be in channels-last: convert the "
             "model once they are loaded (convert_), or the state dict while they are loaded (convert_state_dict)"
         )
     expected = f"{_Kind.TORCHSCRIPT.value}, {_Kind.EXPORTED.value} or {_Kind.TORCH_SAVE.value}"
-    raise ValueError(f"{path}: expected {expected}, and its bytes are those of none")
+    raise ValueError(f"{path}: expected {expected}, but its bytes are those of none of them")
 
 
 def _open_archive(path: Path) -> tuple[Any, list[str]]:
@@ -359,7 +383,7 @@ def _reading(path: Path, expected: str) -> Iterator[None]:
 
 
 @contextmanager
-def replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+def _replacing(path: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
     """Give a file for PyTorch's writers, whose content replaces the file at a path at the end.
 
     Raises:
@@ -400,27 +424,3 @@ class _Output(io.RawIOBase):
             except OSError as error:
                 self.error = error
         return memoryview(data).nbytes
-
-
-class StateDict(TensorContainer):
-    """The tensors of a state dict. Floating-point tensors called `weight` of a convolution's rank are its sites."""
-
-    layer = "state dict"
-
-    def sites(self, prefix: str) -> list[Site]:
-        return [
-            # The number of groups is unknown: with one channel in a filter, it may be one.
-            Site(path, "weight", self.layer, tensor.dim(), 1 if tensor.shape[1] == 1 else 0, self, tensor, None)
-            for name, tensor in (*self.named_parameters(), *self.named_buffers())
-            if tensor.dim() in (4, 5) and tensor.is_floating_point()
-            for path, _, last in [".".join(filter(None, (prefix, name))).rpartition(".")]
-            if last == "weight"
-        ]
-
-
-class Contents(nn.Module):
-    """The models and the state dicts of a file, under their paths in it."""
-
-    def __init__(self, parts: Mapping[str, nn.Module]) -> None:
-        super().__init__()
-        self._modules.update(parts)

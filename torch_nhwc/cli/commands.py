@@ -18,7 +18,7 @@ from torch import nn
 from typer import Argument, Exit, Option, Typer
 
 import torch_nhwc as nhwc
-from torch_nhwc.cli import environment
+from torch_nhwc import cli
 from torch_nhwc.cli.models import MODELS, Example, dtype_of, import_from_here, load_example
 from torch_nhwc.cli.trace_page import write_page
 from torch_nhwc.rendering import paragraphs
@@ -30,10 +30,9 @@ from torch_nhwc.tuning import Tuning
 from torch_nhwc.tuning.workload import loss_of
 
 _HELP = (
-    "Also `python -m torch_nhwc`: what channels-last does to your model, without a line of code. To know whether it "
-    "helps, start with: torch-nhwc tune --factory module:callable, which names a function of yours that returns a "
-    "model and its inputs."
-    "\n\nA command ends with 0 if all is well; with 1 if weights, layers or outputs differ, or if more is lost than "
+    "See what channels-last does to your model, without writing code. To find out whether it helps, start with: "
+    "torch-nhwc tune --factory module:callable, where the callable returns a model and its inputs."
+    "\n\nA command ends with 0 if all is well; with 1 if outputs or layers differ, or if more is lost than "
     "--max-losses, --max-mixed or --max-bytes allow; with 2 after an error, which is one line unless --debug is given "
     "before the command; and with 130 after Ctrl-C."
 )
@@ -58,8 +57,8 @@ class Answer(NamedTuple):
 def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
     """Make a function a command, with its docstring as help.
 
-    Its answer is all that goes to the standard output: what the user's code prints goes to the standard error. An error
-    is one line, which says where it came from if that is the user's code or PyTorch's.
+    Only its answer goes to the standard output; what the user's code prints goes to the standard error. An error is one
+    line, which says where it was raised if that is in the user's code or in PyTorch.
     """
 
     @wraps(function)
@@ -88,23 +87,18 @@ class Mode(str, Enum):
     TRAINING = "training"
 
 
-class InputFormat(str, Enum):
-    """The memory format that a saved model converts its inputs to."""
-
-    CHANNELS_LAST = "channels_last"
-    CHANNELS_LAST_3D = "channels_last_3d"
-
-
-_MODEL, _OUTPUT, _BUDGET = "The model, and its inputs", "Output", "Allowed; ends with 1 beyond it"
+_MODEL, _OUTPUT, _BUDGET = "The model and its inputs", "Output", "Limits; beyond them the command ends with 1"
 _FACTORY = (
-    "module:callable, in the current folder or installed. It returns a model, or a model and its inputs: a tensor, a "
-    "tuple of positional arguments, or a dict of keyword arguments."
+    "A function in a module of the current folder or of an installed package. It returns a model, or a model and its "
+    "inputs: a tensor, a tuple of positional arguments, or a dict of keyword arguments."
 )
 _INPUT_SHAPE = (
-    "The shape of a random input, such as 1,3,224,224, with a dtype 1,3,224,224:float32, or by name "
-    "pixel_values=1,3,224,224. Once for each input; instead of the inputs that the model comes with."
+    "The shape of a random input, such as 1,3,224,224, with a dtype 1,3,224,224:float32, or with a name "
+    "pixel_values=1,3,224,224. Give it once for each input. It replaces the inputs that the model comes with."
 )
-_MEMORY_FORMAT = "channels_last (2D only), channels_last_3d or contiguous_format; channels-last by default."
+_MEMORY_FORMAT = (
+    "channels_last (2D only), channels_last_3d or contiguous_format. The default is channels-last for both ranks."
+)
 
 Model = Annotated[str | None, Option(help=f"A built-in model: {', '.join(MODELS)}.", rich_help_panel=_MODEL)]
 Factory = Annotated[str | None, Option(help=_FACTORY, metavar="MODULE:CALLABLE", rich_help_panel=_MODEL)]
@@ -112,20 +106,20 @@ InputShape = Annotated[
     list[str] | None, Option(help=_INPUT_SHAPE, metavar="[NAME=]SIZES[:DTYPE]", rich_help_panel=_MODEL)
 ]
 Device = Annotated[
-    str | None, Option(help="Where to run, such as cuda; by default where the model is.", rich_help_panel=_MODEL)
+    str | None, Option(help="The device to run on, such as cuda. The default is the model's.", rich_help_panel=_MODEL)
 ]
 Dtype = Annotated[str | None, Option(help="Cast the model first, for example to bfloat16.", rich_help_panel=_MODEL)]
 InMode = Annotated[
-    Mode, Option("--mode", help="Call it in evaluation mode; or in training mode, with a backward through its loss.")
+    Mode, Option("--mode", help="Run the model in evaluation mode, or in training mode with a backward.")
 ]
-Autocast = Annotated[str | None, Option(help="Call it in an autocast region of this dtype, such as bfloat16.")]
+Autocast = Annotated[str | None, Option(help="Run the model in an autocast region of this dtype, such as bfloat16.")]
 MemoryFormat = Annotated[str | None, Option(help=_MEMORY_FORMAT)]
 Preserve = Annotated[bool, Option("--preserve", help="Replace layers that lose channels-last.")]
 EachForward = Annotated[bool, Option("--each-forward", help="Leave the weights, and convert them in each forward.")]
-MaxLosses = Annotated[int | None, Option(min=0, help="Losses, forward and backward.", rich_help_panel=_BUDGET)]
-MaxMixed = Annotated[int | None, Option(min=0, help="Mixed convolutions.", rich_help_panel=_BUDGET)]
-MaxBytes = Annotated[int | None, Option(min=0, help="Bytes of both together.", rich_help_panel=_BUDGET)]
-WithTable = Annotated[bool, Option("--table", help="Also print a line for every weight.", rich_help_panel=_OUTPUT)]
+MaxLosses = Annotated[int | None, Option(min=0, help="Allowed losses, forward and backward.", rich_help_panel=_BUDGET)]
+MaxMixed = Annotated[int | None, Option(min=0, help="Allowed mixed convolutions.", rich_help_panel=_BUDGET)]
+MaxBytes = Annotated[int | None, Option(min=0, help="Allowed bytes of both together.", rich_help_panel=_BUDGET)]
+WithTable = Annotated[bool, Option("--table", help="Also print a row for every weight.", rich_help_panel=_OUTPUT)]
 Json = Annotated[bool, Option("--json", help="Print JSON and nothing else.", rich_help_panel=_OUTPUT)]
 Html = Annotated[Path | None, Option(help="Also write a page for a browser.", metavar="FILE", rich_help_panel=_OUTPUT)]
 
@@ -140,17 +134,17 @@ def trace(
     mode: InMode = Mode.INFERENCE,
     autocast: Autocast = None,
     convert: Annotated[bool, Option("--convert", help="Convert weights and inputs to channels-last first.")] = False,
-    preserve: Annotated[bool, Option("--preserve", help="Also replace the layers that lose it.")] = False,
+    preserve: Annotated[bool, Option("--preserve", help="Also replace layers that lose channels-last.")] = False,
     max_losses: MaxLosses = None,
     max_mixed: MaxMixed = None,
     max_bytes: MaxBytes = None,
     json_output: Json = False,
     html: Html = None,
 ) -> Answer:
-    """See where a model loses channels-last while it runs, operator by operator.
+    """Show where a model loses channels-last while it runs, operator by operator.
 
-    A contiguous model has nothing to lose: --convert shows what it would lose converted, and --preserve what is left
-    of that if layers are replaced.
+    A contiguous model has nothing to lose: --convert shows what it would lose after a conversion, and --preserve what
+    it would still lose after layers are replaced.
 
     For example: torch-nhwc trace --factory my_model:build --convert --mode training
     """
@@ -159,7 +153,7 @@ def trace(
     example = load_example(model, factory, input_shape, device, dtype)
     example.require_inputs()
     if convert or preserve:
-        with _quietly():  # `plan` and `convert` say what is refused
+        with _converting(example.name):  # `plan` and `convert` say what is refused
             nhwc.convert_(example.model, input_format="channels_last", preserve=preserve, example_inputs=example.inputs)
     example.model.train(is_training)
     region = _region(example, kind)
@@ -172,7 +166,7 @@ def trace(
     layouts = [layout for module in traced.modules for layout in (*module.inputs, *module.outputs)]
     if not any((layout.format or "").startswith("channels_last") for layout in layouts):
         print(
-            "torch-nhwc: the model ran contiguous: see what it would lose by --convert or --preserve", file=sys.stderr
+            "torch-nhwc: the model ran contiguous: see what it would lose with --convert or --preserve", file=sys.stderr
         )
     return _answer_of_trace(traced, max_losses, max_mixed, max_bytes, json_output, html)
 
@@ -186,26 +180,27 @@ def tune(
     dtype: Dtype = None,
     mode: InMode = Mode.INFERENCE,
     autocast: Autocast = None,
-    budget: Annotated[float, Option(help="How many seconds it may take, roughly.")] = 60,
-    preserve: Annotated[bool, Option("--preserve/--no-preserve", help="Whether layers may be replaced.")] = True,
+    budget: Annotated[float, Option(help="The seconds it may take, roughly.")] = 60,
+    preserve: Annotated[bool, Option("--preserve/--no-preserve", help="Allow plans that replace layers.")] = True,
     optimizer: Annotated[
-        str | None, Option(help="In training, take steps of this class of torch.optim, such as AdamW.")
+        str | None, Option(help="In training mode, also take steps by this class of torch.optim, such as AdamW.")
     ] = None,
     save: Annotated[
-        Path | None, Option(help="Keep the decision as JSON, for convert.", metavar="FILE", rich_help_panel=_OUTPUT)
+        Path | None,
+        Option(help="Write the decision as JSON, for convert --plan.", metavar="FILE", rich_help_panel=_OUTPUT),
     ] = None,
     json_output: Json = False,
 ) -> Answer:
-    """Decide by measurement whether channels-last makes a model faster, and by which plan.
+    """Measure whether channels-last makes a model faster, and by which plan.
 
-    Give it the shapes, the mode and the dtype that you use in production: they decide. Ctrl-C ends it with the best so
-    far.
+    The result depends on the shapes, the mode and the dtype: give those that you use in production. After Ctrl-C the
+    command ends with the best plan so far.
 
     For example: torch-nhwc tune --factory my_model:build --mode training --optimizer AdamW --save tuning.json
     """
     _check_file("--save", save)
     if optimizer is not None and mode is not Mode.TRAINING:
-        raise ValueError("--optimizer: expected --mode training, in which it takes its steps")
+        raise ValueError("--optimizer: expected --mode training, since an optimizer takes no steps in inference")
     kind = getattr(torch.optim, optimizer, None) if optimizer else None
     if optimizer and not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         raise ValueError(f"--optimizer: expected a class of torch.optim, such as AdamW, got {optimizer!r}")
@@ -239,14 +234,17 @@ def verify(
     memory_format: MemoryFormat = None,
     preserve: Preserve = False,
     each_forward: EachForward = False,
-    rtol: Annotated[float | None, Option(help="Allowed, of the largest value; by default by the dtype.")] = None,
-    atol: Annotated[float | None, Option(help="Allowed in addition.")] = None,
+    rtol: Annotated[
+        float | None,
+        Option(help="Allowed, relative to the largest value; by default by the dtype."),
+    ] = None,
+    atol: Annotated[float | None, Option(help="Allowed absolute difference, in addition to it.")] = None,
     json_output: Json = False,
 ) -> Answer:
-    """Convert a copy of a model, and check layer by layer that it computes what the model does.
+    """Convert a copy of a model, and check layer by layer that it computes the same.
 
-    In training mode gradients are compared as well. It takes as long as fifty to a hundred training steps: use small
-    inputs.
+    In training mode gradients are compared as well. The comparison takes as long as fifty to a hundred training steps:
+    use small inputs.
 
     For example: torch-nhwc verify --factory my_model:build --preserve --mode training
     """
@@ -255,14 +253,12 @@ def verify(
     example.require_inputs()
     before = example.model.train(mode is Mode.TRAINING)
     after = copy_model(before)
-    with _quietly(), _showing(f"Verifying {example.name}"):
+    with _converting(example.name):
         report = nhwc.convert_(
             after, memory_format, preserve=preserve, each_forward=each_forward, example_inputs=example.inputs
         )
-        with _region(example, kind):
-            verification = nhwc.verify(
-                before, after, example.inputs, backward=mode is Mode.TRAINING, rtol=rtol, atol=atol
-            )
+    with _showing(f"Verifying {example.name}"), _region(example, kind):
+        verification = nhwc.verify(before, after, example.inputs, backward=mode is Mode.TRAINING, rtol=rtol, atol=atol)
     text = verification.to_json() if json_output else f"{_text_of(report, False)}\n\n{verification}"
     return Answer(text, verification.ok)
 
@@ -280,9 +276,9 @@ def plan(
     table: WithTable = False,
     json_output: Json = False,
 ) -> Answer:
-    """Print what a conversion would do to a model, and why, without doing it.
+    """Show what a conversion would do to a model, and why, without doing it.
 
-    With inputs the model runs once, to see what reaches its convolutions, unless it has lazy layers.
+    A model with inputs runs once, to find the tensors that reach its convolutions, unless it has lazy layers.
 
     For example: torch-nhwc plan --factory my_model:build --preserve --table
     """
@@ -309,18 +305,18 @@ def convert(
     each_forward: EachForward = False,
     from_plan: Annotated[
         Path | None,
-        Option("--plan", help="What `tune --save` or `plan --json` wrote, instead of these.", metavar="FILE"),
+        Option("--plan", help="Convert by a plan that tune --save or plan --json wrote.", metavar="FILE"),
     ] = None,
     strict: Annotated[bool, Option("--strict", help="Fail if a weight is refused.")] = False,
     input_format: Annotated[
-        InputFormat | None,
-        Option(help="Of an archive IN: make its code convert inputs to channels_last or channels_last_3d."),
+        str | None,
+        Option(help="Make the code of a TorchScript archive convert inputs to channels_last or channels_last_3d."),
     ] = None,
-    allow_pickle: Annotated[bool, Option("--allow-pickle", help="Load IN even if it may run code of its own.")] = False,
+    allow_pickle: Annotated[bool, Option("--allow-pickle", help="Load IN even if that may run code in it.")] = False,
     out: Annotated[
         Path | None,
         Option(
-            help="Where to write the archive of a TorchScript model, or the state dict of another one.",
+            help="Write the converted model: a TorchScript archive, or the state dict of any other model.",
             metavar="FILE",
             rich_help_panel=_OUTPUT,
         ),
@@ -328,11 +324,11 @@ def convert(
     table: WithTable = False,
     json_output: Json = False,
 ) -> Answer:
-    """Convert a model, print the report, and compare its outputs with those from before.
+    """Convert a model, print the report, and compare the outputs with those from before.
 
-    It ends with 1 if they differ by more than the tolerance, and then writes no model. With files IN and OUT, as in
-    `torch-nhwc convert model.pt converted.pt`, a saved model is converted into a file of the same kind, without running
-    it.
+    If outputs differ by more than the tolerance, the command writes no model and ends with 1. With files IN and OUT, as
+    in torch-nhwc convert model.pt converted.pt, it converts a saved model to a file of the same kind, without running
+    the model.
 
     For example: torch-nhwc convert --factory my_model:build --preserve --out converted.pt
     """
@@ -340,15 +336,15 @@ def convert(
         if path_out is None or any(
             (model, factory, input_shape, device, dtype, preserve, each_forward, from_plan, out)
         ):
-            raise ValueError("a saved model: expected the files IN and OUT, without options for other models")
+            raise ValueError("a saved model: expected the files IN and OUT, without options for models that run")
         if allow_pickle:
             import_from_here()  # classes that the file may name
-        with _quietly(), _showing(f"Converting {path_in}"):
+        with _converting(str(path_in)):
             report = nhwc.convert_saved(
                 path_in,
                 path_out,
                 memory_format=memory_format,
-                input_format=None if input_format is None else getattr(torch, input_format.value),
+                input_format=input_format,  # type: ignore[arg-type]
                 allow_pickle=allow_pickle,
                 strict=strict,
             )
@@ -360,7 +356,7 @@ def convert(
     chosen = None if from_plan is None else _read_plan(from_plan)
     example = load_example(model, factory, input_shape, device, dtype)
     before = _outputs(example)
-    with _quietly(), _showing(f"Converting {example.name}"):
+    with _converting(example.name):
         report = nhwc.convert_(
             example.model,
             memory_format,
@@ -390,7 +386,7 @@ def audit(
     json_output: Json = False,
     html: Html = None,
 ) -> Answer:
-    """See where channels-last was lost in a profile that torch.profiler saved with record_shapes=True.
+    """Show where channels-last was lost in a profile that torch.profiler saved with record_shapes=True.
 
     The model is not needed.
 
@@ -406,11 +402,11 @@ def audit(
 
 @command
 def env(json_output: Json = False) -> Answer:
-    """Show versions, compilers and devices: what a report of a problem needs.
+    """Show versions, compilers and devices, for a bug report.
 
     For example: torch-nhwc env --json
     """
-    return Answer(json.dumps(environment.describe(), indent=2) if json_output else environment.as_text())
+    return Answer(json.dumps(cli.describe_environment(), indent=2) if json_output else cli.environment_as_text())
 
 
 def _answer_of_trace(
@@ -421,7 +417,7 @@ def _answer_of_trace(
     json_output: bool,
     html: Path | None,
 ) -> Answer:
-    """Write the page of a trace, and compare the trace with the budget; what has no limit may be as it is."""
+    """Write the page of a trace, and compare the trace with the limits that are given."""
     if html is not None:
         write_page(traced, html)
     losses = len(traced.losses) if max_losses is None else max_losses
@@ -440,7 +436,7 @@ def _advice(tuning: Tuning, save: Path | None) -> str:
         return paragraphs(["Leave the model as it is: no plan is certainly faster here."])
     kept = f"Tuning.from_json(open({str(save or 'tuning.json')!r}).read())"
     text = f"Convert the model by the plan {tuning.choice!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
-    return paragraphs([text if save else f"{text}, which --save tuning.json keeps."])
+    return paragraphs([text if save else f"{text}; --save tuning.json writes that file."])
 
 
 def _read_plan(path: Path) -> nhwc.Plan:
@@ -463,7 +459,7 @@ def _outputs(example: Example) -> Any:
 
 def _comparison(difference: Difference | None) -> str:
     if difference is None:
-        return "Outputs were not compared: the model has no inputs here, which --input-shape or a factory gives."
+        return "Outputs were not compared: give the model inputs by --input-shape or by the factory."
     return (
         f"Outputs are {'within' if difference.is_within else 'BEYOND'} the tolerance {difference.tolerance:.2g}: the "
         f"largest difference is {difference.largest:.2g}, the largest output {difference.of:.2g}."
@@ -491,9 +487,9 @@ def _region(example: Example, dtype: torch.dtype | None) -> torch.autocast:
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Leave out warnings whose content is in the report."""
-    with warnings.catch_warnings():
+def _converting(name: str) -> Iterator[None]:
+    """Show that a model is converted, and leave out warnings, whose content is in the report."""
+    with _showing(f"Converting {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -504,12 +500,12 @@ def _showing(what: str) -> AbstractContextManager[Any]:
 
 
 def _text_of(printed: nhwc.Report | nhwc.Plan, table: bool) -> str:
-    """Return a report or a plan with the names that arguments have here, and with its table on request."""
+    """Return a report or a plan with the names of options, and with its table on request."""
     text = _in_options(str(printed))
-    return (text.replace("(Every row: --table)\n", "") + printed.table() if table else text).rstrip("\n")
+    return (text.replace("(All rows: --table)\n", "") + printed.table() if table else text).rstrip("\n")
 
 
-# How errors and reports name arguments of Python's functions, and what has that name here.
+# How errors and reports name arguments of Python functions, and the options that take their place.
 _OPTIONS: dict[str, Any] = {
     r"\b(preserve|each_forward|strict|allow_pickle)=True": lambda found: f"--{found[1].replace('_', '-')}",
     r"\bgive(\s+)example_inputs": r"give\1--input-shape",

@@ -1,4 +1,4 @@
-"""The models of the command line: built-in ones, and those that a function of the user's makes."""
+"""The models of the command line: built-in ones, and those that a user's function makes."""
 
 import importlib
 import os
@@ -20,7 +20,7 @@ _SHAPE = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<sizes>\d+(?:,\d+)*)(?::(?P<d
 
 
 class Example(NamedTuple):
-    """A model with what it is called with."""
+    """A model with its inputs."""
 
     name: str
     model: nn.Module
@@ -39,14 +39,14 @@ class Example(NamedTuple):
             ValueError: There are no inputs.
         """
         if self.inputs is None:
-            raise ValueError(f"{self.name} comes without inputs: name a shape with --input-shape, such as 1,3,224,224")
+            raise ValueError(f"{self.name} comes without inputs: give a shape by --input-shape, such as 1,3,224,224")
         if self.is_lazy:
             with torch.no_grad():
                 call(self.model, self.inputs)
 
     @property
     def is_lazy(self) -> bool:
-        """Whether layers have no weights before the first call."""
+        """Return whether layers have no weights before the first call."""
         return any(map(is_lazy, self.model.parameters()))
 
 
@@ -134,20 +134,19 @@ def resnet50() -> Example:
     return Example("ResNet-50 (transformers)", model, torch.randn(2, 3, 224, 224))
 
 
-def unet3d(width: int = 32) -> Example:
-    """Make a 3D UNet with residual units as monai builds it; the outermost layers have `width` channels."""
+def unet3d() -> Example:
+    """Make a 3D UNet with residual units as monai builds it."""
     from monai.networks.nets.unet import UNet
 
-    channels = [width << depth for depth in range(5)]
-    model = UNet(3, 1, 2, channels=channels, strides=(2, 2, 2, 2), num_res_units=2)
+    model = UNet(3, 1, 2, channels=(32, 64, 128, 256, 512), strides=(2, 2, 2, 2), num_res_units=2)
     return Example("3D UNet (monai)", model, torch.randn(1, 1, 64, 64, 64))
 
 
-def video_autoencoder(widths: Sequence[int] = (64, 128, 128, 256), layers_per_block: int = 1) -> Example:
-    """Make a CogVideoX autoencoder as diffusers builds it, a small one by default."""
+def video_autoencoder() -> Example:
+    """Make a small CogVideoX autoencoder as diffusers builds it."""
     from diffusers import AutoencoderKLCogVideoX
 
-    model = AutoencoderKLCogVideoX(block_out_channels=tuple(widths), layers_per_block=layers_per_block)
+    model = AutoencoderKLCogVideoX(block_out_channels=(64, 128, 128, 256), layers_per_block=1)
     return Example("CogVideoX autoencoder (diffusers)", model, torch.randn(1, 3, 5, 64, 64))
 
 
@@ -168,12 +167,12 @@ def _built_in(name: str) -> Example:
 
 
 def _made_by(factory: str) -> Example:
-    """Return what `module:callable` makes, from the current folder or an installed package."""
+    """Return the example that `module:callable` of the current folder or an installed package makes."""
     module_name, _, function_name = factory.partition(":")
     import_from_here()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError, TypeError, ValueError) as error:  # a path instead of a module's name
+    except (ImportError, AttributeError, TypeError, ValueError) as error:  # also for a path instead of a module's name
         raise ValueError(f"--factory: expected module:callable, got {factory!r}: {error}") from error
     made = function()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)

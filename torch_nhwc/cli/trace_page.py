@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 
 from torch_nhwc import __version__
 from torch_nhwc.serialization import write_whole
-from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace, TracedModule
+from torch_nhwc.tracing import FormatLoss, Layout, MixedConvolution, Trace
 from torch_nhwc.tracing.traces import CHANNELS_LAST_NAMES, short_source
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
-# The formats that the legend names; all others look alike.
+# The formats that the legend names. All others have the same colour.
 _FORMATS = {"channels_last": "channels-last", "contiguous": "contiguous", "": "no images or volumes"}
 _OTHER = "another format"
 _HEAD = ["module", "operator", "phase", "read", "written", "bytes", "times", "source"]
@@ -24,7 +24,7 @@ class Bar(NamedTuple):
     path: str
     layer: str
     format: str
-    """`channels_last` of either rank, `contiguous`, or what else the module wrote; empty if it wrote no activation."""
+    """The format of the output: `channels_last` for either rank; empty if there is no image or volume."""
     losses: int
     mixed: int
     details: Sequence[str]
@@ -43,7 +43,7 @@ class Table(NamedTuple):
 
 
 def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
-    """Write a trace as one HTML file for a browser, whole or not at all.
+    """Write a trace as one HTML file for a browser.
 
     Example:
         >>> import tempfile
@@ -60,7 +60,7 @@ def write_page(trace: Trace, path: str | os.PathLike[str]) -> None:
 
 
 def page_of(trace: Trace) -> str:
-    """Return a trace as HTML that loads nothing else. Everything that comes from the model is escaped."""
+    """Return a trace as HTML that loads no other files. All names of the model are escaped."""
     import jinja2  # PyTorch requires it; the import takes a while
 
     environment = jinja2.Environment(
@@ -85,7 +85,7 @@ def page_of(trace: Trace) -> str:
 
 
 def _bars(trace: Trace) -> list[Bar]:
-    """Return the modules that ran, without those that only call others."""
+    """Return the modules that ran, except those that only call other modules."""
     lost, mixed = (Counter(row.path for row in rows) for rows in (trace.losses, trace.mixed))
     details: dict[str, list[str]] = {}
     for row in (*trace.losses, *trace.mixed):
@@ -96,9 +96,10 @@ def _bars(trace: Trace) -> list[Bar]:
     for module in trace.modules:
         path = module.path
         if path not in callers or path in details:
-            first = f"{_described(module.inputs)} to {_described(module.outputs)}"
-            shown = [first, *details.get(path, ())]
-            bars.append(Bar(path, module.layer, _format_of(module), lost[path], mixed[path], shown))
+            name = module.outputs[0].format if module.outputs else ""
+            name = "channels_last" if name in CHANNELS_LAST_NAMES else name
+            shown = [f"{_described(module.inputs)} to {_described(module.outputs)}", *details.get(path, ())]
+            bars.append(Bar(path, module.layer, name, lost[path], mixed[path], shown))
     return bars
 
 
@@ -115,13 +116,8 @@ def _tables(trace: Trace) -> list[Table]:
 
 def _cells(row: FormatLoss | MixedConvolution) -> list[Cell]:
     read, written = (", ".join(map(str, layouts)) for layouts in (row.inputs, row.outputs))
-    source = short_source(row.source)
-    return [row.path or "the model", row.operator, row.phase, read, written, row.bytes, row.count, source]
-
-
-def _format_of(module: TracedModule) -> str:
-    name = module.outputs[0].format if module.outputs else ""
-    return "channels_last" if name in CHANNELS_LAST_NAMES else name
+    where = row.path or "the model"
+    return [where, row.operator, row.phase, read, written, row.bytes, row.count, short_source(row.source)]
 
 
 def _described(layouts: Sequence[Layout]) -> str:

@@ -100,7 +100,8 @@ class ChannelsLast(Callback):  # type: ignore[misc]
             for optimizer in optimizers:
                 undo.callback(contiguous_checkpoints_(optimizer).remove)
             if deviations := check(strategy.model, report.plan, optimizers, averaged):
-                raise RuntimeError(f"ChannelsLast: {type(strategy).__name__} leaves {'; '.join(map(str, deviations))}")
+                found = "; ".join(map(str, deviations))
+                raise RuntimeError(f"ChannelsLast: after the setup of {type(strategy).__name__}: {found}")
 
         def tear_down_and_revert() -> None:
             for name in ("setup", "teardown"):
