@@ -1,7 +1,7 @@
 """Add what docs/ does not have to the site: the reference from the docstrings, and the sources that documents link to.
 
-So the documents are the same on the site and as plain Markdown. Each section of docs/api.md is about a module; it becomes
-a page of the reference, to which the names in it link.
+So the documents are the same on the site and as plain Markdown. Each section of docs/api.md is about a module; it
+becomes a page of the reference, to which the names in it link.
 """
 
 import re
