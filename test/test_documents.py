@@ -207,6 +207,17 @@ def test_links_lead_somewhere(document):
             assert not anchor or anchor in anchors(path), (target, anchor)
 
 
+def test_safety_names_files_of_tests_and_each_hazard_once():
+    text = (ROOT / "docs/safety.md").read_text()
+    for path in re.findall(r"`(test/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
+    hazards = re.findall(r"^\| (h\d\d) \|", text, re.MULTILINE)
+    assert len(hazards) == len(set(hazards))
+    tests = "".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
+    # h61 to h64 are what the integrations are for; their tests do not have a number.
+    assert not [hazard for hazard in hazards if hazard < "h61" and not re.search(rf"\b(test_)?{hazard}_", tests)]
+
+
 def listed_names():
     """Return the names and signatures that docs/api.md lists, by module: a section is about a module."""
     _, *sections = re.split(r"^## ", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
