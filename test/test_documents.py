@@ -1,9 +1,9 @@
-"""Every code block of the README and the docs runs, and every figure is the benchmark's."""
+"""Every code block of the README and the docs runs, every link leads somewhere, and every figure is the benchmark's."""
 
+import importlib
 import inspect
 import multiprocessing
 import os
-import pkgutil
 import re
 import runpy
 import shlex
@@ -29,10 +29,10 @@ SLOW = "#include", "aoti_compile", "diffusers", "integrations", "monai", "torcha
 
 
 def blocks(*languages):
-    """The blocks in these languages, each of a group as long as there are languages, one right behind the other.
+    """Return the groups of blocks that follow each other in these languages.
 
-    To compile against torch's headers takes half a minute, and large packages seconds: groups that do are not for
-    `make test`.
+    Compiling against torch's headers takes half a minute, and importing large packages seconds: groups that do are not
+    for `make test`.
     """
     found = []
     for document in DOCUMENTS:
@@ -51,18 +51,18 @@ def blocks(*languages):
 def test_every_block_has_a_language_that_a_test_runs():
     languages = {match[1] for document in DOCUMENTS for match in BLOCK.finditer(document.read_text())}
     assert languages == {"python", "cmake", "cpp", "cuda", "console"}
-    # A program in C++ stands behind its project, and what builds it behind both.
+    # A program in C++ follows its project, and the commands that build it follow both.
     assert len(blocks("cmake")) == len(blocks("cpp")) == len(blocks("cmake", "cpp", "console"))
     assert len(blocks("cuda")) == len(blocks("cuda", "console"))
 
 
-# Processes that have imported torch already, and what optimizers import: it takes longer than most blocks.
+# Processes that have already imported torch, and what optimizers import, which takes longer than most blocks run.
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(["torch_nhwc", "torch._dynamo"])
 
 
 def run_block(path, output):
-    """What such a process does."""
+    """Run a block in such a process."""
     with open(output, "w") as file:
         os.dup2(file.fileno(), sys.stdout.fileno())
         os.dup2(file.fileno(), sys.stderr.fileno())
@@ -81,7 +81,7 @@ def test_python_blocks_run(code, tmp_path):
 
 
 def archives_of_a_network(folder):
-    """One scripted, and what it and others of it are converted to."""
+    """Return a scripted archive of a network, and the converted archives of it scripted, traced and frozen."""
     model, x = saved_files.Network().eval(), torch.randn(2, 3, 8, 8)
     scripted = torch.jit.script(model)
     made = {"scripted": scripted, "traced": torch.jit.trace(model, x), "frozen": torch.jit.freeze(scripted)}
@@ -141,12 +141,11 @@ def typed(commands):
 
 
 def run_make_demo():
-    # Under `make test` the environment is there; by hand, the recipe of `make demo` is what it does.
+    # Under `make test` the environment exists; otherwise the recipe of `make demo` does the same.
     environment = os.environ.get("TORCH_NHWC_VENV")
-    recipe = [sys.executable, "-m", "torch_nhwc", "demo"]
-    command = ["make", "demo", f"VENV={environment}"] if environment else recipe
+    command = ["make", "demo", f"VENV={environment}"] if environment else [sys.executable, "examples/demo.py"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert run.stdout.count("equal bit for bit") == 2
+    assert run.stdout.count("Reverted: strides, weights and outputs are as before.") == 2
 
 
 COMMANDS = {
@@ -157,7 +156,7 @@ COMMANDS = {
 
 
 def run_command_line(command, folder):
-    """One of `torch-nhwc` or `python`, in a folder with the module that the documents have for it."""
+    """Run `torch-nhwc` or `python` in a folder with the module that the documents have for it."""
     (module,) = [code for (code,) in (block.values for block in blocks("python")) if code.startswith("# my_model.py")]
     (folder / "my_model.py").write_text(module)
     program, *arguments = shlex.split(command)
@@ -167,7 +166,7 @@ def run_command_line(command, folder):
     subprocess.run([*program, *arguments], check=True, cwd=folder)
 
 
-# Which run with their programs.
+# These run with their programs.
 BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
@@ -194,73 +193,54 @@ def test_every_figure_is_the_benchmarks():
 
 
 def anchors(document):
-    """Those that GitHub makes of the titles, as the site does."""
+    """Return the anchors that GitHub, and the site, make of the titles."""
     titles = re.findall(r"^#+ (.+)$", BLOCK.sub("", document.read_text()), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
-def test_links_lead_somewhere():
-    for document in DOCUMENTS:
-        links = re.findall(r"\]\(([^)#]*)#?([^)]*)\)", BLOCK.sub("", document.read_text()))
-        for target, anchor in ((target, anchor) for target, anchor in links if not target.startswith("http")):
-            path = document.parent / target if target else document
-            assert path.exists(), (document.name, target)
-            assert not anchor or anchor in anchors(path), (document.name, target, anchor)
+@pytest.mark.parametrize("document", [*DOCUMENTS, ROOT / "CONTRIBUTING.md"], ids=lambda document: document.name)
+def test_links_lead_somewhere(document):
+    for target, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", BLOCK.sub("", document.read_text())):
+        path = document.parent / target if target else document
+        if not target.startswith("http"):
+            assert path.exists(), target
+            assert not anchor or anchor in anchors(path), (target, anchor)
 
 
-def test_the_reference_lists_every_public_name():
-    listed = re.findall(r"^\| `([\w.]+)", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(public_names())
+def test_safety_names_files_of_tests_and_each_hazard_once():
+    text = (ROOT / "docs/safety.md").read_text()
+    for path in re.findall(r"`(test/[\w./]+)`", text):
+        assert (ROOT / path).exists(), path
+    hazards = re.findall(r"^\| (h\d\d) \|", text, re.MULTILINE)
+    assert len(hazards) == len(set(hazards))
+    tests = "".join(path.read_text() for path in (ROOT / "test").rglob("test_*.py"))
+    # h61 to h64 are what the integrations are for; their tests do not have a number.
+    assert not [hazard for hazard in hazards if hazard < "h61" and not re.search(rf"\b(test_)?{hazard}_", tests)]
 
 
-@pytest.mark.parametrize("room", some_of(["ours", "integrations"], "ours"))  # to import frameworks takes seconds
+def listed_names():
+    """Return the names and signatures that docs/api.md lists, by module: a section is about a module."""
+    _, *sections = re.split(r"^## ", (ROOT / "docs/api.md").read_text(), flags=re.MULTILINE)
+    return {section.split("\n")[0]: re.findall(r"^\| `([^`]+)`", section, re.MULTILINE) for section in sections}
+
+
+def test_the_reference_lists_every_public_name_with_its_module():
+    listed = [f"{module}.{name.split('(')[0]}" for module, names in listed_names().items() for name in names]
+    assert sorted(listed) == sorted(f"{module}.{name}" for module, names in public_names().items() for name in names)
+
+
+@pytest.mark.parametrize("room", some_of(["ours", "integrations"], "ours"))  # importing frameworks takes seconds
 def test_the_reference_has_every_signature(room):
-    text = (ROOT / "docs/api.md").read_text()
-    for name in (name for name in public_names() if name.startswith("integrations.") == (room == "integrations")):
-        public = pkgutil.resolve_name(f"torch_nhwc.{name}")
-        if not inspect.isfunction(public):
+    listed = {f"{module}.{name}" for module, names in listed_names().items() for name in names}
+    for module, names in public_names().items():
+        if ("integrations" in module) != (room == "integrations"):
             continue
-        signature = inspect.signature(public)
-        plain = [parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()]
-        expected = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        assert f"| `{name}{expected}` |" in text
-
-
-def test_the_reference_names_what_plans_reports_and_their_rows_have():
-    text = (ROOT / "docs/api.md").read_text()
-    rows = (
-        nhwc.planning.PlanRow,
-        nhwc.planning.LayerRow,
-        nhwc.EntryRow,
-        nhwc.planning.CompanionRow,
-        nhwc.training.Deviation,
-        nhwc.tuning.TuningRow,
-    )
-    traced = (
-        nhwc.tracing.FormatLoss,
-        nhwc.tracing.MixedConvolution,
-        nhwc.tracing.Gain,
-        nhwc.Reorder,
-        nhwc.tracing.TracedModule,
-        nhwc.tracing.Unseen,
-        nhwc.TraceDiff,
-    )
-    verified = nhwc.verifying.Verification, nhwc.verifying.VerificationRow
-    for each in (nhwc.Plan, nhwc.Report, nhwc.tracing.Trace, nhwc.tuning.Tuning, *rows, *traced, *verified):
-        (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
-        fields = getattr(each, "_fields", ()) or tuple(getattr(each, "__dataclass_fields__", ()))
-        inherited = {"count", "index"} - set(fields)
-        public = {name for name in (*fields, *vars(each)) if not name.startswith("_")} - inherited
-        if hasattr(each, "_replace"):
-            public -= {"refused"}  # for the planner
-        others = {each.__name__, "CompanionRow", "Outcome", "None", "verify", "tune"}
-        others |= {"TuningRow"} if each is nhwc.tuning.Tuning else set()
-        words = set(re.findall(r"`(?:Plan\.|Trace\.|Tuning\.|Verification\.)?(\w+)", row)) - others
-        assert words == public, each
-    for each in (nhwc.planning.Action, nhwc.Outcome, nhwc.verifying.Verdict):
-        (row,) = re.findall(rf"^\| `{each.__name__}` \| .*$", text, re.MULTILINE)
-        listed = set(re.findall(r"`([A-Z_]+)`", row))
-        assert listed == {member.name for member in each if not getattr(member, "is_refusal", False)}
+        for public in (getattr(importlib.import_module(module), name) for name in names):
+            if inspect.isfunction(public):
+                signature = inspect.signature(public)
+                parameters = [each.replace(annotation=each.empty) for each in signature.parameters.values()]
+                plain = signature.replace(parameters=parameters, return_annotation=signature.empty)
+                assert f"{module}.{public.__name__}{plain}" in listed
 
 
 def test_the_guide_lists_every_reason():

@@ -1,4 +1,4 @@
-"""The rooms of the package, from the ground up: which imports which, read from the sources."""
+"""Rooms import only rooms below them, and nothing imports in a circle: read from the sources."""
 
 import ast
 import re
@@ -14,7 +14,7 @@ ROOMS = [
     *("tracing", "tuning", "verifying", "data", "integrations"),
     *("__init__", "cli", "__main__"),
 ]
-# The same for the folders of csrc, by the headers that they include.
+# The same holds for the folders of csrc, by the headers that they include.
 FOLDERS = ["layout", "cpu", "cuda", "no_cuda", "batch", "in_place", "ops"]
 
 

@@ -1,4 +1,4 @@
-"""Finding the CUDA toolkit, for setup.py and the tests."""
+"""Find the CUDA toolkit, for setup.py and the tests."""
 
 import os
 import re
@@ -8,19 +8,19 @@ from pathlib import Path
 
 from torch.utils import cpp_extension
 
-# Those of the data-centre generations that we know, as torch writes them.
+# The data-centre generations that we know, as torch writes them.
 ARCHITECTURES = ("8.0", "9.0", "10.0")
 
 
 def find_cuda_toolkit() -> Path | None:
-    """The toolkit's root, the folder with bin/nvcc and include/cuda_runtime.h, or None.
+    """Return the toolkit's root, the folder with bin/nvcc and include/cuda_runtime.h, or None.
 
-    In order: CUDA_HOME, what torch found, what nvcc says of itself, and the usual place.
+    The first one counts of CUDA_HOME, what torch found, what nvcc says of itself, and the usual place.
     """
     candidates = [os.environ.get("CUDA_HOME"), cpp_extension.CUDA_HOME]
     nvcc = shutil.which("nvcc")
     if nvcc:
-        # nvcc on the path may be a wrapper that lies elsewhere; its dry run names the real root.
+        # nvcc on the path may be a wrapper in another place; its dry run names the real root.
         dry_run = subprocess.run([nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True)
         candidates += re.findall(r"^#\$ TOP=(.*)$", dry_run.stderr, flags=re.MULTILINE)
     candidates.append("/usr/local/cuda")
@@ -32,7 +32,7 @@ def find_cuda_toolkit() -> Path | None:
 
 
 def known_architectures(toolkit: Path) -> str:
-    """The value for TORCH_CUDA_ARCH_LIST by which a toolkit compiles all it can; PTX serves what comes after."""
+    """Return the value of TORCH_CUDA_ARCH_LIST that compiles for all that a toolkit can, with PTX for later ones."""
     command = [toolkit / "bin/nvcc", "--list-gpu-arch"]
     listed = subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
     return ";".join(each for each in ARCHITECTURES if f"compute_{each.replace('.', '')}" in listed) + "+PTX"

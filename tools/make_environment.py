@@ -1,9 +1,7 @@
-"""Makes the virtual environment that the Makefile works in.
+"""Make the virtual environment that the Makefile works in.
 
-A torch that the running interpreter can import is used as it is, whatever its build, and no other one is downloaded;
-with it comes what else that interpreter has. Otherwise the version named by --torch is installed.
-
-tools/requirements.py then installs what is missing.
+A torch that the running interpreter can import is used as it is, whatever its build, with everything else that the
+interpreter has. Otherwise the version named by --torch is installed. tools/requirements.py installs what is missing.
 """
 
 import argparse
@@ -33,7 +31,7 @@ def main() -> None:
     python = folder / "bin" / "python"
 
     if not python.exists():
-        # Some systems ship venv without what puts pip into it; that of the running interpreter will do.
+        # Some systems ship venv without ensurepip; the pip of the running interpreter serves as well.
         venv.create(folder, with_pip=importlib.util.find_spec("ensurepip") is not None, symlinks=True)
     torch = installed_torch()
     if torch is not None:

@@ -1,8 +1,7 @@
-"""Installs what the project needs into the environment of the running interpreter, and names what cannot be had.
+"""Install what the project needs into the environment of the running interpreter, and name what cannot be found.
 
-Always: torch and what builds the library. Then our own extras, by name: those that must be there, and with --optional
-those of which everything that can be had will do, as on a machine without a network. What is there already is taken as
-it is; pip is asked for the rest.
+That is torch, what builds the library, and our own extras: those that are named must be complete; of those after
+--optional, what pip finds is enough, as on a machine without a network. Installed packages stay as they are.
 """
 
 import argparse
@@ -24,7 +23,7 @@ PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
 def requirements_of(extras: Iterable[str]) -> list[str]:
-    """The requirements of our own extras, without installing the package itself."""
+    """Return the requirements of our own extras, without installing the package itself."""
     table = tomllib.loads(PYPROJECT.read_text())["project"]["optional-dependencies"]
     requirements: list[str] = []
     for extra in extras:
@@ -54,9 +53,9 @@ def pip_install(requirements: list[str], *options: str, is_silent: bool = False)
 
 
 def install(requirements: list[str]) -> list[str]:
-    """What could not be had of them."""
+    """Install requirements, and return those that cannot be found."""
     pip_install(requirements)  # which says itself why it fails
-    # pip installs all or nothing; what it cannot have must not keep the others away.
+    # pip installs all or nothing, and what it does not find must not keep the others away.
     for requirement in missing(requirements):
         pip_install([requirement], "--retries", "0", "--timeout", "5", is_silent=True)
     return missing(requirements)
@@ -64,8 +63,8 @@ def install(requirements: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("extras", nargs="*", help="must be there")
-    parser.add_argument("--optional", nargs="*", default=[], help="extras of which what can be had will do")
+    parser.add_argument("extras", nargs="*", help="extras that must be complete")
+    parser.add_argument("--optional", nargs="*", default=[], help="extras of which what pip finds is enough")
     arguments = parser.parse_args()
     needed = BUILD_REQUIREMENTS + requirements_of(arguments.extras)
     left = install(needed + requirements_of(arguments.optional))

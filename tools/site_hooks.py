@@ -1,7 +1,7 @@
-"""What the site has that docs/ has not: the reference from the docstrings, and the sources that documents link to.
+"""Add what docs/ does not have to the site: the reference from the docstrings, and the sources that documents link to.
 
-So the documents are the same on the site and where they are read as plain Markdown. docs/api.md lists the public names;
-each of its sections becomes a page of the reference, to which its names link.
+So the documents are the same on the site and as plain Markdown. Each section of docs/api.md is about a module; it
+becomes a page of the reference, to which the names in it link.
 """
 
 import re
@@ -11,7 +11,6 @@ from griffe import Extension, Object
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
-from pymdownx.slugs import slugify
 
 ROOT = Path(__file__).parent.parent
 SECTION = re.compile(r"^## (.+)\n((?:(?!## ).*\n)*)", re.MULTILINE)
@@ -21,20 +20,20 @@ LANGUAGES = {".cuh": "cuda", ".h": "cpp"}
 
 
 def reference() -> dict[str, str]:
-    """The pages of the reference, by their paths."""
+    """Return the pages of the reference by their paths."""
+    sections = SECTION.findall((ROOT / "docs/api.md").read_text())
+    modules = [module for module, _ in sections]
     pages = {}
-    for title, text in SECTION.findall((ROOT / "docs/api.md").read_text()):
-        names = [name for name, _ in NAME.findall(text)]
-        entries = "\n".join(entry(name, names) for name in names)
-        pages[f"reference/{slugify(case='lower')(title, '-')}.md"] = f"# {title}\n\n{entries}"
+    for module, text in sections:
+        entries = "\n".join(entry(f"{module}.{name}", modules) for name, _ in NAME.findall(text))
+        pages[f"reference/{module}.md"] = f"# {module}\n\n{entries}"
     return pages
 
 
-def entry(name: str, names: list[str]) -> str:
-    """What has mkdocstrings write of a name; of a module alone, where its names have entries of their own."""
+def entry(name: str, modules: list[str]) -> str:
+    """Return the directive that makes mkdocstrings write the entry of a name, without what has a page of its own."""
     options = f"    options:\n      heading: {name}\n      toc_label: {name.rpartition('.')[2]}\n"
-    is_module = any(other.startswith(f"{name}.") for other in names)
-    return f"::: torch_nhwc.{name}\n{options}" + "      members: false\n" * is_module
+    return f"::: {name}\n{options}" + "      members: false\n" * (name in modules)
 
 
 def on_config(config: MkDocsConfig) -> None:
@@ -54,12 +53,17 @@ def on_files(files: Files, config: MkDocsConfig) -> None:
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     if page.file.src_uri == "api.md":
-        markdown = NAME.sub(r"| [`\1\2`][torch_nhwc.\1] |", markdown)
+        markdown = SECTION.sub(linked_section, markdown)
     return SOURCE.sub(r"](source/\1.md)", markdown)
 
 
+def linked_section(section: re.Match[str]) -> str:
+    """Return a section of docs/api.md whose names link to their entries."""
+    return NAME.sub(rf"| [`\1\2`][{section[1]}.\1] |", section[0])
+
+
 class Examples(Extension):
-    """Has griffe, which knows `Examples:` alone, take the docstrings' `Example:` for the section that it is."""
+    """Rename `Example:` in docstrings to `Examples:`, the only name of that section that griffe knows."""
 
     def on_object(self, *, obj: Object, **_: object) -> None:
         if obj.docstring:

@@ -1,4 +1,4 @@
-"""Writes what the documents take from the code: the guide's table of reasons."""
+"""Write what the documents take from the code: the guide's table of reasons."""
 
 from pathlib import Path
 

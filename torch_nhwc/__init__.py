@@ -17,6 +17,7 @@ from torch_nhwc.sites import Reason
 from torch_nhwc.training import check
 
 if TYPE_CHECKING:
+    from torch_nhwc import checkpoint, cpp_extension, data, integrations, tracing, tuning, verifying  # noqa: F401
     from torch_nhwc.checkpoint import convert_saved
     from torch_nhwc.tracing import trace
     from torch_nhwc.tuning import tune
@@ -47,17 +48,18 @@ __all__ = [
     "verify",
 ]
 
-# Tools load on first use, so that `import torch_nhwc` stays fast.
+# Tools load on first use, so that `import torch_nhwc` stays fast. Type checkers see them above.
 _TOOLS = {"convert_saved": "checkpoint", "trace": "tracing", "tune": "tuning", "verify": "verifying"}
 _MODULES = (*_TOOLS.values(), "cpp_extension", "data", "integrations")
 
+if not TYPE_CHECKING:
 
-def __getattr__(name: str) -> Any:
-    if name in _TOOLS:
-        return getattr(import_module(f"torch_nhwc.{_TOOLS[name]}"), name)
-    if name in _MODULES:
-        return import_module(f"torch_nhwc.{name}")
-    raise AttributeError(f"module 'torch_nhwc' has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        if name in _TOOLS:
+            return getattr(import_module(f"torch_nhwc.{_TOOLS[name]}"), name)
+        if name in _MODULES:
+            return import_module(f"torch_nhwc.{name}")
+        raise AttributeError(f"module 'torch_nhwc' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

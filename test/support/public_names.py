@@ -1,19 +1,21 @@
-"""The names that users may rely on."""
+"""The names that users may rely on, by the module that they are imported from."""
 
-import ast
-from pathlib import Path
+from importlib import import_module
 
-import torch_nhwc as nhwc
+ROOMS = "ops", "functional", "planning", "training", "checkpoint", "tracing", "tuning", "verifying", "cpp_extension"
+# Written down here: `data` has no list of its own, and the modules for frameworks import them, which takes seconds.
+OTHERS = {
+    "torch_nhwc.data": ["collate", "to_channels_last", "wrap_collate_fn"],
+    "torch_nhwc.integrations.accelerate": ["contiguous_broadcasts_"],
+    "torch_nhwc.integrations.lightning": ["ChannelsLast"],
+    "torch_nhwc.integrations.transformers": ["ChannelsLastTrainer"],
+}
 
-INTEGRATIONS = Path(nhwc.__file__).parent / "integrations"
 
-
-def public_names():
-    """Those below `torch_nhwc.`; of the modules for frameworks by their sources, since to import them takes seconds."""
-    names = [*nhwc.__all__, *(f"functional.{name}" for name in nhwc.functional.__all__)]
-    for path in INTEGRATIONS.glob("*.py"):
-        defined = [
-            node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef | ast.ClassDef)
-        ]
-        names += [f"integrations.{path.stem}.{name}" for name in defined if not name.startswith("_")]
-    return names
+def public_names() -> dict[str, list[str]]:
+    """Return the public names of each module; those of `torch_nhwc` itself are not repeated for other modules."""
+    top = import_module("torch_nhwc").__all__
+    names = {"torch_nhwc": list(top)}
+    for module in (f"torch_nhwc.{room}" for room in ROOMS):
+        names[module] = [name for name in import_module(module).__all__ if name not in top]
+    return names | OTHERS
