@@ -26,7 +26,78 @@ class Bug(NamedTuple):
     """The tests of the rooms that it concerns."""
 
 
-BUGS = ()
+BUGS = (
+    Bug(
+        "a wrong tail in a kernel",
+        "torch_nhwc/include/torch_nhwc/cpu/matrix_transpose.h",
+        "if (begin > length - Tile::elements) begin = length - Tile::elements;",
+        "if (begin > length - Tile::elements) break;",
+        ("test/ops/test_convert_weight.py", "test/ops", "test/cpp"),
+    ),
+    Bug(
+        "an off-by-one offset",
+        "csrc/cpu/filter_batch.cpp",
+        "entry.source + first * size",
+        "entry.source + (first == 0 ? 0 : first - 1) * size",
+        ("test/ops/test_convert_weight.py", "test/ops"),
+    ),
+    Bug(
+        "a swapped stride of size 1",
+        "csrc/layout/memory_format.cpp",
+        "stride *= size[d--]) strides[d] = stride;",
+        "stride *= size[d--]) strides[d] = size[d] == 1 ? 1 : stride;",
+        ("test/ops/test_convert_weight.py", "test/ops"),
+    ),
+    Bug(
+        "a format not restored by a preserved layer",
+        "csrc/ops/composition.cpp",
+        "return with_channels_last_grad(to_channels_last(output));",
+        "return with_channels_last_grad(output);",
+        ("test/ops/test_activation_contract.py", "test/ops", "test/nn", "test/test_functional.py"),
+    ),
+    Bug(
+        "a dropped .grad",
+        "torch_nhwc/planning/companions.py",
+        "weight.tensor.grad",
+        "None",
+        ("test/planning", "test/converting"),
+    ),
+    Bug(
+        "an optimizer's state left behind",
+        "torch_nhwc/planning/companions.py",
+        "for optimizer in sources.optimizers:",
+        "for optimizer in sources.optimizers[:1]:",
+        ("test/planning", "test/converting"),
+    ),
+    Bug(
+        "a missed alias",
+        "torch_nhwc/layout.py",
+        "are_aliases and all(",
+        "all(",
+        ("test/test_layout.py", "test/planning", "test/converting"),
+    ),
+    Bug(
+        "a wrong group count",
+        "torch_nhwc/sites/finding.py",
+        'getattr(module, "groups", 0)',
+        'min(getattr(module, "groups", 0), 1)',
+        ("test/sites", "test/planning", "test/converting"),
+    ),
+    Bug(
+        "a lost undo entry",
+        "torch_nhwc/converting/report.py",
+        "reversed(self.edits)",
+        "reversed(self.edits[1:])",
+        ("test/converting",),
+    ),
+    Bug(
+        "a plan's digest that ignores a field",
+        "torch_nhwc/planning/plans.py",
+        "row.dtype, row.target_strides,",
+        "row.dtype,",
+        ("test/planning", "test/test_training.py"),
+    ),
+)
 
 
 def main() -> None:
