@@ -1,7 +1,9 @@
 """What every test shares: devices, one thread, and a compile cache that no earlier build of the library has filled."""
 
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +39,15 @@ def left_out(request):
 def device(request):
     """Every device that the library has code for."""
     return request.param
+
+
+@pytest.fixture
+def package_copy(tmp_path):
+    """Copy the installed package, to break it."""
+    import torch_nhwc
+
+    package, ignored = Path(torch_nhwc.__file__).parent, shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(package, tmp_path / "torch_nhwc", ignore=ignored))
 
 
 @pytest.fixture(autouse=True)

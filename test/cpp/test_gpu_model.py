@@ -29,15 +29,6 @@ both_ways = pytest.mark.parametrize("back", [False, True], ids=["there", "back"]
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}".replace("torch.", ""))
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread: the checks are so small that two threads of torch's would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def check(
     *weights: tuple[Tensor, torch.dtype],
     limits: Limits | None = None,
