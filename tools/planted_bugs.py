@@ -2,8 +2,8 @@
 
 Each bug is an edit that must fit exactly one place in its file. A C++ bug is compiled. The tests of its rooms run until
 the first failure, and that test must pass without the bug. The working tree must be clean, and is restored after each
-bug. The script fails where an edit does not fit, where the sources with the bug do not compile, where no test fails, and
-where the test that fails does so without the bug as well.
+bug. The script fails where an edit does not fit, where the sources with the bug do not compile, where no test fails,
+and where the test that fails does so without the bug as well.
 """
 
 import argparse
