@@ -42,8 +42,8 @@ lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	$(bin)/python setup.py --quiet build_ext --build-lib build/lint
 
-# Ten bugs, one at a time, each of which a test must find: half an hour on two cores, most of it compiling. Not a part of
-# `make test`; it needs a working tree without changes, and leaves it as it was.
+# Ten bugs, one at a time, each of which a test must find: a quarter of an hour on two cores with ccache. Not a part of
+# `make test`; it needs a working tree without changes and green tests, and leaves the tree as it was.
 planted-bugs: $(VENV)/has-test $(VENV)/built
 	$(bin)/python tools/planted_bugs.py
 
