@@ -1,7 +1,9 @@
-"""What every test shares: devices, one thread, and a compile cache that no earlier build of the library has filled."""
+"""Fixtures of all tests: devices, one thread, and a compile cache that no earlier build of the library has filled."""
 
 import os
+import shutil
 import tempfile
+from pathlib import Path
 
 import pytest
 
@@ -18,7 +20,7 @@ LEFT_OUT = pytest.StashKey()
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Leaves out what only a GPU can run, where there is none; test_gpu.py says how much that is."""
+    """Deselect the tests that need a GPU if there is none; test_gpu.py reports how many."""
     config.stash[LEFT_OUT] = []
     if torch.cuda.is_available() or os.environ.get("TORCH_NHWC_REQUIRE_GPU") == "1":
         return
@@ -29,14 +31,23 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture
 def left_out(request):
-    """The tests that need a GPU, and were not collected because there is none."""
+    """Return the tests that were deselected because there is no GPU."""
     return request.config.stash[LEFT_OUT]
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
 def device(request):
-    """Every device that the library has code for."""
+    """Run the test on every device that the library has code for."""
     return request.param
+
+
+@pytest.fixture
+def package_copy(tmp_path):
+    """Copy the installed package, to break it."""
+    import torch_nhwc
+
+    package, ignored = Path(torch_nhwc.__file__).parent, shutil.ignore_patterns("__pycache__")
+    return Path(shutil.copytree(package, tmp_path / "torch_nhwc", ignore=ignored))
 
 
 @pytest.fixture(autouse=True)
@@ -46,7 +57,7 @@ def seeded():
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Small models run fastest on one thread, above all on a machine that others use."""
+    """Use one thread, on which small models run fastest, above all on a machine that others use."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

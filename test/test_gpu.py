@@ -1,4 +1,4 @@
-"""Says what is left out where there is no GPU."""
+"""Report the tests that are left out because there is no GPU."""
 
 import pytest
 

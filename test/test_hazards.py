@@ -19,6 +19,7 @@ from functools import partial
 
 import pytest
 import torch
+from comparison import strides_at_convolutions
 from guarding import unguarded
 from selection import exhaustive
 from torch import nn
@@ -166,17 +167,6 @@ def test_h08_a_model_of_2d_and_3d_layers_is_half_converted():
     assert model["volume"].weight.is_contiguous(memory_format=CL3D)
 
 
-def weight_at_the_convolution(layer, monkeypatch):
-    seen = []
-    convolution = functional.conv2d
-    monkeypatch.setattr(
-        functional, "conv2d", lambda x, weight, *rest: seen.append(weight.stride()) or convolution(x, weight, *rest)
-    )
-    layer(torch.randn(1, 3, 8, 8))
-    monkeypatch.undo()
-    return seen[0]
-
-
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 @pytest.mark.parametrize(
     "normed",
@@ -184,14 +174,14 @@ def weight_at_the_convolution(layer, monkeypatch):
     + [lambda layer: prune.l1_unstructured(layer, "weight", amount=5)],
     ids=["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "pruned"],
 )
-def test_h09_computed_weights_are_skipped_without_a_word(normed, monkeypatch):
-    layer = normed(nn.Conv2d(3, 4, 3))
+def test_h09_computed_weights_are_skipped_without_a_word(normed):
+    layer, x = normed(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         STOCK(layer, CL)
-    assert weight_at_the_convolution(layer, monkeypatch) == (27, 9, 3, 1)
+    assert strides_at_convolutions(layer, x) == [(27, 9, 3, 1)]
     nhwc.convert_(layer)
-    assert weight_at_the_convolution(layer, monkeypatch) == STRIDES
+    assert strides_at_convolutions(layer, x) == [STRIDES]
 
 
 def test_h10_lazy_layers_raise():
@@ -284,27 +274,13 @@ def test_h15_converting_again_copies_everything_again():
     assert set(report.outcomes) == {Outcome.UNCHANGED}
 
 
-class Gone(nn.Conv2d):
-    """A layer whose weight cannot be read."""
-
-    @property
-    def weight(self):
+def test_h16_an_error_midway_leaves_half_a_model():
+    def gone(layer):
         raise OSError("the disk is gone")
 
-    @weight.setter
-    def weight(self, value):
-        pass
-
-    def register_parameter(self, name, parameter):
-        if name != "weight":
-            super().register_parameter(name, parameter)
-
-    def reset_parameters(self):
-        pass
-
-
-def test_h16_an_error_midway_leaves_half_a_model():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), Gone(3, 4, 3))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(3, 4, 3))
+    del model[1]._parameters["weight"]
+    model[1].__class__ = type("Gone", (nn.Conv2d,), {"weight": property(gone)})
     before = layout(model)
     with pytest.raises(OSError, match="gone"):
         nhwc.convert_(model)
@@ -443,7 +419,7 @@ def test_h26_weights_that_leave_shared_memory_are_named_before_anything_changes(
         with pytest.raises(UserWarning, match="Convert, and revert, before sharing the model"):
             nhwc.convert_(model, storage=storage)
         assert layout(model) == before
-        assert nhwc.convert_(model, storage=storage, dry_run=True).plan.rows[0].action is Action.CONVERT
+        assert nhwc.plan(model, storage=storage).rows[0].action is Action.CONVERT
 
         model = network()
         report = nhwc.convert_(model, storage=storage)  # of what is not shared there is nothing to say
@@ -500,7 +476,7 @@ def test_h33_autocast_keeps_its_copy_of_a_weight_in_the_old_layout(monkeypatch):
             convert(layer)
             seen = []
 
-            class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+            class Watch(TorchDispatchMode):
                 def __torch_dispatch__(self, func, types, args=(), kwargs=None, seen=seen):
                     if "convolution" in str(func):
                         seen.append(args[1].stride())
@@ -615,10 +591,15 @@ def test_h17_a_kernel_that_is_wrong_for_a_shape_that_fits_both_formats():
     assert weight.is_contiguous(memory_format=CL)
     assert not torch.allclose(stock(x), expected)  # the hazard
 
-    with pytest.warns(UserWarning, match=r"'0' \(Wrong\) differs: output"):
-        report = nhwc.convert_(model, verify=x)
-    assert [row.reason for row in report.plan.rows] == [Reason.DIFFERS, None]
+    before = copy.deepcopy(model)
+    report = nhwc.convert_(model)
+    assert not torch.allclose(model(x), expected)
+    verification = nhwc.verify(before, model, x)
+    assert not verification
+    assert (verification.first.path, verification.first.what) == ("0", "output")
+    report.revert()
     torch.testing.assert_close(model(x), expected)
+    assert nhwc.verify(before, model, x)
 
 
 @pytest.mark.parametrize(("layer", "memory_format"), [(nn.Conv2d, CL), (nn.Conv3d, CL3D)])
@@ -669,7 +650,7 @@ def test_h49_videos_and_sets_of_images_are_no_volumes():
         report = nhwc.convert_(model, input_format="channels_last")
         actual = model(input_ids=tokens, pixel_values=images).last_hidden_state
     torch.testing.assert_close(actual, expected)
-    assert any("brings its 4D inputs" in remark for remark in report.remarks)
+    assert any("converts 4D inputs" in remark for remark in report.remarks)
 
 
 def test_h58_vmap_knows_one_memory_format():
@@ -724,19 +705,6 @@ def test_h60_a_module_that_keeps_a_weak_reference_cannot_be_copied(copied):
     assert other[0].weight.stride() == (27, 9, 3, 1)
 
 
-class Convolutions(TorchDispatchMode):
-    """Notes the strides of the weights that convolutions get."""
-
-    def __init__(self):
-        super().__init__()
-        self.strides = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten.convolution.default:
-            self.strides.append(args[1].stride())
-        return func(*args, **(kwargs or {}))
-
-
 def offloaded_to_disk(level, model, path):
     from diffusers.hooks import apply_group_offloading
 
@@ -765,13 +733,6 @@ class Blocks(nn.Module):
         return x
 
 
-@torch.no_grad()
-def weights_in_convolutions(model, x):
-    with Convolutions() as seen:
-        model(x)
-    return seen.strides
-
-
 @pytest.mark.parametrize("offload", OFFLOADS.values(), ids=list(OFFLOADS))
 def test_h50_groups_of_weights_that_diffusers_puts_back_from_a_disk_come_back_contiguous(offload, tmp_path):
     importlib.import_module("diffusers")
@@ -782,22 +743,22 @@ def test_h50_groups_of_weights_that_diffusers_puts_back_from_a_disk_come_back_co
     with pytest.warns(UserWarning, match="from a disk they come back contiguous"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.plan.rows] == [Reason.OFFLOADED] * 3
-    assert weights_in_convolutions(model, x) == contiguous
+    assert strides_at_convolutions(model, x) == contiguous
 
     model = Blocks()
     expected = model(x)
     offload(model, tmp_path / "ours")
-    with pytest.warns(UserWarning, match="put back before each forward.*from a disk they come back contiguous"):
+    with pytest.warns(UserWarning, match="restored before each forward.*from a disk they come back contiguous"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.plan.rows] == [Reason.OFFLOADED] * 3
-    assert weights_in_convolutions(model, x) == contiguous
+    assert strides_at_convolutions(model, x) == contiguous
     torch.testing.assert_close(model(x), expected)
 
     model = Blocks()
     expected = model(x)
     nhwc.convert_(model, each_forward=True, strict=True)
     offload(model, tmp_path / "each forward")
-    assert weights_in_convolutions(model, x) == [(27, 1, 9, 3), (36, 1, 12, 4), (36, 1, 12, 4)]
+    assert strides_at_convolutions(model, x) == [(27, 1, 9, 3), (36, 1, 12, 4), (36, 1, 12, 4)]
     torch.testing.assert_close(model(x), expected)
 
 
@@ -808,13 +769,13 @@ def test_h50_groups_that_diffusers_keeps_in_memory_are_left_where_it_puts_copies
     model = Blocks()
     hooks_.apply_group_offloading(model, cpu, cpu, "block_level", num_blocks_per_group=1)
     nhwc.convert_(model, strict=True)
-    assert weights_in_convolutions(model, torch.randn(1, 3, 9, 9))[1] == (36, 1, 12, 4)
+    assert strides_at_convolutions(model, torch.randn(1, 3, 9, 9))[1] == (36, 1, 12, 4)
 
     model = Blocks()
     hooks_.apply_group_offloading(model, cpu, cpu, "block_level", num_blocks_per_group=1)
     group = model.blocks[0]._diffusers_hook.get_hook("group_offloading").group
     group.cpu_param_dict = {each: each.data.clone() for each in model.blocks[0].parameters()}
-    with pytest.warns(UserWarning, match="put back before each forward"):
+    with pytest.warns(UserWarning, match="restored before each forward"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.plan.rows] == [None, Reason.OFFLOADED, None]
 
@@ -829,13 +790,13 @@ def test_h50_a_conversion_is_not_reverted_while_accelerate_keeps_the_weights():
     report = nhwc.convert_(model)
     accelerate.cpu_offload(model, execution_device="cpu")
     channels_last = [(27, 1, 9, 3), (36, 1, 12, 4), (36, 1, 12, 4)]
-    assert weights_in_convolutions(model, x) == channels_last
-    with pytest.raises(RuntimeError, match=r"Report.revert: 'stem.weight': .*put back before each forward"):
+    assert strides_at_convolutions(model, x) == channels_last
+    with pytest.raises(RuntimeError, match=r"Report.revert: 'stem.weight': .*restored before each forward"):
         report.revert()
-    assert weights_in_convolutions(model, x) == channels_last
+    assert strides_at_convolutions(model, x) == channels_last
     accelerate.hooks.remove_hook_from_submodules(model)
     report.revert()
-    assert weights_in_convolutions(model, x) == [(27, 9, 3, 1), (36, 9, 3, 1), (36, 9, 3, 1)]
+    assert strides_at_convolutions(model, x) == [(27, 9, 3, 1), (36, 9, 3, 1), (36, 9, 3, 1)]
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -1017,7 +978,7 @@ def test_h46_parameters_over_one_memory_in_different_views_come_apart(make):
         lambda: nhwc.convert_(model, storage="fresh", strict=True),
         lambda: nhwc.convert_conv2d_weight_memory_format(model, CL),
     ):
-        with pytest.raises(RuntimeError, match="the two would come apart"):
+        with pytest.raises(RuntimeError, match="a conversion would separate them"):
             convert()
     assert memory(model) == before
     assert layout(model) == own
@@ -1138,7 +1099,7 @@ def expect_refused_for_opacus(wrap):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     wrapped = wrap(model)
     for options in ({}, {"each_forward": True}):
-        with pytest.warns(UserWarning, match="Opacus takes the gradients of each sample"):
+        with pytest.warns(UserWarning, match="Opacus computes per-sample gradients"):
             report = nhwc.convert_(wrapped, **options)
         assert {row.reason for row in report.plan.rows} == {Reason.PER_SAMPLE_GRADIENTS}
     with pytest.raises(RuntimeError, match="it needs a contiguous model with contiguous inputs"):
@@ -1149,7 +1110,7 @@ def expect_refused_for_opacus(wrap):
     report = nhwc.convert_(model)
     wrapped = wrap(model)
     assert len(nhwc.check(wrapped, report.plan)) == len(nhwc.check(model, report.plan)) == 2
-    with pytest.raises(RuntimeError, match="Opacus takes"):
+    with pytest.raises(RuntimeError, match="Opacus computes"):
         nhwc.convert_(wrapped, strict=True)
     nhwc.convert_(wrapped, torch.contiguous_format, strict=True)
     assert all(parameter.is_contiguous() for parameter in model.parameters())
@@ -1260,7 +1221,7 @@ def test_h55_weights_of_each_forward_are_exported_without_this_package(tmp_path)
     expected = [model(x) for model in models]
     for index, model in enumerate(models):
         nhwc.convert_(model, each_forward=index == 2, strict=True)
-        assert weight_at_the_convolution(model, pytest.MonkeyPatch()) == STRIDES
+        assert strides_at_convolutions(model, x) == [STRIDES]
         torch.export.save(torch.export.export(model.eval(), (x,)), tmp_path / f"{index}.pt2")
         torch.jit.trace(model, x).save(tmp_path / f"{index}.pt")
     torch.save((x, expected), tmp_path / "values.pt")
@@ -1303,7 +1264,7 @@ def test_h56_inductor_takes_a_view_of_an_orthogonal_weights_original():
 
 @pytest.mark.filterwarnings("ignore:torch_nhwc")
 def test_h45_a_gradient_that_is_assigned_contiguous_makes_a_fused_optimizer_step_wrong():
-    """Loading state inside of a trainer does as well: test/stepping/test_resuming.py has that with the trainers."""
+    """Loading state inside of a trainer does as well, which test/integrations has."""
 
     def stepped(convert):
         torch.manual_seed(0)

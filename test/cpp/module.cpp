@@ -39,7 +39,7 @@ struct ScaledImpl : torch::nn::Conv2dImpl {
 };
 TORCH_MODULE(Scaled);
 
-// Every kind of convolution, what is none, a layer that is held twice, and two that share a weight.
+// Every kind of convolution, other tensors, a layer that is registered twice, and two layers that share a weight.
 struct Model : torch::nn::Module {
   torch::nn::Conv1d line{register_module("line", torch::nn::Conv1d(2, 4, 3))};
   torch::nn::Conv2d plane{register_module("plane", torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 4, 3).padding(1)))};
@@ -141,18 +141,6 @@ void converts_every_convolution() {
   for (const auto& [path, weight] : model.weights()) {
     check(weight.strides() == values.at(path).strides(), "strides back of " + path);
     check(torch::equal(weight, values.at(path)), "values back of " + path);
-  }
-}
-
-void the_gradient_follows() {
-  Model model;
-  model.forward(torch::randn({2, 3, 8, 8}), torch::randn({1, 2, 6, 6, 6})).backward();
-  std::map<std::string, torch::Tensor> gradients;
-  for (const auto& [path, weight] : model.weights()) gradients[path] = weight.grad().clone();
-  nhwc::convert_module_(model);  // between backward and step
-  for (const auto& [path, weight] : model.weights()) {
-    check(weight.grad().strides() == weight.strides(), "the strides of the gradient of " + path);
-    check(torch::equal(weight.grad(), gradients.at(path)), "the values of the gradient of " + path);
   }
 }
 
@@ -307,15 +295,6 @@ void a_script_keeps_training() {
 void convert_archive(const std::string& from, const std::string& to) {
   auto module = torch::jit::load(from);
   std::cout << nhwc::convert_module_(module);
-  std::vector<const void*> before;
-  for (const auto& parameter : module.parameters()) before.push_back(parameter.const_data_ptr());
-  for (const auto& site : nhwc::convert_module_(module, {.strict = true}).sites) {
-    check(site.action == Action::keep, "a second time");
-  }
-  size_t index = 0;
-  for (const auto& parameter : module.parameters()) {
-    check(parameter.const_data_ptr() == before[index++], "a second time moves nothing");
-  }
   module.save(to);
 }
 
@@ -327,7 +306,6 @@ int main(int count, char** arguments) {
     return 0;
   }
   converts_every_convolution();
-  the_gradient_follows();
   one_refused_site();
   views_of_one_memory();
   the_options();

@@ -1,7 +1,6 @@
 """find_package(torch_nhwc): its versions, and its errors."""
 
 import json
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -27,14 +26,6 @@ def configure(folder, *arguments, package=PACKAGE):
     command = cmake_build.configure(folder, folder / "build", prefixes)
     run = subprocess.run(command, capture_output=True, text=True)
     return run.stdout + " ".join(run.stderr.split())  # which CMake wraps
-
-
-@pytest.fixture
-def package_copy(tmp_path):
-    """Copy the installed package, to break it."""
-    package = tmp_path / "torch_nhwc"
-    shutil.copytree(PACKAGE, package, ignore=shutil.ignore_patterns("__pycache__"))
-    return package
 
 
 @pytest.mark.parametrize("arguments", [[], [MINOR], [nhwc.__version__, "EXACT"]], ids=" ".join)

@@ -48,13 +48,9 @@ def test_every_public_header_compiles_alone(header, tmp_path):
     compile_alone(header, standard, tmp_path, *system)
 
 
-def test_the_version_macro_is_the_packages_version(tmp_path):
-    numbers = dict.fromkeys(["MAJOR", "MINOR", "PATCH"])
-    for line in (INCLUDE / "torch_nhwc/version.h").read_text().splitlines():
-        for name in numbers:
-            if line.startswith(f"#define TORCH_NHWC_VERSION_{name} "):
-                numbers[name] = line.split()[-1]
-    assert ".".join(numbers.values()) == nhwc.__version__
+def test_the_version_macro_is_the_packages_version():
+    text = (INCLUDE / "torch_nhwc/version.h").read_text()
+    assert ".".join(re.findall(r"#define TORCH_NHWC_VERSION_(?:MAJOR|MINOR|PATCH) (\d+)", text)) == nhwc.__version__
 
 
 AVX2 = ["avx2", "f16c", "fma", "bmi2"]

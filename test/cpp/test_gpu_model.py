@@ -1,4 +1,8 @@
-"""What a GPU would make of weights, thread by thread on the CPU: values, and the bytes around them."""
+"""A GPU modelled on the CPU: values and the bytes around them, plans of launches, and the costs of accesses."""
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
 
 import gpu_model
 import pytest
@@ -7,11 +11,16 @@ import torch
 from gpu_model import (
     ARGUMENT_BYTES,
     CAST,
+    DESTINATION_BYTES,
     DTYPES,
     ELSEWHERE,
     KINDS,
+    MOVED,
     SHARED_BYTES,
     SOMEWHERE,
+    SOURCE_BYTES,
+    Counts,
+    Filters,
     Limits,
     Weight,
     allot,
@@ -27,15 +36,6 @@ LAYERS = [(64, 3, 49), (64, 64, 9), (5, 512, 9), (3, 2560, 9), (32, 1, 9), (16, 
 LAYERS += [(3, 128, 125), (2, 320, 49), (1, 48, 25), (96, 4, 4), (9, 33, 16), (40, 5, 8), (2, 17000, 2), (3, 331, 101)]
 both_ways = pytest.mark.parametrize("back", [False, True], ids=["there", "back"])
 all_kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}".replace("torch.", ""))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Use one thread: the checks are so small that two threads of torch's would wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def check(
@@ -173,3 +173,192 @@ def test_no_weights_and_empty_weights_launch_nothing():
     for shape in ((0, 3, 9), (4, 0, 9), (4, 3, 0), (0, 0, 0)):
         for in_place in (False, True):
             assert check((torch.zeros(shape), torch.float32), in_place=in_place) == 0
+
+
+def test_what_cannot_be_planned_is_refused_whole():
+    good = Weight(SOMEWHERE, ELSEWHERE, 4, 3, 9, MOVED[4])
+    for bad in (
+        Weight(SOMEWHERE, ELSEWHERE, 1, 2**16, 2**15, MOVED[1]),
+        Weight(SOMEWHERE, ELSEWHERE, 1, 2, 2**62, MOVED[1]),
+        Weight(SOMEWHERE + 2, ELSEWHERE, 4, 3, 9, MOVED[4]),
+        Weight(SOMEWHERE, ELSEWHERE + 8, 4, 3, 9, MOVED[16]),
+        Weight(SOMEWHERE, ELSEWHERE + 2, 4, 3, 9, CAST[torch.float16, torch.float32]),
+        Weight(SOMEWHERE, SOMEWHERE, 4, 3, 9, CAST[torch.float32, torch.float16]),
+    ):
+        assert gpu_model.run([good, bad]) == -1
+        assert gpu_model.plan([good, bad]) is None
+
+
+def elements_of(filters: Filters, elements: int, count: int) -> int:
+    """Return the number of elements in so many bundles, filters or elements."""
+    return {
+        "gather": count * (16 // DESTINATION_BYTES[elements]) * filters.columns,
+        "scatter": count * (16 // SOURCE_BYTES[elements]) * filters.rows,
+        "copy": count,
+    }.get(filters.way, count * filters.rows * filters.columns)
+
+
+def tiles_of(filters: Filters) -> int:
+    if filters.way == "rectangle":
+        height, width = filters.per_block, filters.width
+        return filters.count * math.ceil(filters.rows / height) * math.ceil(filters.columns / width)
+    return math.ceil(filters.count / filters.per_block)
+
+
+def bytes_of_a_tile(filters: Filters, elements: int) -> int:
+    wider = max(SOURCE_BYTES[elements], DESTINATION_BYTES[elements])
+    if filters.way == "rectangle":
+        return filters.per_block * filters.width * wider
+    return elements_of(filters, elements, min(filters.count, filters.per_block)) * wider
+
+
+@pytest.mark.parametrize(
+    ("shape", "elements"),
+    [
+        ((2**18 + 3, 8, 1024), MOVED[1]),
+        ((2**18 + 3, 1024, 8), MOVED[16]),
+        ((5, 3, 715827882), MOVED[1]),  # filters of 2^31 - 2 elements
+        ((5, 2**28 - 2, 8), MOVED[16]),
+        ((3, 2**16, 2**15 - 1), CAST[torch.float32, torch.bfloat16]),
+        ((2**31 + 5, 3, 9), MOVED[2]),
+        ((2**33 + 1, 64, 1), MOVED[8]),
+        ((1, 1, 2**40), MOVED[1]),
+    ],
+    ids=str,
+)
+def test_weights_beyond_32_bits_are_covered_once(shape, elements):
+    launches = planned(Weight(SOMEWHERE, ELSEWHERE, *shape, elements))
+    done = 0
+    for launch in launches:
+        assert launch.elements == elements
+        assert launch.blocks < 2**31
+        assert len(launch.filters) <= (ARGUMENT_BYTES[0] - 24) // 40
+        for filters in launch.filters:
+            assert filters.source == SOMEWHERE + done * SOURCE_BYTES[elements]
+            assert filters.destination == ELSEWHERE + done * DESTINATION_BYTES[elements]
+            done += elements_of(filters, elements, filters.count)
+        # The blocks of a weight end where those of the next begin.
+        firsts = [filters.first_block for filters in launch.filters] + [launch.blocks]
+        assert firsts[0] == 0
+        assert [after - first for first, after in pairwise(firsts)] == [tiles_of(part) for part in launch.filters]
+    assert done == math.prod(shape)
+
+
+def resnet50() -> list[tuple[int, int, int]]:
+    """Return the 53 convolutions."""
+    layers, channels = [(64, 3, 49)], 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            layers += [(width, channels, 1), (width, width, 9), (4 * width, width, 1)]
+            layers += [(4 * width, channels, 1)] if block == 0 else []
+            channels = 4 * width
+    return layers
+
+
+def weights_of(layers: Sequence[tuple[int, int, int]], elements: int, in_place: bool = False) -> list[Weight]:
+    return [Weight(SOMEWHERE, SOMEWHERE if in_place else ELSEWHERE, *layer, elements) for layer in layers]
+
+
+@pytest.mark.parametrize("argument_bytes", ARGUMENT_BYTES)
+def test_resnet50_is_one_launch(argument_bytes):
+    layers = resnet50()
+    assert len(layers) == 53
+    for elements in range(len(SOURCE_BYTES)):
+        (launch,) = planned(*weights_of(layers, elements), limits=Limits(argument_bytes=argument_bytes))
+        assert len(launch.filters) == 53
+        assert launch.scratch_bytes == 0
+
+
+def test_in_place_what_has_one_tap_or_channel_is_in_no_launch():
+    limits = Limits(227 << 10)
+    (launch,) = planned(*weights_of(resnet50(), MOVED[4], in_place=True), limits=limits)
+    assert len(launch.filters) == sum(taps > 1 for _, _, taps in resnet50()) == 17
+    assert planned(*weights_of([(64, 64, 1), (64, 1, 9), (1, 1, 1)], MOVED[4], in_place=True)) == []
+
+
+def test_tiles_are_balanced_by_bytes_in_plain_shared_memory():
+    shapes = resnet50() + [(100, 40, 7), (5, 4000, 9), (2, 17000, 2)]
+    flipped = [(filters, taps, channels) for filters, channels, taps in shapes]
+    for elements in range(len(SOURCE_BYTES)):
+        for misaligned in (0, 1):
+            weights = weights_of(shapes + flipped, elements)
+            for weight in weights:
+                weight.source += misaligned * SOURCE_BYTES[elements]
+            limits = Limits(227 << 10, 32764)
+            for launch in planned(*weights, limits=limits):
+                assert launch.shared_bytes <= 48 << 10
+                assert max(bytes_of_a_tile(filters, elements) for filters in launch.filters) <= 2 * 48 << 10
+
+
+TAPS = [4, 8, 9, 16, 25, 27, 49, 125]
+
+
+def costs(weight: tuple[int, int, int], elements: int, offset: int = 0, in_place: bool = False) -> tuple[str, Counts]:
+    """Return the way of one weight, and the costs of its accesses."""
+    size = math.prod(weight)
+    source, _ = allot(size * SOURCE_BYTES[elements], offset * SOURCE_BYTES[elements])
+    destination, _ = allot(size * DESTINATION_BYTES[elements], 0)
+    place = source if in_place else destination
+    listed = [Weight(source.data_ptr(), place.data_ptr(), *weight, elements)]
+    counts = Counts()
+    assert gpu_model.run(listed, counts=counts) == 1
+    assert counts.store_bytes % (size * DESTINATION_BYTES[elements]) == 0
+    assert counts.load_bytes % (size * SOURCE_BYTES[elements]) == 0
+    ((filters,),) = [launch.filters for launch in planned(*listed)]
+    return filters.way, counts
+
+
+def weights_with(channels: int, elements: int, back: bool, taps: Sequence[int] = TAPS) -> list[tuple[int, int, int]]:
+    sizes = [(channels, tap) for tap in taps]
+    filters = [max(2, (64 << 10) // (channels * tap * SOURCE_BYTES[elements])) for tap in taps]
+    return [(count, *(size[::-1] if back else size)) for count, size in zip(filters, sizes)]
+
+
+@both_ways
+@all_kinds
+def test_channels_in_whole_sectors_meet_the_bars(kind, back):
+    """Use at least 95 % of the sectors that are read and written, and lose at most a quarter to conflicts."""
+    elements = number_of(kind)
+    sector = 32 // min(kind[0].itemsize, kind[1].itemsize)
+    for multiple in (1, 2, 3, 5, 12, 40):
+        for weight in weights_with(multiple * sector, elements, back):
+            for in_place in {False, kind[0] == kind[1]}:
+                _, counts = costs(weight, elements, in_place=in_place)
+                assert counts.load_efficiency >= 0.95, weight
+                assert counts.store_efficiency >= 0.95, weight
+                assert counts.conflict_degree <= 1.25, weight
+
+
+# Of what is not in whole sectors, by its way: the least efficiency, and the worst conflicts. Element by element, which
+# is the way of rectangles, the efficiency depends on the bytes of an element.
+LINEAR_BARS = {"gather": (0.9, 1.25), "scatter": (0.9, 1.25), "filters": (0.95, 4.7)}
+RECTANGLE_BARS = {1: 0.45, 2: 0.5, 4: 0.7, 8: 0.8}
+
+
+@both_ways
+@all_kinds
+@pytest.mark.parametrize("channels", [3, 4, 5, 7, 33])
+def test_odd_numbers_of_channels_are_read_and_written_linearly(kind, back, channels):
+    elements = number_of(kind)
+    for weight in weights_with(channels, elements, back):
+        way, counts = costs(weight, elements)
+        if way == "rectangle":
+            assert channels == 33, weight  # and the taps are many
+            continue
+        efficiency, conflicts = LINEAR_BARS[way]
+        assert counts.load_efficiency >= efficiency, weight
+        assert counts.store_efficiency >= efficiency, weight
+        assert counts.conflict_degree <= conflicts, weight
+
+
+@both_ways
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind[0].itemsize < 16], ids=str)
+def test_misaligned_weights_go_element_by_element(kind, back):
+    elements = number_of(kind)
+    for channels in (33, 64, 256):
+        for weight in weights_with(channels, elements, back, (4, 9, 49, 125)):
+            way, counts = costs(weight, elements, offset=1)
+            assert way == "rectangle", weight
+            assert counts.load_efficiency >= RECTANGLE_BARS[kind[0].itemsize], weight
+            assert counts.store_efficiency >= RECTANGLE_BARS[kind[1].itemsize], weight
+            assert counts.conflict_degree <= 4, weight

@@ -1,8 +1,8 @@
-"""The operators are for every number of threads."""
+"""Operators are tested with all threads."""
 
 import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """As many threads as there are."""
+    """Leave the number of threads as it is."""

@@ -119,18 +119,6 @@ def test_vmap_is_one_call_in_canonical_strides(device):
         vmap(nhwc.convert_weight)(weights[0])
 
 
-def test_vmap_and_derivatives_compose(device):
-    weights = torch.randn(5, 4, 3, 3, 3, dtype=torch.double, device=device)
-
-    def squares(w):
-        return (nhwc.convert_weight(w) ** 2).sum()
-
-    assert torch.equal(vmap(grad(squares))(weights), 2 * weights)
-    assert torch.equal(grad(lambda w: (vmap(nhwc.convert_weight)(w) ** 2).sum())(weights), 2 * weights)
-    _, tangents = vmap(lambda w: jvp(nhwc.convert_weight, (w,), (3 * w,)))(weights)
-    assert torch.equal(tangents, 3 * weights)
-
-
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", exhaustive("inductor")])
 @pytest.mark.parametrize("dtype", [None, torch.float64], ids=str)
 def test_compiled_autograd(backend, dtype):

@@ -157,17 +157,17 @@ def test_a_released_storage_raises(device):
 
 
 @pytest.mark.parametrize("function", [nhwc.convert_weights, nhwc.convert_weights_, nhwc.ops.plan_weights])
-def test_one_tensor_in_the_place_of_a_list_raises(function):
-    for weight in (parameter(), nn.Parameter(torch.randn(4, 3, 3, 3, 3))):
-        with pytest.raises(TypeError, match=r"expected a list of weights, got one tensor of shape \(4, 3"):
-            function(weight)
-
-
-@pytest.mark.parametrize("function", [nhwc.convert_weights, nhwc.convert_weights_, nhwc.ops.plan_weights])
-@pytest.mark.parametrize("module", [nn.Conv2d(3, 4, 3), nn.Sequential(nn.Conv2d(3, 4, 3))])
-def test_a_module_in_the_place_of_a_list_raises(function, module):
-    with pytest.raises(TypeError, match="expected a list of weights, got a module: use convert_"):
-        function(module)
+@pytest.mark.parametrize(
+    ("value", "got"),
+    [
+        (parameter(), r"one tensor of shape \(4, 3, 3, 3\)"),
+        (nn.Conv2d(3, 4, 3), "a module: use convert_"),
+        (nn.Sequential(nn.Conv2d(3, 4, 3)), "a module: use convert_"),
+    ],
+)
+def test_what_is_no_list_of_weights_raises(function, value, got):
+    with pytest.raises(TypeError, match=f"expected a list of weights, got {got}"):
+        function(value)
 
 
 def test_outcomes_are_those_of_the_header():

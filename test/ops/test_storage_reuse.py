@@ -3,7 +3,6 @@
 import copy
 import ctypes
 import io
-import multiprocessing
 import queue
 import subprocess
 import sys
@@ -475,14 +474,6 @@ def test_aliases_that_leave_a_flat_buffer_stay_aliases(device):
     assert torch.equal(flat, values)
 
 
-def test_a_holder_that_goes_away_gives_the_bytes_back(device):
-    weight = parameter(device=device)
-    holder = weight.detach()
-    assert nhwc.ops.plan_weights([weight]) == [Outcome.COPIED_HELD]
-    del holder
-    assert nhwc.ops.plan_weights([weight]) == [Outcome.IN_PLACE]
-
-
 def test_new_storage_has_no_other_holder(device):
     weight = parameter(device=device)
     holder = weight.untyped_storage()
@@ -550,15 +541,6 @@ def test_the_holders_are_counted_without_the_lock_of_python(device):
         thread.join()
 
 
-def test_planning_leaves_no_trace_on_the_storage(device):
-    weight = parameter(device=device)
-    for storage in ("auto", "reuse", "fresh", "detach") * 3:
-        planned = nhwc.ops.plan_weights([weight, weight], storage=storage)
-        assert planned == [Outcome.COPIED if storage == "fresh" else Outcome.IN_PLACE] * 2
-    assert weight.is_contiguous()
-    assert nhwc.convert_weight_(weight) == Outcome.IN_PLACE
-
-
 def test_conversions_leave_no_reference_to_the_storage(device):
     weight = parameter(device=device)
     weight.grad = torch.randn_like(weight)
@@ -569,23 +551,6 @@ def test_conversions_leave_no_reference_to_the_storage(device):
         assert nhwc.convert_weight_(weight, memory_format) == Outcome.IN_PLACE
     assert (weight.data_ptr(), weight.grad.data_ptr()) == pointers
     assert torch.equal(weight, before)
-
-
-def _read_shared(weight, queue):
-    queue.put(weight.sum().item())
-
-
-def test_another_process_does_not_see_a_conversion():
-    weight = nn.Parameter(torch.arange(108.0).view(4, 3, 3, 3).share_memory_(), requires_grad=False)
-    view = weight.detach()
-    nhwc.convert_weight_(weight)
-    context = multiprocessing.get_context("fork")
-    queue = context.Queue()
-    process = context.Process(target=_read_shared, args=(view, queue))
-    process.start()
-    assert queue.get(timeout=60) == sum(range(108))
-    process.join()
-    assert torch.equal(view.view(-1), torch.arange(108.0))
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of memory that Linux keeps")

@@ -1,4 +1,4 @@
-"""A layer of the user's own, whose weight shows only when it runs."""
+"""A user's layer whose weight can be found only by running it."""
 
 import torch
 from torch import nn

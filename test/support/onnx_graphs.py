@@ -1,4 +1,4 @@
-"""What a model becomes in ONNX."""
+"""Models exported to ONNX, and their operators."""
 
 import contextlib
 import io
@@ -8,7 +8,7 @@ import torch
 
 
 def onnx_model(model, x, dynamo):
-    """What one of PyTorch's two exporters makes of a model."""
+    """Export a model by one of PyTorch's two exporters."""
     if dynamo:
         with contextlib.redirect_stdout(io.StringIO()):
             return torch.onnx.export(model, (x,), dynamo=True, verbose=False).model_proto
@@ -18,12 +18,12 @@ def onnx_model(model, x, dynamo):
 
 
 def operators_of(onnx_model):
-    """The operators of its graph, in order."""
+    """Return the operators of a graph, in order."""
     return [node.op_type for node in onnx_model.graph.node]
 
 
 def onnx_operators(model, x, dynamo):
-    """The operators that a model becomes, or the kind of the exporter's error."""
+    """Return the operators of the exported model, or the class of the exporter's error."""
     try:
         return operators_of(onnx_model(model, x, dynamo))
     except torch.onnx.OnnxExporterError as error:

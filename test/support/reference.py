@@ -1,4 +1,4 @@
-"""The operators in plain torch, and the weights that the tests feed them."""
+"""The operators in plain torch, and weights for tests."""
 
 import torch
 
@@ -54,7 +54,7 @@ def in_channels_last(tensor):
 
 
 def random_weight(shape, dtype=torch.float32, device="cpu"):
-    """Random bytes as numbers of `dtype`, except that boolean ones are 0 or 1."""
+    """Return random bytes as numbers of `dtype`; booleans are 0 or 1."""
     count = int(torch.Size(shape).numel())
     if dtype == torch.bool:
         return torch.randint(0, 2, shape, device=device).bool()
@@ -63,7 +63,7 @@ def random_weight(shape, dtype=torch.float32, device="cpu"):
 
 
 def arrange(weight, source):
-    """A weight of the same values whose memory is arranged as `source` names it."""
+    """Return a weight of the same values, with its memory arranged as `source` says."""
     size = weight.shape
     if source == "contiguous":
         return weight.clone(memory_format=torch.contiguous_format)
@@ -85,19 +85,19 @@ def arrange(weight, source):
 
 
 def convert_weight(weight, memory_format=None, dtype=None):
-    """The specification of `torch.ops.nhwc.convert_weight`."""
+    """Do what `torch.ops.nhwc.convert_weight` has to do, in plain torch."""
     memory_format = memory_format or channels_last_of(weight)
     out = torch.empty(weight.shape, dtype=dtype or weight.dtype, device=weight.device, memory_format=memory_format)
     return out.copy_(weight)
 
 
 def bits(tensor):
-    """The elements as bytes in logical order, so that equality is equality of bits."""
+    """Return the elements as bytes in logical order, to compare them bit by bit."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def assert_same(actual, expected):
-    """Equal shape, dtype, device and strides, and bits; not a number equals itself whatever its bits."""
+    """Expect equal shapes, dtypes, devices, strides and bits. Every NaN equals every other one."""
     assert actual.shape == expected.shape
     assert actual.dtype == expected.dtype
     assert actual.device == expected.device

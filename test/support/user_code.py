@@ -1,4 +1,4 @@
-"""A module that runs a function, as a model's own code does."""
+"""A module that runs a function, like the code of a model."""
 
 from torch import nn
 

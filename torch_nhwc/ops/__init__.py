@@ -85,7 +85,7 @@ class Outcome(enum.IntEnum):
 
     @property
     def is_refusal(self) -> bool:
-        """Whether the converting operators raise."""
+        """Return whether the converting operators raise."""
         return self < 0
 
 

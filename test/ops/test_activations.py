@@ -1,0 +1,349 @@
+"""Operators on activations: PyTorch's own values, gradients, derivatives, errors and contracts, in channels-last."""
+
+import itertools
+
+import pytest
+import torch
+from activations import (
+    assert_as_stock,
+    assert_differentiable,
+    assert_in_format,
+    assert_like,
+    channels_last,
+    first,
+    sliced,
+)
+from selection import some_of
+from torch.nn import functional
+
+nhwc = torch.ops.nhwc
+VOLUME, IMAGE = (2, 4, 4, 5, 6), (2, 4, 4, 5)
+KERNEL, BIAS = torch.randn(6, 4, 1, 1, 1), torch.randn(6)
+
+# The shape of an activation, further arguments, and PyTorch's function of the activation.
+CALLS = {
+    "avg_pool3d": (VOLUME, ([2, 2, 2],), lambda x: functional.avg_pool3d(x, 2)),
+    "adaptive_avg_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_avg_pool3d(x, (2, 3, 2))),
+    "adaptive_max_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_max_pool3d(x, (2, 3, 2), True)),
+    "upsample_nearest3d": (VOLUME, ([5, 6, 7],), lambda x: functional.interpolate(x, (5, 6, 7))),
+    "conv3d": (
+        VOLUME,
+        (KERNEL, BIAS, [2, 1, 1]),
+        lambda x: functional.conv3d(x, KERNEL.to(x), BIAS.to(x), (2, 1, 1)),
+    ),
+    "gelu": (IMAGE, (), functional.gelu),
+    "pad_circular": (IMAGE, ([1, 2, 0, 1],), lambda x: functional.pad(x, (1, 2, 0, 1), mode="circular")),
+    "group_norm": (IMAGE, (2,), lambda x: functional.group_norm(x, 2)),
+    "instance_norm": (IMAGE, (), functional.instance_norm),
+}
+every_operator = pytest.mark.parametrize("name", CALLS)
+every_arrangement = pytest.mark.parametrize("arrange", [channels_last, sliced])
+
+
+def prepared(name, values):
+    """Return the operator's further arguments in the dtype of the activation."""
+    return [each.to(values) if isinstance(each, torch.Tensor) else each for each in CALLS[name][1]]
+
+
+def call(name, values):
+    return getattr(nhwc, name)(values, *prepared(name, values))
+
+
+@pytest.mark.parametrize("name", some_of(CALLS, "adaptive_max_pool3d", "conv3d", "gelu", "pad_circular"))
+def test_every_derivative_is_right(name):
+    assert_differentiable(lambda x: call(name, x), torch.rand(CALLS[name][0]) + 0.5)
+
+
+@every_operator
+def test_opcheck(name):
+    values = channels_last(torch.rand(CALLS[name][0])).requires_grad_()
+    # Schemas with optional buffers that are written are not for functionalization.
+    checks = {"test_utils": ("test_schema", "test_autograd_registration")} if name == "instance_norm" else {}
+    torch.library.opcheck(getattr(nhwc, name).default, (values, *prepared(name, values)), **checks)
+
+
+@every_operator
+def test_other_formats_are_pytorchs_own(name):
+    shape, _, stock = CALLS[name]
+    assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape))
+    if name not in ("upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
+        assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape[1:]))
+
+
+@every_operator
+def test_autocast_gives_the_dtype_of_pytorchs_own(name):
+    shape, _, stock = CALLS[name]
+    with torch.autocast("cpu", torch.bfloat16):
+        for dtype in (torch.float32, torch.bfloat16):
+            values = channels_last(torch.rand(shape)).to(dtype)
+            out = first(call(name, values))
+            assert out.dtype == first(stock(values)).dtype
+            assert_in_format(out)
+
+
+@every_operator
+def test_torchscript_gives_the_same(name):
+    shape, _, stock = CALLS[name]
+    values = torch.rand(shape)
+    constants = "".join(f", {each!r}" for each in CALLS[name][1] if not isinstance(each, torch.Tensor))
+    tensors = [each for each in CALLS[name][1] if isinstance(each, torch.Tensor)]
+    names = "".join(f", t{index}" for index in range(len(tensors)))
+    unit = torch.jit.CompilationUnit(f"def run(x{names}):\n  return torch.ops.nhwc.{name}(x{names}{constants})\n")
+    out = first(unit.run(channels_last(values), *tensors))
+    torch.testing.assert_close(out, first(stock(values)))
+    assert_in_format(out)
+
+
+@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("adaptive_max_pool3d", "conv3d")])
+def test_the_output_is_no_view_and_may_be_changed_in_place(name):
+    shape, _, stock = CALLS[name]
+    values = channels_last(torch.randn(shape)).requires_grad_()
+    out = call(name, values)
+    assert not out._is_view()
+    functional.relu_(out).square().sum().backward()
+    expected = values.detach().contiguous().requires_grad_()
+    functional.relu_(stock(expected)).square().sum().backward()
+    torch.testing.assert_close(values.grad, expected.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gelu", "conv3d"])
+def test_a_change_of_a_saved_input_in_place_is_an_error(name):
+    inner = channels_last(torch.randn(CALLS[name][0])).requires_grad_() * 1
+    kernel = KERNEL.clone().requires_grad_()
+    out = nhwc.gelu(inner) if name == "gelu" else nhwc.conv3d(inner, kernel)
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def circular(x, pad):
+    return functional.pad(x, pad, mode="circular")
+
+
+# An operator, PyTorch's own, an activation, the other arguments, and the error.
+IMAGES, VOLUMES = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)
+POOL = nhwc.avg_pool3d, torch._C._nn.avg_pool3d, VOLUMES
+CONV, PAD = (nhwc.conv3d, functional.conv3d, VOLUMES), (nhwc.pad_circular, circular, IMAGES)
+GELU = [lambda x, approximate, gelu=gelu: gelu(x, approximate=approximate) for gelu in (nhwc.gelu, functional.gelu)]
+KERNEL3 = torch.randn(4, 3, 1, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("functions", "arguments", "message"),
+    [
+        (POOL, ([0, 2, 2],), "stride should not be zero"),
+        (POOL, ([2, 2, 2], [0, 1, 1]), "stride"),
+        (POOL, ([2, 2, 2], [1, 1, 1], [2, 0, 0]), "pad should be at most half"),
+        (POOL, ([2, 2, 2], [], [0, 0, 0], False, True, 0), "divisor must be not zero"),
+        (POOL, ([9, 2, 2],), "smaller than kernel size"),
+        (POOL, ([2, 2],), "kernel_size"),
+        (CONV, (torch.randn(4, 2, 1, 1, 1),), "expected input.* to have 2 channels, but got 3"),
+        (CONV, (torch.randn(4, 3, 1, 1),), "expected|Expected"),
+        (CONV, (KERNEL3, torch.randn(3)), "to be 1-dimensional with 4 elements"),
+        (CONV, (KERNEL3, None, [0, 1, 1]), "non-positive stride"),
+        (CONV, (KERNEL3.bfloat16(),), "should be the same|expected scalar type"),
+        (CONV, (torch.randn(4, 3, 9, 1, 1),), "Kernel size can't be greater than actual input size"),
+        (PAD, ((6, 0, 0, 0),), "wrapping around more than once"),
+        (PAD, ((-6, 0, 0, 0),), "Negative padding value is resulting in an empty dimension"),
+        (PAD, ((1, 1),), "Padding size 2 is not supported for 4D input"),
+        (PAD, ((1, 1, 1),), "Padding length must be divisible by 2"),
+        ((*GELU, IMAGES), ("other",), "approximate argument must be either none or tanh"),
+        ((*GELU, IMAGES.long()), ("none",), "not implemented for 'Long'"),
+    ],
+)
+def test_errors_are_pytorchs(functions, arguments, message):
+    *functions, values = functions
+    for function in functions:
+        with pytest.raises((RuntimeError, NotImplementedError), match=message):
+            function(channels_last(values), *arguments)
+
+
+@every_arrangement
+@pytest.mark.parametrize("approximate", ["none", "tanh"])
+@pytest.mark.parametrize("shape", [(2, 5, 3, 4), (2, 3, 2, 3, 4), (3, 7, 9), (1, 1, 4, 4), (2, 5, 1, 1, 1)], ids=str)
+def test_gelu(shape, arrange, approximate):
+    stock = lambda x: functional.gelu(x, approximate=approximate)  # noqa: E731
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
+        assert_like(lambda x: nhwc.gelu(x, approximate=approximate), stock, 3 * torch.randn(shape), dtype, arrange)
+
+
+def test_gelu_of_other_ranks_and_of_no_channels_is_pytorchs_own():
+    for values in (torch.randn(3), torch.randn(2, 3), channels_last(torch.randn(2, 0, 4, 5))):
+        assert_as_stock(nhwc.gelu, functional.gelu, values)
+
+
+PADS = [
+    *(((2, 5, 8, 9), (1, 2, 3, 0)), ((2, 5, 8, 9), (9, 9, 8, 1)), ((2, 5, 8, 9), (-1, 2, 3, -2))),
+    *(((1, 1, 8, 9), (1, 2, 3, 1)), ((2, 3, 1, 1), (1, 1, 0, 1)), ((2, 3, 4, 4), (0, 0, 0, 0))),
+    *(((2, 3, 5, 6, 7), (1, 2, 3, 4, 5, 1)), ((2, 3, 5, 6, 7), (1, -2, 3, 3, -3, 1)), ((2, 3, 7), (3, 2))),
+]
+
+
+@every_arrangement
+@pytest.mark.parametrize(("shape", "pad"), PADS, ids=str)
+def test_pad_circular(shape, pad, arrange):
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        values = torch.randn(shape).to(dtype)
+        assert_like(lambda x: nhwc.pad_circular(x, pad), lambda x: circular(x, pad), values, dtype, arrange)
+        assert torch.equal(nhwc.pad_circular(arrange(values), pad), circular(values, pad))
+    integers = torch.randint(0, 9, shape)
+    assert torch.equal(nhwc.pad_circular(arrange(integers), pad), circular(integers, pad))
+
+
+def test_pad_circular_takes_more_than_what_a_negative_number_has_left():
+    assert nhwc.pad_circular(channels_last(torch.randn(2, 3, 4, 3)), (3, -2, 0, 0)).shape == (2, 3, 4, 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "pad"), [((2, 2, 3, 4), (1, 2, -1, 2)), ((1, 2, 2, 3, 3), (1, 1, 2, 0, 1, -1))], ids=str
+)
+def test_derivatives_and_contract_of_the_adjoint_of_pad_circular(shape, pad):
+    assert_differentiable(lambda x: nhwc.pad_circular(x, pad), torch.randn(shape))
+    padded = channels_last(torch.randn(circular(torch.empty(shape), pad).shape).double())
+    adjoint = nhwc.native_pad_circular_backward
+    assert_differentiable(lambda x: adjoint(x, pad), padded)
+    torch.library.opcheck(nhwc.native_pad_circular.default, (channels_last(torch.randn(shape)).requires_grad_(), pad))
+    torch.library.opcheck(adjoint.default, (padded, pad))
+
+
+SHAPES = [(2, 5, 6, 7, 8), (1, 1, 5, 6, 7), (2, 3, 6, 1, 5), (1, 4, 4, 4, 4)]
+WINDOWS = [
+    *(([2, 2, 2],), ([3, 1, 2], [2, 1, 3]), ([3, 3, 3], [2, 2, 2], [1, 1, 1]), ([2, 3, 1], [3, 2, 2], [1, 0, 0], True)),
+    *(([3, 3, 3], [2, 2, 2], [1, 1, 1], True, False), ([2, 1, 3], [], [0, 0, 1], False, False)),
+    *(([2, 2, 3], [2, 2, 2], [1, 1, 0], True, True, 5), ([2, 2, 2], [], [0, 0, 0], False, True, -3)),
+]
+SIZES = [[1, 1, 1], [3, 3, 3], [2, 5, 1], [7, 9, 4]]
+
+
+def agrees(operator, reference, arrange=channels_last):
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+        try:
+            reference(torch.randn(shape))
+        except RuntimeError:
+            with pytest.raises(RuntimeError):
+                operator(channels_last(torch.randn(shape)))
+            continue
+        assert_like(operator, reference, torch.rand(shape) + 0.1, dtype, arrange)
+
+
+@every_arrangement
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+def test_avg_pool3d(window, arrange):
+    def stock(x):
+        return functional.avg_pool3d(x, window[0], window[1] if len(window) > 1 and window[1] else None, *window[2:])
+
+    agrees(lambda x: nhwc.avg_pool3d(x, *window), stock, arrange)
+
+
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_adaptive_pools(size):
+    agrees(lambda x: nhwc.adaptive_avg_pool3d(x, size), lambda x: functional.adaptive_avg_pool3d(x, size))
+    stock = lambda x: functional.adaptive_max_pool3d(x, size, return_indices=True)  # noqa: E731
+    for arrange in (channels_last, sliced):
+        agrees(lambda x: nhwc.adaptive_max_pool3d(x, size), stock, arrange)
+    values = torch.randint(0, 2, (2, 5, 6, 7, 8)).float()  # maxima that are equal, and ones that are no number
+    values[0, :, 1::2, ::3, 2] = values[1, 2] = torch.nan
+    values[1, 1] = -torch.inf
+    (out, indices), (expected, expected_indices) = nhwc.adaptive_max_pool3d(channels_last(values), size), stock(values)
+    torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(indices, expected_indices)
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_upsample_nearest3d(mode):
+    for sizes in ({"size": [3, 9, 13]}, {"scale_factor": [2.0, 2.0, 2.0]}, {"scale_factor": [1.5, 2.3, 0.7]}):
+        agrees(
+            lambda x: nhwc.upsample_nearest3d(x, sizes.get("size"), sizes.get("scale_factor"), exact=mode != "nearest"),
+            lambda x: functional.interpolate(x, mode=mode, **sizes),
+        )
+
+
+KERNELS = {
+    "one tap": ((1, 1, 1), {}),
+    "one tap, stride": ((1, 1, 1), {"stride": [2, 1, 3]}),
+    "one tap, dilation": ((1, 1, 1), {"dilation": [2, 2, 2]}),
+    "one tap, padding": ((1, 1, 1), {"padding": [1, 0, 0]}),
+    "one tap, groups": ((1, 1, 1), {"groups": 2, "stride": [1, 2, 2]}),
+    "one tap, a channel a group": ((1, 1, 1), {"groups": 4}),
+    "plane": ((1, 3, 2), {"stride": [2, 2, 1], "padding": [0, 1, 1], "dilation": [1, 1, 2]}),
+    "plane, groups": ((1, 3, 3), {"groups": 2}),
+    "plane, padding along depth": ((1, 3, 3), {"padding": [1, 1, 1]}),
+    "depth": ((3, 1, 1), {"stride": [2, 1, 2], "padding": [1, 0, 0], "dilation": [2, 1, 1]}),
+    "volume": ((2, 3, 2), {"stride": [1, 2, 1], "padding": [1, 1, 0]}),
+}
+
+
+def kernel_of(name, dtype=torch.float32):
+    """Return a weight for four channels, a bias, and the other arguments."""
+    kernel, arguments = KERNELS[name]
+    groups = arguments.get("groups", 1)
+    outputs = 8 if groups == 4 else 6
+    weight = torch.randn(outputs, 4 // groups, *kernel) / (4 * torch.tensor(kernel).prod()) ** 0.5
+    return weight.to(dtype), torch.randn(outputs).to(dtype), arguments
+
+
+@every_arrangement
+@pytest.mark.parametrize("name", KERNELS)
+def test_conv3d(name, arrange):
+    dtypes = (torch.float32, 1e-5), (torch.bfloat16, 3e-2), (torch.float64, 1e-12)
+    for (dtype, tolerance), has_bias in itertools.product(dtypes, (True, False)):
+        weight, bias, arguments = kernel_of(name, dtype)
+        added = bias if has_bias else None
+        weight.requires_grad_()
+        expected = weight.detach().double().requires_grad_()
+        assert_like(
+            lambda x: nhwc.conv3d(x, weight, added, **arguments),
+            lambda x: functional.conv3d(x, expected, None if added is None else added.double(), **arguments),
+            torch.randn(2, 4, 5, 6, 7),
+            dtype,
+            arrange,
+        )
+        scale = tolerance * float(expected.grad.abs().max())
+        torch.testing.assert_close(weight.grad.double(), expected.grad, rtol=tolerance, atol=scale)
+
+
+@pytest.mark.parametrize("arrange", [channels_last, torch.Tensor.contiguous])
+@pytest.mark.parametrize("name", ["one tap", "depth"])
+def test_the_weights_gradient_has_its_strides(name, arrange):
+    for dtype in (torch.float32, torch.bfloat16):
+        weight, _, arguments = kernel_of(name, dtype)
+        weight = arrange(weight).requires_grad_()
+        nhwc.conv3d(channels_last(torch.randn(2, 4, 5, 6, 7)).to(dtype), weight, **arguments).sum().backward()
+        assert weight.grad.stride() == weight.stride()
+
+
+def test_products_are_as_precise_as_settings_require_of_convolutions():
+    weight, volume = torch.randn(3, 4, 1, 1, 1), channels_last(torch.randn(2, 4, 5, 6, 7))
+    before = torch.get_float32_matmul_precision()
+    try:
+        for operator in ("aten::linear", "aten::conv2d"):
+            with torch.profiler.profile() as profile:
+                nhwc.conv3d(volume, weight)
+            assert operator in {event.key for event in profile.key_averages()}
+            torch.set_float32_matmul_precision("medium")
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("shape", [(2, 1, 3, 4, 5), (2, 4, 1, 1, 1), (1, 4, 2, 1, 3)])
+def test_conv3d_of_one_channel_and_of_one_voxel(shape):
+    for outputs in (1, 3):
+        weight, bias = torch.randn(outputs, shape[1], 1, 1, 1), torch.randn(outputs)
+        assert_like(
+            lambda x: nhwc.conv3d(x, weight, bias),
+            lambda x: functional.conv3d(x, weight.double(), bias.double()),
+            torch.randn(shape),
+        )
+
+
+@pytest.mark.parametrize("name", some_of(["one tap", "one tap, stride", "depth"], "depth"))
+def test_derivatives_and_contract_of_conv3d(name):
+    weight, bias, arguments = kernel_of(name, torch.double)
+    assert_differentiable(lambda x: nhwc.conv3d(x, weight, bias, **arguments), torch.randn(1, 4, 5, 3, 3))
+    values = channels_last(torch.randn(2, 4, 5, 5, 5)).double().requires_grad_()
+    torch.autograd.gradgradcheck(
+        lambda w, b: nhwc.conv3d(values[:1, :, :, :3, :3], w, b, **arguments),
+        (weight.requires_grad_(), bias.requires_grad_()),
+        fast_mode=True,
+    )
+    torch.library.opcheck(nhwc.conv3d.default, (values, weight, bias), arguments)
