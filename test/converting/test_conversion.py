@@ -63,7 +63,7 @@ class TestArguments:
             ([nn.Conv2d(3, 3, 3)], r"got list: give torch\.nn\.ModuleList\(modules\)$"),
             ((nn.Conv2d(3, 3, 3), nn.ReLU()), r"got tuple: give torch\.nn\.ModuleList\(modules\)$"),
             ({"layer": nn.Conv2d(3, 3, 3)}, r"got dict: give torch\.nn\.ModuleDict\(modules\)$"),
-            (nn.Conv2d(3, 3, 3).state_dict(), r"got OrderedDict: convert_state_dict takes state dicts$"),
+            (nn.Conv2d(3, 3, 3).state_dict(), r"got OrderedDict: torch_nhwc.checkpoint.convert_state_dict takes state dicts$"),
             ([], r"got list$"),
         ],
         ids=lambda value: type(value).__name__,

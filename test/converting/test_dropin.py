@@ -267,7 +267,7 @@ def with_sparse_weight():
 BROKEN["sparse"] = (
     with_sparse_weight,
     RuntimeError,
-    r"nothing was changed, because of '1.0' \(Conv2d\): the operators do not take it \(sparse",
+    r"nothing was changed, because of '1.0' \(Conv2d\): the operators do not support it \(sparse",
 )
 
 
