@@ -61,7 +61,7 @@ class Report:
         and state that have come since get the strides of their weight.
 
         Args:
-            optimizer: One or several that the conversion did not know, such as those made after it.
+            optimizer: One or several that the conversion did not know, for example because they were made after it.
             ema: Averaged copies that the conversion did not know.
 
         Warns:

@@ -51,7 +51,7 @@ class Companion:
 
     @property
     def changes(self) -> bool:
-        """Whether the operators are called for it."""
+        """Return whether the operators are called for it."""
         return self.reason is None and self.outcome is not Outcome.UNCHANGED
 
 
@@ -61,7 +61,7 @@ class Sources(NamedTuple):
     optimizers: tuple[Any, ...] = ()
     copies: tuple[AveragedCopy, ...] = ()
     is_optimizer_unknown: bool = False
-    """Whether the caller has not said if there is an optimizer."""
+    """True if the caller has not said whether there is an optimizer."""
 
     def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
         """Raise a ValueError for an optimizer that holds none of a model's parameters, so that no state would follow.

@@ -213,10 +213,11 @@ class _Case:
 
     @property
     def is_in_format(self) -> bool:
-        """Whether forward sees the weight in the format, as far as is known: offloading may restore other strides."""
+        """Return whether forward sees the weight in the format, as far as is known."""
         site, tensor = self.site, self.tensor
         if tensor is None or self.outcome is not Outcome.UNCHANGED:
             return False
+        # Offloading may restore other strides.
         if site.reason is not Reason.OFFLOADED and not wrappers.is_offloaded(site.module, tensor):
             return True
         strides = wrappers.restored_strides(self.found.model, site.full_name, tensor)
@@ -224,14 +225,14 @@ class _Case:
 
     @property
     def is_swappable(self) -> bool:
-        """Whether the layer's class can become one that converts its weight in each forward."""
+        """Return whether the layer's class can become one that converts its weight in each forward."""
         module = self.site.module
         is_replaced = not {"forward", "_conv_forward"}.isdisjoint(vars(module))
         return is_layer(module) and not is_replaced and not is_pickled_otherwise(type(module))
 
     @property
     def takes_operator(self) -> bool:
-        """Whether the operator can convert the tensor in each forward; for a subclass, that is tried."""
+        """Return whether the operator can convert the tensor in each forward; for a subclass, that is tried."""
         if self.tensor is None or type(self.tensor) in (Tensor, nn.Parameter) or self.reason in wrappers.REASONS:
             return True
         try:
@@ -308,7 +309,7 @@ _REGULAR: tuple[_Rule, ...] = (
     (
         lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE,
         Action.REFUSE,
-        lambda c: c.earlier and c.earlier.reason,
+        lambda c: c.earlier.reason if c.earlier else None,
     ),
     (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
     # What the operators would do.
@@ -432,7 +433,7 @@ def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> lis
 def _decide_input_hook(found: Found, options: Options) -> InputHook | None:
     """Return the hook that the model is to have: the present one, with what is requested added, or `None`.
 
-    An input of another rank than the convolutions' is no image or volume, such as a video of `[B, T, C, H, W]` for
+    An input of another rank than the convolutions' is no image or volume, for example a video of `[B, T, C, H, W]` for
     convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it whose width is
     strided: on some CPUs PyTorch computes those wrong where weight or input are channels-last.
 
