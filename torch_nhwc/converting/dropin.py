@@ -126,7 +126,7 @@ def _clone(decisions: Decisions) -> tuple[list[Edit], list[tuple[Site, Reason]]]
             continue
         if site.tensor is not None and reason in _CLONED:
             if key not in clones:
-                clones[key] = clone_edits(site.tensor, site, reason, site.format(decisions.options.format))
+                clones[key] = _clone_edits(site.tensor, site, reason, site.format(decisions.options.format))
             cloned = clones[key]
             if isinstance(cloned, list):
                 continue
@@ -149,7 +149,7 @@ _OWNED_ELSEWHERE = {Outcome.COPIED_HELD, Outcome.COPIED_SHARED, Outcome.PART_OF_
 
 @torch.inference_mode(False)  # what is made in inference mode can never train
 @torch.no_grad()
-def clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> list[Edit] | Reason:
+def _clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> list[Edit] | Reason:
     """Return the edits by which a weight and its gradient become their clones in a format, inner tensors included.
 
     The tensor's class makes the clone. Inner tensors that need not move stay where they are, and only their strides
