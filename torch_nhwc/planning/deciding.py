@@ -14,7 +14,7 @@ from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
-from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, held_by
+from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import computed_weights, wrappers
@@ -363,15 +363,11 @@ def _refuse_for_optimizers(sites: Sequence[Site], rows: Sequence[PlanRow], optio
     """Refuse the weights of optimizers that need contiguous ones."""
     if not options.format.is_channels_last:
         return
-    for optimizer in (each for given in sources.optimizers for each in wrappers.with_inner(given)):
-        flattens = wrappers.flattens_parameters(optimizer)
-        if not (flattens or wrappers.keeps_buckets(optimizer)):
-            continue
-        held = held_by(optimizer)
+    for reason, held in sources.needing_contiguous():
         for site, row in zip(sites, rows):
-            is_slice = not flattens and row.reason is Reason.PART_OF_LARGER_STORAGE
+            is_slice = reason is Reason.BUCKET_VIEW and row.reason is Reason.PART_OF_LARGER_STORAGE
             if (is_slice or row.action is Action.CONVERT) and id(site.tensor) in held:
-                row.refuse(Reason.FLATTENING_OPTIMIZER if flattens else Reason.BUCKET_VIEW)
+                row.refuse(reason)
 
 
 def _decide_companions(
