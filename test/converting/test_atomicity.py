@@ -14,7 +14,7 @@ from torch_nhwc.step_guard import is_watched
 
 
 class Contiguous(nn.Module):
-    """A parametrization that loses the memory format, so that a last step must bring it back."""
+    """A parametrization that loses the memory format, so that a last step must restore it."""
 
     def forward(self, weight):
         return weight.contiguous() * 2

@@ -295,7 +295,8 @@ def test_a_dtensor_is_converted_with_its_local_tensor_and_trains(sharded, shape,
     placement = Replicate() if sharded is None else Shard(sharded)
     layer = layer_with(torch.randn(shape))
     distribute_module(layer, mesh)
-    layer.weight = nn.Parameter(distribute_tensor(layer.weight.data.to_local(), mesh, [placement]))
+    # Not distributed by a collective, whose threads hold the tensor for a moment after it ends.
+    layer.weight = nn.Parameter(DTensor.from_local(torch.randn(shape), mesh, [placement]))
     weight, values = layer.weight, layer.weight.to_local().detach().clone()
     for memory_format in (torch.contiguous_format, LAST[len(shape)]):
         CONVERT[len(shape)](layer, memory_format)

@@ -1,4 +1,4 @@
-"""Converting a model in place: what the verb takes, what it refuses, and what is said to whom."""
+"""Converting a model in place: what the verb takes, what it refuses, and its warnings."""
 
 import os
 import subprocess
@@ -63,7 +63,10 @@ class TestArguments:
             ([nn.Conv2d(3, 3, 3)], r"got list: give torch\.nn\.ModuleList\(modules\)$"),
             ((nn.Conv2d(3, 3, 3), nn.ReLU()), r"got tuple: give torch\.nn\.ModuleList\(modules\)$"),
             ({"layer": nn.Conv2d(3, 3, 3)}, r"got dict: give torch\.nn\.ModuleDict\(modules\)$"),
-            (nn.Conv2d(3, 3, 3).state_dict(), r"got OrderedDict: convert_state_dict takes state dicts$"),
+            (
+                nn.Conv2d(3, 3, 3).state_dict(),
+                r"got OrderedDict: torch_nhwc.checkpoint.convert_state_dict takes state dicts$",
+            ),
             ([], r"got list$"),
         ],
         ids=lambda value: type(value).__name__,
@@ -116,7 +119,7 @@ class TestArguments:
 
 
 class TestRefusals:
-    """A refused site does not stop the others, and is told about once."""
+    """A refused site does not stop the others, and is a warning, once."""
 
     @pytest.mark.parametrize("verb", ["convert_", "apply", "channels_last"])
     def test_warn_once_at_the_callers_line(self, verb):

@@ -1,4 +1,4 @@
-"""The drop-ins held against the converters of torch.nn.utils: what these do, they do, from arguments to gradients."""
+"""The drop-ins compared with the converters of torch.nn.utils, from arguments to gradients."""
 
 import copy
 import itertools

@@ -1,4 +1,4 @@
-"""Weights that are laid out in each forward, in what is exported: by PyTorch's own operators, with equal numbers."""
+"""Exported models whose weights are converted in each forward: by PyTorch's own operators, with equal numbers."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from torch.nn.utils import parametrizations
 
 import torch_nhwc as nhwc
 
-pytestmark = pytest.mark.filterwarnings("ignore")  # exporters and the old weight_norm tell that they are old
+pytestmark = pytest.mark.filterwarnings("ignore")  # exporters and the old weight_norm are deprecated
 
 KINDS = {
     "parametrized": parametrizations.weight_norm,

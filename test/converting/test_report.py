@@ -53,7 +53,7 @@ def test_a_report_survives_json_and_then_belongs_to_no_model():
     ("old", "new"),
     [
         ('"plan"', '"other"'),
-        ('"REUSED"', '"BURNT"'),
+        ('"IN_PLACE"', '"BURNT"'),
         ('"channels_last"', '"nhwc"'),
         ('"new_bytes": 0', '"new_bytes": ""'),
     ],

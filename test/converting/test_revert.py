@@ -1,4 +1,4 @@
-"""Back to the strides as they were, by a report or at the end of a block."""
+"""Reverting to the strides from before, by a report or at the end of a block."""
 
 import copy
 import gc
@@ -24,11 +24,11 @@ CL = torch.channels_last
 
 
 class TestRevert:
-    """Brings back the strides, and never the values."""
+    """Restores the strides, and never the values."""
 
     @pytest.mark.parametrize("of_gradient", ODD)
     @pytest.mark.parametrize("of_weight", ODD)
-    def test_brings_back_odd_strides_exactly(self, of_weight, of_gradient):
+    def test_restores_odd_strides_exactly(self, of_weight, of_gradient):
         layer = nn.Conv2d(3, 4, 3)
         layer.weight.data = ODD[of_weight](layer.weight.detach())
         layer.weight.grad = torch.randn(4, 3, 3, 3)
@@ -79,7 +79,7 @@ class TestRevert:
         report.revert()
         assert layer.weight.grad.stride() == (27, 9, 3, 1)
 
-    def test_of_lazy_layers_takes_the_waiting_conversion_away_or_back(self):
+    def test_of_lazy_layers_removes_the_waiting_conversion_or_undoes_it(self):
         for materialised in (False, True):
             model = nn.Sequential(nn.LazyConv2d(4, 3))
             hooks = list(model[0]._forward_pre_hooks.values())
@@ -93,7 +93,7 @@ class TestRevert:
             assert model[0].weight.stride() == (27, 9, 3, 1)
 
     @pytest.mark.parametrize("what", ["weights", "hooks"])
-    def test_says_that_the_model_is_gone(self, what):
+    def test_raises_if_the_model_no_longer_exists(self, what):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), *([nn.LazyConv2d(3, 3)] if what == "hooks" else []))
         model.append(parametrizations.weight_norm(nn.Conv2d(3, 3, 3)))
         averaged = copy.deepcopy(model)

@@ -328,10 +328,10 @@ def test_one_optimizer_for_each_parameter_is_looked_at_once():
 def test_gradients_without_a_named_optimizer_are_a_warning():
     said = "no optimizer was given: its state, if there is one, stays as it is, .* a fused one on a CPU"
     model, optimizer = trained(OPTIMIZERS["Adam"])
-    with pytest.warns(UserWarning, match=f"{said} is right only thanks to the step guard") as told:
+    with pytest.warns(UserWarning, match=f"{said} is right only thanks to the step guard") as warned:
         nhwc.convert_(model).revert()
-    assert len(told) == 1
-    assert told[0].filename == __file__
+    assert len(warned) == 1
+    assert warned[0].filename == __file__
     with unguarded(), pytest.warns(UserWarning, match=f"{said} gives wrong updates, silently"):
         nhwc.convert_(model).revert()
     with warnings.catch_warnings():

@@ -63,7 +63,7 @@ def test_storage_and_the_format_of_the_inputs_are_the_plans_unless_the_call_says
 @pytest.mark.parametrize("verb", [nhwc.plan, nhwc.convert_])
 def test_a_torchscript_module_takes_no_hook_for_its_inputs(verb):
     scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
-    with pytest.raises(RuntimeError, match="takes no hook that brings its inputs into channels-last"):
+    with pytest.raises(RuntimeError, match="takes no hook that converts its inputs to channels-last"):
         verb(scripted, input_format="channels_last")
     assert scripted.state_dict()["0.weight"].is_contiguous()
 

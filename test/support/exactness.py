@@ -1,4 +1,4 @@
-"""The operators held against plain torch, bit by bit, by every way there is through them."""
+"""The operators compared with plain torch, bit by bit, in every way that they can be called."""
 
 import torch
 from reference import assert_same, bits, channels_last_of, convert_weight, random_weight

@@ -8,9 +8,10 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nhwc.converting.edits import Edit, commit, edits_of, warn_unshared
-from torch_nhwc.converting.report import Report, Undo
-from torch_nhwc.layout import Format, memory_id
+from torch_nhwc.converting.edits import change, warn_unshared
+from torch_nhwc.converting.report import Report
+from torch_nhwc.layout import Format
+from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decisions, decide, match
@@ -88,7 +89,8 @@ def convert_(
     else:
         found = match(plan, model)
         options = plan.options(storage, input_format)
-    return apply(decide(found, options, sources_of(optimizer, ema, model), plan), strict, start)
+    decisions = decide(found, options, sources_of(optimizer, ema, model), plan)
+    return apply(decisions, strict, start)
 
 
 @contextmanager
@@ -112,9 +114,6 @@ def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
         report.revert()
 
 
-_FRESH = (Outcome.COPIED, Outcome.COPIED_HELD, Outcome.COPIED_FOREIGN, Outcome.COPIED_SHARED)
-
-
 def apply(decisions: Decisions, strict: bool = False, start: float | None = None) -> Report:
     """Do everything that was decided for a model, or nothing, and return the report.
 
@@ -127,13 +126,12 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
         RuntimeError: `strict`, and a weight was refused or there is none to convert; or the operators refuse a tensor.
     """
     start = time.perf_counter() if start is None else start
-    edits = edits_of(decisions)
-    warn_refused(decisions.rows, strict)
-    warn_nothing_found(decisions, edits, strict)
-    warn_unknown_optimizer(decisions)
-    warn_unshared([(row.full_name, tensor) for _, row, tensor in decisions.changing], decisions.options.format)
-    undo = Undo.of(decisions, edits)
-    new_bytes = change(decisions, edits)
+    # Before anything changes, since warnings may be errors.
+    _warn_of_refused(decisions.rows, strict)
+    _warn_of_nothing_found(decisions, strict)
+    _warn_of_unknown_optimizer(decisions)
+    warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
+    undo, new_bytes = change(decisions)
     companions = tuple(
         CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)
         for each in decisions.companions
@@ -142,24 +140,7 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     return Report(decisions.plan, companions, tuple(decisions.remarks), new_bytes, seconds, undo)
 
 
-def change(decisions: Decisions, edits: list[Edit]) -> int:
-    """Make all changes and note their outcomes in the rows and companions; return the bytes of new storage."""
-    options, changing = decisions.options, decisions.changing
-    companions = [companion for companion in decisions.companions if companion.changes]
-    tensors = [tensor for _, _, tensor in changing] + [companion.tensor for companion in companions]
-    strides = [row.target_strides or () for _, row, _ in changing]
-    strides += [companion.weight.strides for companion in companions]
-    outcomes = commit(tensors, strides, edits, options.storage)
-    for row in decisions.rows:
-        row.outcome = Outcome.UNCHANGED if row.takes_part and row.shape is not None else None
-    records: list[Any] = [*(row for _, row, _ in changing), *companions]
-    for record, outcome in zip(records, outcomes):
-        record.outcome = outcome
-    fresh = {memory_id(each): each.nbytes for each, outcome in zip(tensors, outcomes) if outcome in _FRESH}
-    return sum(fresh.values())  # exact aliases once
-
-
-def warn_refused(rows: Sequence[PlanRow], strict: bool) -> None:
+def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:
     """Warn about weights that should change and cannot."""
     by_reason: dict[Reason, list[str]] = {}
     for row in rows:
@@ -171,11 +152,12 @@ def warn_refused(rows: Sequence[PlanRow], strict: bool) -> None:
         _warn(f"{count} of {len(rows)} sites stay as they are: {'; '.join(sentences)}", strict)
 
 
-def warn_nothing_found(decisions: Decisions, edits: Sequence[Edit], strict: bool) -> None:
+def _warn_of_nothing_found(decisions: Decisions, strict: bool) -> None:
     """Warn if there is no weight of a requested rank, unless layers are replaced or restored."""
     wanted, ranks = decisions.options.format, {row.rank for row in decisions.rows}
-    is_back = bool(edits) and not wanted.is_channels_last
-    if is_back or any(map(wanted.serves, ranks)) or any(row.is_wanted for _, row in decisions.layers):
+    if any(map(wanted.serves, ranks)) or any(row.is_wanted for _, row in decisions.layers):
+        return
+    if not wanted.is_channels_last and any(map(is_preserving, decisions.found.module_types)):
         return
     found = decisions.found
     why = f"no 2D or 3D convolution was found{'' if found.observed else f'. {SEEN_BY_EXAMPLE}'}"
@@ -186,7 +168,7 @@ def warn_nothing_found(decisions: Decisions, edits: Sequence[Edit], strict: bool
     _warn(f"nothing to convert in the {type(found.model).__name__}: {why}", strict)
 
 
-def warn_unknown_optimizer(decisions: Decisions) -> None:
+def _warn_of_unknown_optimizer(decisions: Decisions) -> None:
     """Warn if weights that move have gradients, and the state of an optimizer that was not given stays as it is."""
     if not decisions.sources.is_optimizer_unknown:
         return

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_nhwc.converting.conversion import change
-from torch_nhwc.converting.edits import Edit, edits_of
+from torch_nhwc.converting.edits import Edit, change
 from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake
 from torch_nhwc.ops import Outcome
 from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
@@ -110,7 +109,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     if hard:
         raise RuntimeError(f"{caller}: nothing was changed, because of {'; '.join(hard)}")
     _warn(caller, decisions, left)
-    change(decisions, [*edits_of(decisions), *edits])
+    change(decisions, edits)
     return module
 
 
@@ -127,7 +126,7 @@ def _clone(decisions: Decisions) -> tuple[list[Edit], list[tuple[Site, Reason]]]
             continue
         if site.tensor is not None and reason in _CLONED:
             if key not in clones:
-                clones[key] = clone_edits(site.tensor, site, reason, site.format(decisions.options.format))
+                clones[key] = _clone_edits(site.tensor, site, reason, site.format(decisions.options.format))
             cloned = clones[key]
             if isinstance(cloned, list):
                 continue
@@ -140,11 +139,8 @@ def _warn(caller: str, decisions: Decisions, left: list[tuple[Site, Reason]]) ->
     """Warn before anything changes, since warnings may be errors."""
     for site, reason in left:
         warn(f"{caller}: left {site} as it is: {reason.value}")
-    changing = decisions.changing
-    formats = [decisions.options.format] * len(changing)
-    for (site, _, _), outcome in zip(changing, outcomes_of([tensor for _, _, tensor in changing], formats, "auto")):
-        if outcome in _LEAVES:
-            warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
+    for site, outcome in decisions.leaving():
+        warn(f"{caller}: the weight of {site} leaves {_LEAVES[outcome]}")
 
 
 # Other owners of such a tensor's memory would not see the change.
@@ -153,7 +149,7 @@ _OWNED_ELSEWHERE = {Outcome.COPIED_HELD, Outcome.COPIED_SHARED, Outcome.PART_OF_
 
 @torch.inference_mode(False)  # what is made in inference mode can never train
 @torch.no_grad()
-def clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> list[Edit] | Reason:
+def _clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> list[Edit] | Reason:
     """Return the edits by which a weight and its gradient become their clones in a format, inner tensors included.
 
     The tensor's class makes the clone. Inner tensors that need not move stay where they are, and only their strides

@@ -1,15 +1,16 @@
-"""What a conversion changes besides tensors (hooks, steps of parametrizations, classes of layers), and the commit."""
+"""What a conversion changes, tensors and all else, in one commit; and how that is undone."""
 
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from torch_nhwc.layout import Format, Strides
-from torch_nhwc.nn.class_swap import Swap, restore_class, swap_class, swapped_class
+from torch_nhwc.layout import CONTIGUOUS, Strides, memory_id, tied_by_view
+from torch_nhwc.nn.class_swap import Swap, original_class, restore_class, swap_class, swapped_class
 from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
 from torch_nhwc.nn.hooks import (
     ConvertWhenMaterialised,
@@ -20,16 +21,15 @@ from torch_nhwc.nn.hooks import (
     remove_hook,
     set_input_hook,
 )
-from torch_nhwc.nn.replacements import Preserving, is_preserving
+from torch_nhwc.nn.replacements import Preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
-from torch_nhwc.planning.companions import Sources
-from torch_nhwc.planning.deciding import Decisions, outcomes_of
-from torch_nhwc.planning.plans import Action, PlanRow
+from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.deciding import Decisions, match, outcomes_of
+from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow
 from torch_nhwc.rendering import first_of, warn
-from torch_nhwc.sites import computed_weights as computed
-from torch_nhwc.sites.finding import find_replaceable_layers
+from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import Site, walk
+from torch_nhwc.sites.site import Found, Site, walk
 from torch_nhwc.step_guard import (
     align_when_loaded,
     is_aligned_when_loaded,
@@ -39,6 +39,8 @@ from torch_nhwc.step_guard import (
     release,
     watch,
 )
+
+_FRESH = (Outcome.COPIED, Outcome.COPIED_HELD, Outcome.COPIED_FOREIGN, Outcome.COPIED_SHARED)
 
 
 class Edit(NamedTuple):
@@ -60,6 +62,28 @@ class Edit(NamedTuple):
         module = self.module()
         if module is not None:
             self.forth(module)
+
+
+def change(decisions: Decisions, others: Sequence[Edit] = ()) -> "tuple[Undo, int]":
+    """Make all changes, with some others, or none, and note the outcomes in the rows and companions.
+
+    Returns:
+        What undoes them, and the bytes of new storage.
+    """
+    edits = [*_edits_of(decisions), *others]
+    undo = Undo.of(decisions, edits)
+    following = [companion for companion in decisions.companions if companion.changes]
+    tensors = [tensor for _, _, tensor in decisions.changing] + [companion.tensor for companion in following]
+    strides = [row.target_strides or () for _, row, _ in decisions.changing]
+    strides += [companion.weight.strides for companion in following]
+    outcomes = commit(tensors, strides, edits, decisions.options.storage)
+    for row in decisions.rows:
+        row.outcome = Outcome.UNCHANGED if row.takes_part and row.shape is not None else None
+    records: list[Any] = [*(row for _, row, _ in decisions.changing), *following]
+    for record, outcome in zip(records, outcomes):
+        record.outcome = outcome
+    fresh = {memory_id(each): each.nbytes for each, outcome in zip(tensors, outcomes) if outcome in _FRESH}
+    return undo, sum(fresh.values())  # exact aliases once
 
 
 def commit(
@@ -84,59 +108,163 @@ def commit(
         raise
 
 
-def edits_of(decisions: Decisions) -> list[Edit]:
-    """Return the edits of a conversion, before anything changes."""
-    edits = _swaps(decisions)
-    seen: set[int] = set()  # layers with a computed weight, each of which may have several sites
-    for site, row in zip(decisions.found.sites, decisions.rows):
+class Undo(NamedTuple):
+    """What a conversion changes, as it was. Holds models, optimizers and tensors weakly."""
+
+    model: "weakref.ref[nn.Module]"
+    sources: Callable[[], Sources]
+    companions: MutableMapping[Tensor, Strides]
+    """The strides of those companions that differed from their weight's; the others go back with it."""
+    edits: list[Edit]
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Leave `None` in deep copies and pickles of a report: they belong to no model."""
+        return type(None), ()
+
+    @classmethod
+    def of(cls, decisions: Decisions, edits: list[Edit]) -> "Undo":
+        """Note everything that is about to change, but for the weights' strides: the plan's rows have them."""
+        apart: MutableMapping[Tensor, Strides] = WeakTensorKeyDictionary()
+        for companion in decisions.companions:
+            own = companion.tensor.stride()
+            # The strides of expanded tensors cannot be restored.
+            if companion.reason is None and own != companion.weight.tensor.stride() and 0 not in own:
+                apart[companion.tensor] = own
+        return cls(weakref.ref(decisions.found.model), decisions.sources.weakly(), apart, edits)
+
+    def revert(self, plan: Plan, followed: Sequence[CompanionRow], optimizer: Any, ema: Any) -> None:
+        """Do what `Report.revert` says, for a plan that was carried out and the companions that followed."""
+        model = self.model()
+        if model is None:
+            raise RuntimeError("Report.revert: the model no longer exists")
+        given = sources_of(optimizer, ema, model)
+        sources = self.sources().joined(given)
+        moved = {each.site for each in followed if each.outcome not in (None, Outcome.UNCHANGED)}
+        rows = [row for row in plan.rows if row.action in (Action.CONVERT, Action.RESTRIDE) or row.full_name in moved]
+        # If only layers were replaced, the sites need not be found: a wrapper may have moved the layers since.
+        found = match(plan, model, any_dtype=True) if rows or not self.edits else Found(model, [], set(), [])
+        sources.check_optimizers(model, (site.tensor for site in found.sites))
+        weights = _weights_from(found, {row.full_name: row for row in rows})
+        moving = [each for each in weights if each.tensor.stride() != each.strides]
+        outcomes = outcomes_of([each.tensor for each in moving], [CONTIGUOUS] * len(moving), "auto")
+        warn_unshared([each.name for each, outcome in zip(moving, outcomes) if outcome is Outcome.COPIED_SHARED])
+        companions = [each for each in find_companions(weights, sources) if each.reason is None]
+        tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
+        strides = [weight.strides for weight in weights]
+        strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
+        # An optimizer goes on aligning what it loads: that may be a checkpoint from before the revert.
+        edits = [edit.reverse for edit in reversed(self.edits) if edit.back is not leave_as_loaded]
+        swapped = {row.path for row in plan.layers if row.action is Action.EXCHANGE}
+        swapped |= {row.path for row in plan.rows if row.action is Action.EACH_FORWARD}
+        edits += [edit for path in sorted(swapped) for layer in given.layers_at(path) for edit in _restoring(layer)]
+        commit(tensors, strides, edits)
+
+
+def _weights_from(found: Found, rows: dict[str, PlanRow]) -> list[Weight]:
+    """Return the weights to revert, with the strides from before; raise a RuntimeError for one that cannot be."""
+    tied = tied_by_view(found.tensors, [site.tensor for site in found.sites])
+    weights = []
+    for site in found.sites:
+        row, tensor, reason = rows.get(site.full_name), site.tensor, site.reason
+        if row is None:
+            continue
+        if id(tensor) in tied:
+            reason = Reason.TIED_BY_VIEW
+        elif tensor is not None and wrappers.is_offloaded(site.module, tensor):
+            reason = Reason.OFFLOADED
+        if reason and reason in (Reason.OFFLOADED, Reason.TIED_BY_VIEW, *wrappers.REASONS):
+            raise RuntimeError(f"Report.revert: {site.full_name!r}: {reason.value}")
+        if tensor is not None:
+            # There were no strides, or elements overlapped.
+            before = None if row.reason is Reason.OVERLAPPING else row.strides
+            weights.append(Weight(site.full_name, tensor, before or CONTIGUOUS.strides(tensor.shape)))
+    return weights
+
+
+def warn_unshared(names: Sequence[str]) -> None:
+    """Warn about weights that get new storage because other processes share theirs."""
+    if names:
+        warn(
+            f"torch_nhwc: {first_of([*map(repr, names)])} will no longer be in shared memory: other processes that "
+            "have the model keep the old memory, so that neither side sees what the other trains. Convert, and "
+            "revert, before sharing the model and before starting processes"
+        )
+
+
+def _edits_of(decisions: Decisions) -> list[Edit]:
+    """Return what changes besides tensors, before anything changes."""
+    found, wanted = decisions.found, decisions.options.format
+    edits = _swaps(decisions) if wanted.is_channels_last else _restorations(decisions)
+    # The step guard is installed while a layer of a model that trains is converted.
+    has_guard = wanted.is_channels_last and found.trains
+    seen: set[int] = set()  # layers, since one with a computed weight may have several sites
+    for site, row in zip(found.sites, decisions.rows):
         module = site.module
         if row.reason is Reason.LAZY or module._forward_pre_hooks:
             edits += _waiting(site, row)
-        if site.name != "weight" and (row.takes_part or row.reason is Reason.TIED) and id(module) not in seen:
-            seen.add(id(module))
+        if id(module) in seen or not (row.takes_part or row.reason in (Reason.LAZY, Reason.TIED)):
+            continue
+        seen.add(id(module))
+        if site.name != "weight":
             edits += _steps(decisions, site, row)
-    return edits + _guarding(decisions) + _input_hooks(decisions) + _loading(decisions.sources)
-
-
-def restoring_edits(paths: Iterable[str], sources: Sources) -> list[Edit]:
-    """Return the edits that restore the original classes of the layers at some paths, in each of some models."""
-    edits = []
-    for layer in (layer for path in paths for layer in sources.layers_at(path)):
-        if is_in_each_forward(type(layer)):
-            edits.append(_swap_edit(layer, EachForward).reverse)
-        if is_preserving(type(layer)):
-            edits.append(_swap_edit(layer, Preserving).reverse)
-    return edits
+        if has_guard and not is_watched(module):
+            edits.append(Edit(weakref.ref(module), watch, release))
+        elif not wanted.is_channels_last and is_watched(module):
+            edits.append(Edit(weakref.ref(module), release, watch))
+    return edits + _loading(decisions.sources)
 
 
 def _swaps(decisions: Decisions) -> list[Edit]:
-    """Return the edits of the layers' classes, in averaged copies too."""
+    """Return the edits of the layers' classes, in averaged copies too, and of the hook for the inputs."""
     found, sources = decisions.found, decisions.sources
-    if not decisions.options.format.is_channels_last:
-        if not any(is_preserving(each) or is_in_each_forward(each) for each in found.module_types):
-            return []
-        paths = [path for path, module, _ in walk(found.model) if decisions.options.skip_reason(module, path) is None]
-        return restoring_edits(paths, Sources((), (found.model, *sources.copies)))
-    kept = [row.path for _, row in decisions.layers if row.is_wanted]
-    modules = [layer.module for layer, row in decisions.layers if row.action is Action.EXCHANGE]
-    for copy in sources.copies if kept else ():
-        if isinstance(copy, nn.Module):
-            of_copy = {layer.path: layer.module for layer in find_replaceable_layers(copy) if layer.reason is None}
-            modules += [of_copy[path] for path in kept if path in of_copy]
-    edits = [_swap_edit(module, Preserving) for module in modules]
-    layers: dict[int, nn.Module] = {}  # by id: one with a computed weight may have several sites
+    edits = []
+    for layer, layer_row in decisions.layers:
+        layers = [layer.module] if layer_row.action is Action.EXCHANGE else []
+        if layer_row.is_wanted:
+            copies = sources.layers_at(layer_row.path)
+            layers += [each for each in copies if original_class(type(each)).__name__ == layer_row.layer]
+        edits += [_swap(each, Preserving) for each in layers if not issubclass(type(each), Preserving)]
+    swapped: dict[int, nn.Module] = {}  # by id: one with a computed weight may have several sites
     for site, row in zip(found.sites, decisions.rows):
         if row.is_in_each_forward:
-            layers |= {id(layer): layer for layer in (site.module, *sources.layers_at(site.path))}
-    for layer in layers.values():
-        if not is_in_each_forward(type(layer)):
-            swapped_class(type(layer), EachForward)  # if making the class fails, it fails before anything changes
-            edits.append(_swap_edit(layer, EachForward))
+            swapped |= {id(each): each for each in (site.module, *sources.layers_at(site.path))}
+    for each in swapped.values():
+        if not is_in_each_forward(type(each)):
+            swapped_class(type(each), EachForward)  # if making the class fails, it fails before anything changes
+            edits.append(_swap(each, EachForward))
+    return edits + _input_hook(found.model, decisions.input_hook)
+
+
+def _restorations(decisions: Decisions) -> list[Edit]:
+    """Return the edits that undo what earlier conversions to channels-last did to layers and hooks."""
+    found, edits = decisions.found, []
+    has_swapped = any(issubclass(each, Swap) for each in found.module_types)
+    for path, module, _ in walk(found.model):
+        edits += _input_hook(module, None)
+        if has_swapped and decisions.options.skip_reason(module, path) is None:
+            for layer in (module, *decisions.sources.layers_at(path)):
+                edits += _restoring(layer)
     return edits
 
 
-def _swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:
+def _restoring(layer: nn.Module) -> list[Edit]:
+    """Return the edits that restore the original class of a layer."""
+    return [_swap(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
+
+
+def _swap(layer: nn.Module, kind: type[Swap]) -> Edit:
     return Edit(weakref.ref(layer), partial(swap_class, kind=kind), partial(restore_class, kind=kind))
+
+
+def _input_hook(module: nn.Module, wanted: InputHook | None) -> list[Edit]:
+    """Return the edit that gives a module a hook for its inputs, or removes it."""
+    present = input_hook(module) if module._forward_pre_hooks else None
+    if present == wanted:
+        return []
+    forth, back = (
+        partial(set_input_hook, wanted=new, instead_of=old) for new, old in ((wanted, present), (present, wanted))
+    )
+    return [Edit(weakref.ref(module), forth, back)]
 
 
 def _waiting(site: Site, row: PlanRow) -> list[Edit]:
@@ -156,42 +284,15 @@ def _steps(decisions: Decisions, site: Site, row: PlanRow) -> list[Edit]:
     """Edit the last step of a layer, and of its averaged copies, that lays out a computed weight in the format."""
     module, reason, wanted = site.module, row.reason, site.format(decisions.options.format)
     if reason is Reason.TIED:
-        is_original = computed.is_original(module, site.name)
-        reason = computed.remark_on(module, site.rank, wanted) if is_original else None
+        is_original = computed_weights.is_original(module, site.name)
+        reason = computed_weights.remark_on(module, site.rank, wanted) if is_original else None
     name = wanted.name_at(site.rank) if reason is Reason.COPIED_EACH_FORWARD else None
-    current = computed.step_format(module)
+    current = computed_weights.step_format(module)
     if name == current:
         return []
-    forth, back = (partial(computed.set_step, memory_format=each) for each in (name, current))
+    forth, back = (partial(computed_weights.set_step, memory_format=each) for each in (name, current))
     layers = (module, *decisions.sources.layers_at(site.path))
     return [Edit(weakref.ref(layer), forth, back) for layer in layers]
-
-
-def _guarding(decisions: Decisions) -> list[Edit]:
-    """Keep the step guard installed while a layer of a model that trains is converted."""
-    pairs = zip(decisions.found.sites, decisions.rows)
-    layers = {id(site.module): site.module for site, row in pairs if row.takes_part or row.reason is Reason.LAZY}
-    if not decisions.options.format.is_channels_last:
-        return [Edit(weakref.ref(layer), release, watch) for layer in layers.values() if is_watched(layer)]
-    if not decisions.found.trains:
-        return []
-    return [Edit(weakref.ref(layer), watch, release) for layer in layers.values() if not is_watched(layer)]
-
-
-def _input_hooks(decisions: Decisions) -> list[Edit]:
-    """Edit the hook for the model's inputs; a conversion to contiguous also removes those of modules inside of it."""
-    model = decisions.found.model
-    changes: list[tuple[nn.Module, InputHook | None]] = [(model, decisions.input_hook)]
-    if not decisions.options.format.is_channels_last:
-        changes = [(module, None) for _, module, _ in walk(model)]
-    edits = []
-    for module, wanted in changes:
-        present = input_hook(module)
-        if present != wanted:
-            pairs = (wanted, present), (present, wanted)
-            forth, back = (partial(set_input_hook, wanted=new, instead_of=old) for new, old in pairs)
-            edits.append(Edit(weakref.ref(module), forth, back))
-    return edits
 
 
 def _loading(sources: Sources) -> list[Edit]:
@@ -202,15 +303,3 @@ def _loading(sources: Sources) -> list[Edit]:
         for each in loading
         if not is_aligned_when_loaded(each)
     ]
-
-
-def warn_unshared(weights: Sequence[tuple[str, Tensor]], wanted: Format) -> None:
-    """Warn about weights that get new storage because other processes share theirs."""
-    outcomes = outcomes_of([tensor for _, tensor in weights], [wanted] * len(weights), "auto")
-    names = [repr(name) for (name, _), outcome in zip(weights, outcomes) if outcome is Outcome.COPIED_SHARED]
-    if names:
-        warn(
-            f"torch_nhwc: {first_of(names)} will no longer be in shared memory: other processes that have the model "
-            "keep the old memory, so that neither side sees what the other trains. Convert, and revert, before sharing "
-            "the model and before starting processes"
-        )

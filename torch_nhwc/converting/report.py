@@ -1,103 +1,16 @@
 """The report: what was done to every site and its companions, and the way back."""
 
-import weakref
 from collections import Counter
-from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
+from torch import nn
 
 from torch_nhwc import serialization
-from torch_nhwc.converting.edits import Edit, commit, restoring_edits, warn_unshared
-from torch_nhwc.layout import CONTIGUOUS, Strides, tied_by_view
+from torch_nhwc.converting.edits import Undo
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.deciding import Decisions, match
-from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow, full_table, render, summary
+from torch_nhwc.planning.plans import CompanionRow, Plan, PlanRow, full_table, render, summary
 from torch_nhwc.rendering import amount
-from torch_nhwc.sites import wrappers as wrapping
-from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import Found
-from torch_nhwc.step_guard import leave_as_loaded
-
-
-class Undo(NamedTuple):
-    """What a conversion changes, as it was. Holds models, optimizers and tensors weakly."""
-
-    model: "weakref.ref[nn.Module]"
-    sources: Callable[[], Sources]
-    strides: dict[str, Strides | None]
-    """The weights' strides by full name; `None` for contiguous ones: there were none, or elements overlapped."""
-    companions: MutableMapping[Tensor, Strides]
-    """The strides of those companions that differed from their weight's; the others go back with it."""
-    edits: list[Edit]
-
-    def __reduce__(self) -> tuple[type[None], tuple[()]]:
-        """Leave `None` in deep copies and pickles of a report: they belong to no model."""
-        return type(None), ()
-
-    @classmethod
-    def of(cls, decisions: Decisions, edits: list[Edit]) -> "Undo":
-        """Note everything that is about to change."""
-        followed = {companion.weight.name for companion in decisions.companions if companion.changes}
-        strides: dict[str, Strides | None] = {}
-        for row in decisions.rows:
-            name = row.full_name
-            if row.action in (Action.CONVERT, Action.RESTRIDE) or name in followed:
-                strides[name] = None if row.reason is Reason.OVERLAPPING else row.strides
-        apart: MutableMapping[Tensor, Strides] = WeakTensorKeyDictionary()
-        for companion in decisions.companions if strides else ():
-            own = companion.tensor.stride()
-            # The strides of expanded tensors cannot be restored.
-            if companion.reason is None and own != companion.weight.tensor.stride() and 0 not in own:
-                apart[companion.tensor] = own
-        return cls(weakref.ref(decisions.found.model), decisions.sources.weakly(), strides, apart, edits)
-
-    def revert(self, plan: Plan, optimizer: Any, ema: Any) -> None:
-        """Do what `Report.revert` says."""
-        model = self.model()
-        if model is None:
-            raise RuntimeError("Report.revert: the model no longer exists")
-        given = sources_of(optimizer, ema, model)
-        sources = self.sources().joined(given)
-        # If only layers were replaced, the sites need not be found: a wrapper may have moved the layers since.
-        found = match(plan, model, any_dtype=True) if self.strides or not self.edits else Found(model, [], set(), [])
-        sources.check_optimizers(model, (site.tensor for site in found.sites))
-        weights = self._weights(found)
-        warn_unshared(
-            [(each.name, each.tensor) for each in weights if each.tensor.stride() != each.strides], CONTIGUOUS
-        )
-        companions = [each for each in find_companions(weights, sources) if each.reason is None]
-        tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
-        strides = [weight.strides for weight in weights]
-        strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
-        # An optimizer goes on aligning what it loads: that may be a checkpoint from before the revert.
-        edits = [edit.reverse for edit in reversed(self.edits) if edit.back is not leave_as_loaded]
-        swapped = [row.path for row in plan.layers if row.action is Action.EXCHANGE]
-        swapped += [row.path for row in plan.rows if row.action is Action.EACH_FORWARD]
-        edits += restoring_edits(dict.fromkeys(swapped), given)
-        commit(tensors, strides, edits)
-
-    def _weights(self, found: Found) -> list[Weight]:
-        """Return the weights to revert, with the strides from before; raise a RuntimeError for one that cannot be."""
-        tied = tied_by_view(found.tensors, [site.tensor for site in found.sites])
-        weights = []
-        for site in found.sites:
-            if site.full_name not in self.strides:
-                continue
-            reason = site.reason
-            if id(site.tensor) in tied:
-                reason = Reason.TIED_BY_VIEW
-            elif site.tensor is not None and wrapping.is_offloaded(site.module, site.tensor):
-                reason = Reason.OFFLOADED
-            if reason and reason in (Reason.OFFLOADED, Reason.TIED_BY_VIEW, *wrapping.REASONS):
-                raise RuntimeError(f"Report.revert: {site.full_name!r}: {reason.value}")
-            if site.tensor is not None:
-                before = self.strides[site.full_name] or CONTIGUOUS.strides(site.tensor.shape)
-                weights.append(Weight(site.full_name, site.tensor, before))
-        return weights
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +61,7 @@ class Report:
         and state that have come since get the strides of their weight.
 
         Args:
-            optimizer: One or several that the conversion did not know, such as those made after it.
+            optimizer: One or several that the conversion did not know, for example because they were made after it.
             ema: Averaged copies that the conversion did not know.
 
         Warns:
@@ -170,7 +83,7 @@ class Report:
                 "Report.revert: this report is a copy, or was loaded, and belongs to no model: only the original can "
                 "revert; convert_(model, torch.contiguous_format) makes any model contiguous"
             )
-        self._undo.revert(self.plan, optimizer, ema)
+        self._undo.revert(self.plan, self.companions, optimizer, ema)
 
     def to_json(self) -> str:
         """Return the report as JSON text, for `from_json`."""

@@ -16,7 +16,7 @@ from torch.utils.weak import TensorWeakRef
 from torch_nhwc.layout import CHANNELS_LAST, Strides, has_strides, memory_id
 from torch_nhwc.ops import Outcome, plan_weights
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.wrappers import state_of
+from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
 
 AveragedCopy = nn.Module | Mapping[str, Tensor]
 # Types whose bytes are what they seem.
@@ -51,7 +51,7 @@ class Companion:
 
     @property
     def changes(self) -> bool:
-        """Whether the operators are called for it."""
+        """Return whether the operators are called for it."""
         return self.reason is None and self.outcome is not Outcome.UNCHANGED
 
 
@@ -61,7 +61,7 @@ class Sources(NamedTuple):
     optimizers: tuple[Any, ...] = ()
     copies: tuple[AveragedCopy, ...] = ()
     is_optimizer_unknown: bool = False
-    """Whether the caller has not said if there is an optimizer."""
+    """True if the caller has not said whether there is an optimizer."""
 
     def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
         """Raise a ValueError for an optimizer that holds none of a model's parameters, so that no state would follow.
@@ -78,6 +78,14 @@ class Sources(NamedTuple):
                 raise ValueError(
                     f"the {type(each).__name__} holds none of the model's parameters: its state would not follow"
                 )
+
+    def needing_contiguous(self) -> Iterator[tuple[Reason, set[int]]]:
+        """Yield the ids of the parameters of each optimizer that takes only contiguous ones, and why."""
+        for optimizer in (each for given in self.optimizers for each in with_inner(given)):
+            if flattens_parameters(optimizer):
+                yield Reason.FLATTENING_OPTIMIZER, held_by(optimizer)
+            elif keeps_buckets(optimizer):
+                yield Reason.BUCKET_VIEW, held_by(optimizer)
 
     def joined(self, others: "Sources") -> "Sources":
         """Return these sources and others."""

@@ -14,15 +14,37 @@ from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
-from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, held_by
+from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
 from torch_nhwc.rendering import amount
-from torch_nhwc.sites import computed_weights as computed
-from torch_nhwc.sites import wrappers as optimizers
-from torch_nhwc.sites import wrappers as wrapping
+from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.finding import ReplaceableLayer, find, find_replaceable_layers, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
 from torch_nhwc.sites.site import Found, Site
+
+
+def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: Plan | None = None) -> "Decisions":
+    """Decide what happens to every site, and to what goes with it; nothing is written.
+
+    Args:
+        found: The sites of the model. With a plan, in the order of its rows, as `match` returns them.
+        options: The options, checked.
+        sources: The optimizers and averaged copies that follow.
+        plan: A plan that says what is to change; what can be done is decided again.
+
+    Raises:
+        ValueError: An optimizer or an averaged copy is that of another model.
+        RuntimeError: A format of the inputs is requested, and the model takes no hook.
+    """
+    sources.check_optimizers(found.model, (site.tensor for site in found.sites))
+    rows, outcomes = _decide_sites(found, options, plan)
+    _refuse_for_optimizers(found.sites, rows, options, sources)
+    companions = _decide_companions(found.sites, rows, options, sources)
+    layers = _decide_layers(found.model, options, plan)
+    hook = _decide_input_hook(found, options)
+    decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, [])
+    decisions.remarks += _remarks(decisions)
+    return decisions
 
 
 @dataclass
@@ -34,6 +56,8 @@ class Decisions:
     sources: Sources
     rows: list[PlanRow]
     """One for each of `found.sites`."""
+    outcomes: list[Outcome | None]
+    """What the operators would do to the weight of each site; `None` where they do not take it."""
     companions: list[Companion]
     layers: list[tuple[ReplaceableLayer, LayerRow]]
     input_hook: InputHook | None
@@ -51,35 +75,115 @@ class Decisions:
     @cached_property
     def changing(self) -> list[tuple[Site, PlanRow, Tensor]]:
         """The sites whose weights the operators are called for."""
-        return [
-            (site, row, site.tensor)
-            for site, row in zip(self.found.sites, self.rows)
-            if site.tensor is not None and row.changes
+        pairs = zip(self.found.sites, self.rows)
+        return [(site, row, site.tensor) for site, row in pairs if site.tensor is not None and row.changes]
+
+    def leaving(self) -> list[tuple[Site, Outcome]]:
+        """Return the sites whose weights get memory of their own, and why: the present one is shared, or a part."""
+        moving = [
+            (site, site.tensor)
+            for site, row, outcome in zip(self.found.sites, self.rows, self.outcomes)
+            if outcome is not Outcome.IN_PLACE and row.changes and site.tensor is not None
         ]
+        formats = [self.options.format] * len(moving)
+        outcomes = outcomes_of([tensor for _, tensor in moving], formats, "auto")
+        return [(site, outcome) for (site, _), outcome in zip(moving, outcomes) if outcome in _LEAVES]
 
 
-def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: Plan | None = None) -> Decisions:
-    """Decide what happens to every site, and to what goes with it; nothing is written.
+# Memory that others see, or that is more than the weight's.
+_LEAVES = (Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE)
 
-    Args:
-        found: The sites of the model. With a plan, in the order of its rows, as `match` gives them.
-        options: The options, checked.
-        sources: The optimizers and averaged copies that follow.
-        plan: A plan that says what is to change; what can be done is decided again.
 
-    Raises:
-        ValueError: An optimizer or an averaged copy is that of another model.
-        RuntimeError: A format of the inputs is requested, and the model takes no hook.
-    """
-    sources.check_optimizers(found.model, (site.tensor for site in found.sites))
-    rows = _decide_sites(found, options, plan)
-    _refuse_for_optimizers(found.sites, rows, options, sources)
-    companions = companions_of(found.sites, rows, options, sources)
-    layers = _decide_layers(found.model, options, plan)
-    hook = decide_input_hook(found, options)
-    decisions = Decisions(found, options, sources, rows, companions, layers, hook, [])
-    decisions.remarks += _remarks(decisions)
-    return decisions
+def outcomes_of(tensors: Sequence[Tensor | None], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
+    """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
+    outcomes: list[Outcome | None] = [None] * len(tensors)
+    for wanted in set(formats):
+        some = [
+            (index, tensor)
+            for index, (tensor, own) in enumerate(zip(tensors, formats))
+            if tensor is not None and own == wanted
+        ]
+        for (index, _), outcome in zip(some, _in_one_format([tensor for _, tensor in some], wanted, storage)):
+            outcomes[index] = outcome
+    return outcomes
+
+
+def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> list[Outcome | None]:
+    try:
+        return list(plan_weights(tensors, wanted.for_operators, storage=storage))
+    except (RuntimeError, NotImplementedError):
+        if len(tensors) == 1:
+            return [None]
+        half = len(tensors) // 2
+        return [each for part in (tensors[:half], tensors[half:]) for each in _in_one_format(part, wanted, storage)]
+
+
+def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[list[PlanRow], list[Outcome | None]]:
+    """Return a row for each site, and what the operators would do to each weight."""
+    wanted, sites = options.format, found.sites
+    formats = [site.format(wanted) for site in sites]
+    outcomes = outcomes_of([site.tensor for site in sites], formats, options.storage)
+    tied = tied_by_view(found.tensors, [site.tensor for site in sites])
+    has_swapped = any(map(is_in_each_forward, found.module_types))
+    ranks = [rank for rank in CHANNELS_LAST if wanted.serves(rank)]
+    targets: dict[torch.Size, Strides] = {}
+    first: dict[int, PlanRow] = {}  # the first row of each tensor
+    remarks: dict[int, Reason | None] = {}
+    rows: list[PlanRow] = []
+    for index, (site, own, outcome) in enumerate(zip(sites, formats, outcomes)):
+        tensor, key = site.tensor, id(site.tensor)
+        reason = options.skip_reason(site.module, site.path) or site.reason
+        if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
+            reason = None
+        if key in tied and (reason is None or reason.kind is Kind.REMARK):
+            reason = Reason.TIED_BY_VIEW
+        planned = plan.rows[index] if plan else None
+        in_each_forward = planned.is_in_each_forward if planned else options.each_forward
+        if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
+            planned = None
+        earlier = None if tensor is None else first.get(key)
+        # Most weights are plain, and need no table.
+        is_plain = reason is None and outcome is Outcome.IN_PLACE and own is wanted and site.name == "weight"
+        if is_plain and site.rank in ranks and not (earlier or planned or in_each_forward or has_swapped):
+            shape = tensor.shape  # type: ignore[union-attr]
+            target = targets.get(shape)
+            if target is None:
+                target = targets[shape] = wanted.strides(shape)
+            row = _row(site, Action.CONVERT, None, target)
+        elif planned:
+            action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
+            row = _row(site, action, planned.reason, planned.target_strides)
+        else:
+            case = _Case(found, site, tensor, wanted, own, outcome, reason, earlier, remarks)
+            row = _row(site, *_by_table(case, _IN_EACH_FORWARD if in_each_forward else _REGULAR))
+        if tensor is not None and earlier is None:
+            first[key] = row
+        rows.append(row)
+    _refuse_together(sites, rows)
+    return rows, outcomes
+
+
+def _row(site: Site, action: Action, reason: Reason | None, target: Strides | None) -> PlanRow:
+    tensor = site.tensor
+    if tensor is None:
+        nothing = (None, site.groups, None, None, None, None, 0)
+        return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, action, reason)
+    strides = tensor.stride() if tensor.layout is torch.strided else None  # a sparse one has none
+    return PlanRow(
+        site.path,
+        site.name,
+        site.layer,
+        site.rank,
+        tuple(tensor.shape),
+        site.groups,
+        as_text(tensor.dtype),
+        as_text(tensor.device),
+        target if target == strides else strides,  # one tuple rather than two
+        target,
+        tensor.nbytes if action is Action.CONVERT else 0,
+        action,
+        reason,
+    )
 
 
 @dataclass(slots=True)
@@ -98,8 +202,6 @@ class _Case:
     """What the operators would do to the tensor; `None` where they do not take it."""
     reason: Reason | None
     """What stands against converting, or a remark."""
-    planned: PlanRow | None
-    """The row of the plan that is applied, if it says that the site stays as it is."""
     earlier: PlanRow | None
     """The row of an earlier site with the same tensor."""
     remarks: dict[int, Reason | None]
@@ -111,26 +213,27 @@ class _Case:
 
     @property
     def is_in_format(self) -> bool:
-        """Whether forward sees the weight in the format, as far as is known: offloading may restore other strides."""
+        """Return whether forward sees the weight in the format, as far as is known."""
         site, tensor = self.site, self.tensor
         if tensor is None or self.outcome is not Outcome.UNCHANGED:
             return False
-        if site.reason is not Reason.OFFLOADED and not wrapping.is_offloaded(site.module, tensor):
+        # Offloading may restore other strides.
+        if site.reason is not Reason.OFFLOADED and not wrappers.is_offloaded(site.module, tensor):
             return True
-        strides = wrapping.restored_strides(self.found.model, site.full_name, tensor)
+        strides = wrappers.restored_strides(self.found.model, site.full_name, tensor)
         return strides is None or strides == tensor.stride()
 
     @property
     def is_swappable(self) -> bool:
-        """Whether the layer's class can become one that converts its weight in each forward."""
+        """Return whether the layer's class can become one that converts its weight in each forward."""
         module = self.site.module
         is_replaced = not {"forward", "_conv_forward"}.isdisjoint(vars(module))
         return is_layer(module) and not is_replaced and not is_pickled_otherwise(type(module))
 
     @property
     def takes_operator(self) -> bool:
-        """Whether the operator can convert the tensor in each forward; for a subclass, that is tried."""
-        if self.tensor is None or type(self.tensor) in (Tensor, nn.Parameter) or self.reason in wrapping.REASONS:
+        """Return whether the operator can convert the tensor in each forward; for a subclass, that is tried."""
+        if self.tensor is None or type(self.tensor) in (Tensor, nn.Parameter) or self.reason in wrappers.REASONS:
             return True
         try:
             convert_weight(self.tensor.detach())
@@ -153,10 +256,10 @@ class _Case:
     def computed_remark(self) -> Reason | None:
         """What to know about a weight that is computed from this tensor."""
         site, key = self.site, id(self.site.module)
-        if site.name == "weight" or self.reason is not None or not computed.is_original(site.module, site.name):
+        if site.name == "weight" or self.reason or not computed_weights.is_original(site.module, site.name):
             return None
         if key not in self.remarks:
-            self.remarks[key] = computed.remark_on(site.module, site.rank, self.own)
+            self.remarks[key] = computed_weights.remark_on(site.module, site.rank, self.own)
         return self.remarks[key]
 
 
@@ -176,25 +279,8 @@ _REFUSALS: dict[Outcome | None, Reason] = {
 # Rows with these reasons have no target.
 _NOT_REQUESTED = (Reason.OTHER_RANK, Reason.FILTERED, Reason.IN_EACH_FORWARD)
 
-
-def _own(case: _Case) -> Reason | None:
-    return case.reason
-
-
-def _planned(case: _Case) -> Reason | None:
-    return case.planned.reason if case.planned else None
-
-
-def _earlier(case: _Case) -> Reason | None:
-    return case.earlier.reason if case.earlier else None
-
-
 # The tables of decisions: the first condition that holds says what happens to a site, and why. A reason may be a
 # function of the case.
-_AS_PLANNED: tuple[_Rule, ...] = (
-    (lambda c: c.planned is not None and c.planned.action is Action.REFUSE, Action.REFUSE, _planned),
-    (lambda c: True, Action.KEEP, _planned),
-)
 _REQUESTED: tuple[_Rule, ...] = (
     (lambda c: not c.wanted.serves(c.site.rank), Action.KEEP, Reason.OTHER_RANK),
     (lambda c: c.reason is Reason.FILTERED, Action.KEEP, Reason.FILTERED),
@@ -204,7 +290,8 @@ _REQUESTED: tuple[_Rule, ...] = (
         Reason.IN_EACH_FORWARD,
     ),
 )
-_SPECIAL: tuple[_Rule, ...] = (
+_REGULAR: tuple[_Rule, ...] = (
+    *_REQUESTED,
     (lambda c: c.reason is Reason.LAZY and c.wanted.is_channels_last, Action.CONVERT, Reason.LAZY),
     (lambda c: c.reason is Reason.LAZY, Action.KEEP, Reason.LAZY),
     (
@@ -217,30 +304,31 @@ _SPECIAL: tuple[_Rule, ...] = (
         Action.REFUSE,
         Reason.PART_OF_LARGER_STORAGE,
     ),
-    (lambda c: c.is_against, Action.REFUSE, _own),
+    (lambda c: c.is_against, Action.REFUSE, lambda c: c.reason),
     # Sites that share a tensor.
-    (lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE, Action.REFUSE, _earlier),
+    (
+        lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE,
+        Action.REFUSE,
+        lambda c: c.earlier.reason if c.earlier else None,
+    ),
     (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
-)
-_BY_OUTCOME: tuple[_Rule, ...] = (
+    # What the operators would do.
     (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.in_format),
     (lambda c: c.outcome is None, Action.REFUSE, Reason.UNSUPPORTED),
     (lambda c: c.outcome is Outcome.TRACED and is_fake(c.tensor), Action.KEEP, Reason.FAKE),
     (lambda c: c.outcome is Outcome.TRACED, Action.REFUSE, Reason.SUBCLASS),
     (lambda c: c.outcome in _REFUSALS, Action.REFUSE, lambda c: _REFUSALS[c.outcome]),
-    (lambda c: wrapping.is_offloaded(c.site.module, c.tensor), Action.REFUSE, Reason.OFFLOADED),
+    (lambda c: wrappers.is_offloaded(c.site.module, c.tensor), Action.REFUSE, Reason.OFFLOADED),
     (lambda c: c.computed_remark is Reason.COMPUTED, Action.REFUSE, Reason.COMPUTED),
     (lambda c: c.outcome is Outcome.UNCHANGED, Action.KEEP, lambda c: c.remark or Reason.IN_FORMAT),
     (lambda c: c.outcome is Outcome.RESTRIDED and c.tensor.is_meta, Action.RESTRIDE, Reason.META),
     (lambda c: c.outcome is Outcome.RESTRIDED, Action.RESTRIDE, lambda c: c.remark),
     (lambda c: True, Action.CONVERT, lambda c: c.remark),
 )
-_PLAIN_SITE = (*_REQUESTED, *_BY_OUTCOME)
-_SPECIAL_SITE = (*_REQUESTED, *_SPECIAL, *_BY_OUTCOME)
 _IN_EACH_FORWARD: tuple[_Rule, ...] = (
     *_REQUESTED,
     (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
-    (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, _own),
+    (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, lambda c: c.reason),
     (lambda c: c.reason is Reason.ON_THE_FLY and not c.is_swappable, Action.REFUSE, Reason.ON_THE_FLY),
     (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_EXCHANGEABLE),
     (lambda c: c.tensor is not None and c.tensor.layout is not torch.strided, Action.REFUSE, Reason.UNSUPPORTED),
@@ -249,70 +337,12 @@ _IN_EACH_FORWARD: tuple[_Rule, ...] = (
 )
 
 
-def _decide_sites(found: Found, options: Options, plan: Plan | None) -> list[PlanRow]:
-    """Return a row for each site."""
-    wanted, sites = options.format, found.sites
-    formats = [site.format(wanted) for site in sites]
-    there = [(site.tensor, own) for site, own in zip(sites, formats) if site.tensor is not None]
-    seen = iter(outcomes_of([tensor for tensor, _ in there], [own for _, own in there], options.storage))
-    tied = tied_by_view(found.tensors, [site.tensor for site in sites])
-    first: dict[int, PlanRow] = {}  # the first row of each tensor
-    remarks: dict[int, Reason | None] = {}
-    rows: list[PlanRow] = []
-    for index, (site, own) in enumerate(zip(sites, formats)):
-        tensor, reason = site.tensor, options.skip_reason(site.module, site.path) or site.reason
-        outcome = None if tensor is None else next(seen)
-        if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
-            reason = None
-        if id(tensor) in tied and (reason is None or reason.kind is Kind.REMARK):
-            reason = Reason.TIED_BY_VIEW
-        planned = plan.rows[index] if plan else None
-        in_each_forward = planned.is_in_each_forward if planned else options.each_forward
-        if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
-            planned = None
-        earlier = None if tensor is None else first.get(id(tensor))
-        is_plain = reason is None and tensor is not None and earlier is None
-        rules = _PLAIN_SITE if is_plain else _SPECIAL_SITE
-        if planned or in_each_forward:
-            rules = _AS_PLANNED if planned else _IN_EACH_FORWARD
-        row = _row(_Case(found, site, tensor, wanted, own, outcome, reason, planned, earlier, remarks), rules)
-        if tensor is not None and earlier is None:
-            first[id(tensor)] = row
-        rows.append(row)
-    _refuse_together(sites, rows)
-    return rows
-
-
-def _row(case: _Case, rules: tuple[_Rule, ...]) -> PlanRow:
-    for condition, action, why in rules:  # noqa: B007
-        if condition(case):
-            break
+def _by_table(case: _Case, rules: tuple[_Rule, ...]) -> tuple[Action, Reason | None, Strides | None]:
+    """Return what happens to a site, why, and the strides that its weight should have."""
+    action, why = next((action, why) for condition, action, why in rules if condition(case))
     reason = why(case) if callable(why) else why
-    site, tensor = case.site, case.tensor
-    if tensor is None:
-        nothing = (None, site.groups, None, None, None, None, 0)
-        return PlanRow(site.path, site.name, site.layer, site.rank, *nothing, action, reason)
-    strides = tensor.stride() if tensor.layout is torch.strided else None  # a sparse one has none
-    target: Strides | None = case.own.strides(tensor.shape)
-    if case.planned is not None:
-        target = case.planned.target_strides
-    elif reason in _NOT_REQUESTED or (rules is _IN_EACH_FORWARD and reason is not Reason.ONE_CHANNEL):
-        target = None
-    return PlanRow(
-        site.path,
-        site.name,
-        site.layer,
-        site.rank,
-        tuple(tensor.shape),
-        site.groups,
-        as_text(tensor.dtype),
-        as_text(tensor.device),
-        target if target == strides else strides,  # one tuple rather than two
-        target,
-        tensor.nbytes if action is Action.CONVERT else 0,
-        action,
-        reason,
-    )
+    has_target = reason is Reason.ONE_CHANNEL if rules is _IN_EACH_FORWARD else reason not in _NOT_REQUESTED
+    return action, reason, case.own.strides(case.tensor.shape) if has_target and case.tensor is not None else None
 
 
 def _refuse_together(sites: Sequence[Site], rows: Sequence[PlanRow]) -> None:
@@ -333,18 +363,14 @@ def _refuse_for_optimizers(sites: Sequence[Site], rows: Sequence[PlanRow], optio
     """Refuse the weights of optimizers that need contiguous ones."""
     if not options.format.is_channels_last:
         return
-    for optimizer in (each for given in sources.optimizers for each in optimizers.with_inner(given)):
-        flattens = optimizers.flattens_parameters(optimizer)
-        if not (flattens or optimizers.keeps_buckets(optimizer)):
-            continue
-        held = held_by(optimizer)
+    for reason, held in sources.needing_contiguous():
         for site, row in zip(sites, rows):
-            is_slice = not flattens and row.reason is Reason.PART_OF_LARGER_STORAGE
+            is_slice = reason is Reason.BUCKET_VIEW and row.reason is Reason.PART_OF_LARGER_STORAGE
             if (is_slice or row.action is Action.CONVERT) and id(site.tensor) in held:
-                row.refuse(Reason.FLATTENING_OPTIMIZER if flattens else Reason.BUCKET_VIEW)
+                row.refuse(reason)
 
 
-def companions_of(
+def _decide_companions(
     sites: Sequence[Site], rows: Sequence[PlanRow], options: Options, sources: Sources
 ) -> list[Companion]:
     """Return what follows the weights, and refuse each weight whose companions should change and cannot.
@@ -352,10 +378,14 @@ def companions_of(
     Raises:
         ValueError: An averaged copy is that of another model.
     """
+    has_sources = bool(sources.optimizers or sources.copies)
     weights = [
         Weight(row.full_name, site.tensor, row.target_strides)
         for site, row in zip(sites, rows)
-        if site.tensor is not None and row.target_strides is not None and row.takes_part
+        if site.tensor is not None
+        and row.target_strides is not None
+        and row.takes_part
+        and (has_sources or site.tensor.grad is not None)
     ]
     companions = find_companions(weights, sources)
     apart = [each for each in companions if each.reason is None and each.tensor.stride() != each.weight.strides]
@@ -368,38 +398,15 @@ def companions_of(
             companion.reason = Reason.STATE_IN_THE_WAY
         else:
             companion.outcome = outcome
-    stuck = [each for each in companions if each.reason is Reason.STATE_IN_THE_WAY]
-    if stuck:
-        # Two parameters over one storage change together or not at all.
-        places = {memory_id(companion.weight.tensor) for companion in stuck}
-        refused = set()
-        for site, row in zip(sites, rows):
-            is_stuck = site.tensor is not None and row.takes_part and memory_id(site.tensor) in places
-            if is_stuck and row.action is not Action.KEEP:
-                row.refuse(Reason.STATE_IN_THE_WAY)
-                refused.add(row.full_name)
-        companions = [companion for companion in companions if companion.weight.name not in refused]
-    return companions
-
-
-def outcomes_of(tensors: Sequence[Tensor], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
-    """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
-    outcomes: list[Outcome | None] = [None] * len(tensors)
-    for wanted in set(formats):
-        indices = [index for index, each in enumerate(formats) if each == wanted]
-        for index, outcome in zip(indices, _in_one_format([tensors[index] for index in indices], wanted, storage)):
-            outcomes[index] = outcome
-    return outcomes
-
-
-def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> list[Outcome | None]:
-    try:
-        return list(plan_weights(tensors, wanted.for_operators, storage=storage))
-    except (RuntimeError, NotImplementedError):
-        if len(tensors) == 1:
-            return [None]
-        half = len(tensors) // 2
-        return [each for part in (tensors[:half], tensors[half:]) for each in _in_one_format(part, wanted, storage)]
+    # Two parameters over one storage change together or not at all.
+    places = {memory_id(each.weight.tensor) for each in companions if each.reason is Reason.STATE_IN_THE_WAY}
+    refused = set()
+    for site, row in zip(sites, rows) if places else ():
+        is_stuck = site.tensor is not None and row.takes_part and memory_id(site.tensor) in places
+        if is_stuck and row.action is not Action.KEEP:
+            row.refuse(Reason.STATE_IN_THE_WAY)
+            refused.add(row.full_name)
+    return [companion for companion in companions if companion.weight.name not in refused]
 
 
 def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> list[tuple[ReplaceableLayer, LayerRow]]:
@@ -419,60 +426,10 @@ def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> lis
     return decided
 
 
-_NORMS: dict[Reason, tuple[type, ...]] = {
-    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
-    Reason.GROUP_NORM: (nn.GroupNorm,),
-}
-
-
-def _remarks(decisions: Decisions) -> list[str]:
-    """Return what the report says of the whole model."""
-    found, options, rows = decisions.found, decisions.options, decisions.rows
-    remarks = []
-    each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
-    if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
-        remarks += [reason.value for reason in _losing_norms(decisions)]
-    is_saved_as_it_is = state_dict_hook_key(found.model) is None
-    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
-        remarks.append(Reason.BROADCAST.value)
-    if each_forward:
-        weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
-        size = amount(sum(tensor.nbytes for tensor in weights.values() if tensor is not None))
-        remarks.append(
-            f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
-        )
-    if options.input_format:
-        remarks.append(remark_on_input_hook(found.model, decisions.input_hook))
-    is_hook_new = decisions.input_hook not in (None, input_hook(found.model))
-    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in decisions.layers):
-        remarks.append(Reason.SAVED_WHOLE.value)
-    if options.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
-        remarks.append(Reason.SCRIPTED_LAYERS.value)
-    return remarks
-
-
-def _losing_norms(decisions: Decisions) -> list[Reason]:
-    """Return why norms that stay as they are will go wrong."""
-    kept = {type(layer.module) for layer, row in decisions.layers if row.action is Action.KEEP}
-    types: set[Any] = kept if decisions.options.preserve else decisions.found.module_types
-    types = {each for each in types if not is_preserving(each)}
-    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
-
-
-def _has_ranks() -> bool:
-    """Return whether this is one of several processes of a group."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _is_permuted(row: PlanRow) -> bool:
-    return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())
-
-
-def decide_input_hook(found: Found, options: Options) -> InputHook | None:
+def _decide_input_hook(found: Found, options: Options) -> InputHook | None:
     """Return the hook that the model is to have: the present one, with what is requested added, or `None`.
 
-    An input of another rank than the convolutions' is no image or volume, such as a video of `[B, T, C, H, W]` for
+    An input of another rank than the convolutions' is no image or volume, for example a video of `[B, T, C, H, W]` for
     convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it whose width is
     strided: on some CPUs PyTorch computes those wrong where weight or input are channels-last.
 
@@ -493,7 +450,7 @@ def decide_input_hook(found: Found, options: Options) -> InputHook | None:
     return InputHook(_ranks_of(sites), _ranks_of(filter(_may_be_wrong_on_one_channel, sites))).joined(present)
 
 
-def remark_on_input_hook(model: nn.Module, hook: InputHook | None) -> str:
+def _remark_on_input_hook(model: nn.Module, hook: InputHook | None) -> str:
     """Return what the report says if a format of the inputs is requested."""
     if hook is None:
         return (
@@ -538,6 +495,56 @@ def _may_be_wrong_on_one_channel(site: Site) -> bool:
 
 def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
     return tuple(sorted({site.rank for site in sites}))
+
+
+_NORMS: dict[Reason, tuple[type, ...]] = {
+    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
+    Reason.GROUP_NORM: (nn.GroupNorm,),
+}
+
+
+def _remarks(decisions: Decisions) -> list[str]:
+    """Return what the report says of the whole model."""
+    found, options, rows = decisions.found, decisions.options, decisions.rows
+    remarks = []
+    each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
+    if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
+        remarks += [reason.value for reason in _losing_norms(decisions)]
+    is_saved_as_it_is = state_dict_hook_key(found.model) is None
+    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+        remarks.append(Reason.BROADCAST.value)
+    if each_forward:
+        weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
+        size = amount(sum(tensor.nbytes for tensor in weights.values() if tensor is not None))
+        remarks.append(
+            f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
+        )
+    if options.input_format:
+        remarks.append(_remark_on_input_hook(found.model, decisions.input_hook))
+    is_hook_new = decisions.input_hook not in (None, input_hook(found.model))
+    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in decisions.layers):
+        remarks.append(Reason.SAVED_WHOLE.value)
+    if options.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
+        remarks.append(Reason.SCRIPTED_LAYERS.value)
+    return remarks
+
+
+def _losing_norms(decisions: Decisions) -> list[Reason]:
+    """Return why norms that stay as they are will go wrong."""
+    kept = {type(layer.module) for layer, row in decisions.layers if row.action is Action.KEEP}
+    types: set[Any] = kept if decisions.options.preserve else decisions.found.module_types
+    types = {each for each in types if not is_preserving(each)}
+    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
+
+
+def _has_ranks() -> bool:
+    """Return whether this is one of several processes of a group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _is_permuted(row: PlanRow) -> bool:
+    return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())
 
 
 def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:

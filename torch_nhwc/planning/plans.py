@@ -81,22 +81,22 @@ class PlanRow:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the weight should be in the format, now or once it has a shape."""
+        """Return whether the weight should be in the format, now or once it has a shape."""
         return self.target_strides is not None or self.reason is Reason.LAZY
 
     @property
     def is_in_each_forward(self) -> bool:
-        """Whether the weight is to be converted in each forward, or is so already."""
+        """Return whether the weight is to be converted in each forward, or is so already."""
         return self.action is Action.EACH_FORWARD or self.reason is Reason.IN_EACH_FORWARD
 
     @property
     def changes(self) -> bool:
-        """Whether the operators are called for the weight."""
+        """Return whether the operators are called for the weight."""
         return self.shape is not None and self.action in _CHANGES
 
     @property
     def takes_part(self) -> bool:
-        """Whether the weight is in the format in the end, and its companions with it."""
+        """Return whether the weight is in the format in the end, and its companions with it."""
         return (
             self.target_strides is not None
             and self.action is not Action.REFUSE
@@ -134,7 +134,7 @@ class LayerRow(NamedTuple):
 
     @property
     def is_wanted(self) -> bool:
-        """Whether the layer is to keep channels-last, or does already."""
+        """Return whether the layer is to keep channels-last, or does already."""
         return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
 
 
@@ -215,7 +215,7 @@ class Plan:
 
     @property
     def each_forward(self) -> bool:
-        """Whether a layer converts its weight in each forward."""
+        """Return whether a layer converts its weight in each forward."""
         return any(row.is_in_each_forward for row in self.rows)
 
     def options(self, storage: Storage | None = None, input_format: Any = None) -> "Options":
@@ -264,7 +264,7 @@ def expect_plan(plan: object) -> Plan:
     """Return the plan itself.
 
     Raises:
-        TypeError: It is anything else, such as a report.
+        TypeError: It is anything else, for example a report.
     """
     if not isinstance(plan, Plan):
         holder = type(plan).__name__.lower() if isinstance(getattr(plan, "plan", None), Plan) else ""
