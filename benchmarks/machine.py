@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torch_nhwc.cli import environment
+from torch_nhwc.cli import describe_environment
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -26,7 +26,7 @@ def parser(description: str | None, out: Path | None) -> argparse.ArgumentParser
 
 def describe() -> dict[str, object]:
     """Return the machine, the build and the commit."""
-    found = environment.describe()
+    found = describe_environment()
     return {
         "commit": commit(),
         **{name: found[name] for name in ("processor", "cores", "capability")},

@@ -53,7 +53,7 @@ def step(model, optimizer, seed):
 
 
 def trained(make_optimizer, convert, converts_at=2):
-    """A model after six steps, converted in the middle."""
+    """Return a model after six steps, converted in the middle."""
     torch.manual_seed(0)
     model = network()
     optimizer = make_optimizer(model.parameters())
@@ -374,7 +374,7 @@ def test_h26_shared_memory_is_left_without_a_word():
 
 
 def train(go, parameters):
-    """What a forked child does with the parameters that it has."""
+    """Train the parameters that a forked child has."""
     torch.set_num_threads(1)
     go.wait()
     with torch.no_grad():
@@ -884,7 +884,7 @@ def test_h53_a_run_on_example_inputs_rewinds_the_generator_of_other_threads_only
 
 
 def one_channel(draw):
-    """A convolution of one channel and an input, often with an output of width 1."""
+    """Return a convolution of one channel and an input, often with an output of width 1."""
     rank = draw.choice([2, 2, 3])
     kernel, stride, dilation = ([draw.randint(1, most) for _ in range(rank)] for most in (4, 3, 2))
     padding = [draw.randint(0, 1) for _ in range(rank)]
@@ -1071,7 +1071,7 @@ def test_loading_a_lazy_layer_is_whole_where_a_weight_cannot_be_converted(action
 
 
 def filters_by_strides(x, kernel):
-    """What Opacus' unfold2d does: views by the strides of a contiguous input."""
+    """Take views by the strides of a contiguous input, as Opacus' unfold2d does."""
     n, c, _, width = x.shape
     out = [size - kernel + 1 for size in x.shape[2:]]
     strides = [*x.stride()[:2], width, 1, width, 1]
@@ -1145,7 +1145,7 @@ def test_h48_opacus_itself():
 
 
 def viewing_layer(base):
-    """A layer that views another one's weight, by PEFT's name for such."""
+    """Return a layer that views another one's weight, by PEFT's name for such layers."""
 
     def forward(self, x):
         weight = self.base_layer.weight.data

@@ -106,7 +106,7 @@ STANDARDISED = ("BiT",)
 
 
 def made(name):
-    """A model in double, and its inputs."""
+    """Return a model in double, and its inputs."""
     model, inputs = ARCHITECTURES[name]()
     return model.double().train(name not in IN_EVAL), inputs
 

@@ -54,7 +54,7 @@ class Scene:
         return [*stored, *gradients, *state, *self.ema.values()]
 
     def layout(self):
-        """What a conversion may change."""
+        """Return what a conversion may change."""
         modules = list(self.model.named_modules())
         return [
             [tensor.stride() for tensor in self.tensors()],

@@ -55,7 +55,7 @@ class Wrapper(torch.Tensor):
 
 
 def when_cloned(change):
-    """A class whose clone is not what it should be: `change` gets the inner tensor and the arguments of the clone."""
+    """Return a class whose clone is wrong: `change` gets the inner tensor and the arguments of the clone."""
 
     class Changed(Wrapper):
         @classmethod

@@ -20,7 +20,7 @@ BOTH = pytest.mark.parametrize("rank", [4, 5])
 
 
 def outcome(converter, model, memory_format):
-    """The strides and values of all tensors after a call, or what it raised."""
+    """Return the strides and values of all tensors after a call, or what it raised."""
     try:
         assert converter(model, memory_format) is model
     except Exception as error:

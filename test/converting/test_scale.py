@@ -10,7 +10,7 @@ import torch_nhwc as nhwc
 
 
 def wide(count):
-    """A tree of `count` modules, a tenth of them convolutions."""
+    """Return a tree of `count` modules, a tenth of them convolutions."""
     blocks = [
         nn.Sequential(nn.Conv2d(2, 2, 1), *(nn.Identity() for _ in range(8)))  # ten modules with the container
         for _ in range(count // 10 - 1)

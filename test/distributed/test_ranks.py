@@ -88,7 +88,7 @@ def strides(model):
 
 
 def check_everywhere(model, plan, **options):
-    """The words of `check`, after seeing that all ranks have got the same."""
+    """Return the words of `check`, after seeing that all ranks have got the same."""
     said = [str(each) for each in nhwc.check(model, plan, process_group=dist.group.WORLD, **options)]
     heard = [None] * world()
     dist.all_gather_object(heard, said)
@@ -97,7 +97,7 @@ def check_everywhere(model, plan, **options):
 
 
 def batches(steps):
-    """The whole batch of every step, the same on all ranks."""
+    """Return the whole batch of every step, the same on all ranks."""
     generator = torch.Generator().manual_seed(7)
     return [torch.randn(2 * world(), 2, 6, 6, generator=generator) for _ in range(steps)]
 
@@ -111,7 +111,7 @@ def loss_of(model, batch):
 
 
 def trained(model, steps, part=lambda batch: batch, after_backward=None):
-    """The gradients of every step of plain SGD."""
+    """Return the gradients of every step of plain SGD."""
     history = []
     for step, batch in enumerate(batches(steps)):
         model.zero_grad()
@@ -345,7 +345,7 @@ def h31_converting_after_ddp_permutes_gradients_in_plain_pytorch_and_is_refused_
 
 
 def decay(state, bucket):
-    """A communication hook that pairs gradients with their parameters."""
+    """Pair gradients with their parameters, as a communication hook does."""
     for gradient, parameter in zip(bucket.gradients(), bucket.parameters()):
         gradient.add_(parameter.detach())
     return ddp_comm_hooks.default.allreduce_hook(state, bucket)
@@ -370,7 +370,7 @@ def h44_a_communication_hook_that_reads_gradients_gets_them_permuted_and_each_fo
 
 
 def with_zero(convert, optimizer_type, zero_first=False, **options):
-    """The parameters after three steps, and what `check` says when it is given the optimizer."""
+    """Return the parameters after three steps, and what `check` says when it is given the optimizer."""
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     model = network()
@@ -630,7 +630,7 @@ def convert_in_each_forward(model):
 
 
 def assert_trains_as_without(wrap, full):
-    """Converted before and after it is wrapped."""
+    """Train a model that is converted before it is wrapped, and one that is converted after."""
     states = []
     for is_before, is_after in ((False, False), (True, False), (False, True)):
         model = network()

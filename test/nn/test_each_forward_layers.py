@@ -84,7 +84,7 @@ class Conversions(TorchDispatchMode):
 
 
 def results(layer, x, call=None):
-    """The output, and the gradients of all parameters and of the input."""
+    """Return the output, and the gradients of all parameters and of the input."""
     torch.manual_seed(2)  # of what lazy layers draw
     x = x.detach().clone().requires_grad_()
     output = layer(x) if call is None else call(x)

@@ -21,7 +21,7 @@ SOME = some_of(LAYERS, "group_norm", "instance_norm_3d", "softmax", "avg_pool", 
 
 
 def pair(name, dtype=torch.float32):
-    """A layer and its replaced copy, and an input."""
+    """Return a layer and its replaced copy, and an input."""
     make, shape = LAYERS[name]
     stock = make().to(dtype)
     for parameter in stock.parameters():
@@ -33,7 +33,7 @@ def pair(name, dtype=torch.float32):
 
 
 def run(layer, x, gradient=None):
-    """The output, the gradient of the input, and those of the parameters."""
+    """Return the output, the gradient of the input, and those of the parameters."""
     x = x.detach().requires_grad_()
     output = layer(x)
     gradient = torch.ones_like(output) if gradient is None else gradient.to(output.dtype)

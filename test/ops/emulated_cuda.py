@@ -64,7 +64,7 @@ def as_it_begins():
 
 
 def extra_bytes(function):
-    """What a call needs of a device's memory beyond what it leaves behind."""
+    """Return what a call needs of a device's memory beyond what it leaves behind."""
     if IS_CACHED:
         torch.cuda.reset_peak_memory_stats()
         function()
@@ -455,9 +455,7 @@ def test_in_inference_mode():
 
 
 class Graph:
-    """What a stream is asked for in a with statement, recorded; by the runtime alone, for PyTorch's own class begins
-    with a kernel.
-    """
+    """What a stream gets in a with statement, recorded by the runtime: PyTorch's own class begins with a kernel."""
 
     def __init__(self, stream):
         self.stream, self.graph, self.executable = stream, c_void_p(), c_void_p()

@@ -1,5 +1,6 @@
-"""The CUDA operators from end to end without a GPU: emulated_cuda.py, with a CUDA runtime preloaded that runs on the
-CPU (cpp/emulated_cuda.cpp).
+"""The CUDA operators from end to end without a GPU, on a CUDA runtime that runs on the CPU.
+
+The tests are in emulated_cuda.py, the runtime that is preloaded in cpp/emulated_cuda.cpp.
 """
 
 import os
@@ -19,7 +20,7 @@ CXX = os.environ.get("CXX", "c++")
 
 @pytest.fixture(scope="session")
 def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The emulated runtime, built for the CUDA of torch: structs and signatures change with its major versions."""
+    """Return the emulated runtime for the CUDA of torch: structs and signatures change with its major versions."""
     if torch.version.cuda is None:
         pytest.skip("needs a CUDA build of torch")
     if nhwc.cpp_extension.build_info()["cuda"] is None:

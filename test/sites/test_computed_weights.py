@@ -83,7 +83,7 @@ LAYERS = {
 
 
 def model_with(layer, kind):
-    """A computed layer between ordinary ones, in double, so that the smallest difference shows."""
+    """Return a computed layer between ordinary ones, in double, so that the smallest difference shows."""
     make, shape = LAYERS[layer]
     return nn.Sequential(COMPUTED[kind](make().double())), torch.randn(shape, dtype=torch.float64)
 

@@ -48,7 +48,7 @@ LAZY = [name for name in LAYERS if "lazy" in name]
 
 
 def made(name):
-    """A layer in double, materialised where it was lazy, and an input for it."""
+    """Return a layer in double, materialised where it was lazy, and an input for it."""
     make, rank = LAYERS[name]
     layer, x = make().double(), torch.randn(2, 4, *[5] * rank, dtype=torch.float64)
     with quiet():
@@ -57,7 +57,7 @@ def made(name):
 
 
 def assert_converts(model, run, *, names, steps=3, **options):
-    """The named sites and no others convert; training is that of a deep copy; reverting is exact."""
+    """Assert that only the named sites convert, that training equals a deep copy's, and that reverting is exact."""
     plain, before = copy.deepcopy(model), layouts(model)
     report = nhwc.convert_(model, strict=True, **options)
     assert sorted(row.full_name for row in report.plan.rows) == sorted(names)

@@ -110,7 +110,7 @@ every_compiler = pytest.mark.parametrize("compiler", COMPILERS)
 
 
 def compiled(name, compiler):
-    """A TorchScript model, and an unconverted one of the same values in ordinary Python."""
+    """Return a TorchScript model, and an unconverted one of the same values in ordinary Python."""
     plain = MODELS[name][0]().double()
     model = COMPILERS[compiler](copy.deepcopy(plain))
     plain.load_state_dict(model.state_dict())  # tracing has run the batch norms

@@ -9,13 +9,13 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 4e-6, torch.bfloat16: 2e-2, t
 
 
 def channels_last(values):
-    """The values in canonical channels-last strides, also where sizes are 1 and of 3 dimensions."""
+    """Return the values in canonical channels-last strides, also where sizes are 1 and of 3 dimensions."""
     dense = values.movedim(1, -1).contiguous()
     return dense.flatten().view(dense.shape).movedim(-1, 1)
 
 
 def sliced(values):
-    """The same values as a part of a larger activation in channels-last."""
+    """Return the same values as a part of a larger activation in channels-last."""
     wide = channels_last(torch.cat([values, values], dim=1))
     return wide[:, : values.shape[1]]
 
@@ -78,19 +78,19 @@ def assert_differentiable(operator, values):
 
 
 def canonical(shape):
-    """The strides of channels-last, those that torch.empty gives where PyTorch has a name for the format."""
+    """Return the strides of channels-last, those that torch.empty gives where PyTorch has a name for the format."""
     strides = channels_last(torch.empty(shape, device="meta")).stride()
     assert len(shape) == 3 or strides == torch.empty(shape, device="meta", memory_format=FORMATS[len(shape)]).stride()
     return strides
 
 
 def error(value, exact):
-    """The largest difference, in units of the largest exact value."""
+    """Return the largest difference, in units of the largest exact value."""
     return ((value.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-300)).item()
 
 
 def gradients(function, tensors, gradient):
-    """The output of a function, and the gradients of all that is given to it."""
+    """Return the output of a function, and the gradients of all that is given to it."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
     out = function(*leaves)
     return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]

@@ -59,7 +59,7 @@ def layouts(model):
 
 
 def total(output):
-    """A number that depends on every tensor of an output."""
+    """Return a number that depends on every tensor of an output."""
     if isinstance(output, torch.Tensor):
         return output.square().mean() if output.is_floating_point() else output.sum() * 0.0
     if isinstance(output, dict):
@@ -100,7 +100,7 @@ def quiet():
 
 
 def copied(model):
-    """A deep copy; a layer's computed weight, which PyTorch cannot copy, is computed anew at the next forward."""
+    """Return a deep copy; a layer's computed weight, which PyTorch cannot copy, is computed by the next forward."""
     for module in model.modules():
         weight = vars(module).get("weight")
         if isinstance(weight, torch.Tensor) and not isinstance(weight, nn.Parameter):
@@ -109,7 +109,7 @@ def copied(model):
 
 
 def state_of(model):
-    """The values of every tensor of a model."""
+    """Return the values of every tensor of a model."""
     return {name: tensor.clone() for name, tensor in tensors(model).items()}
 
 

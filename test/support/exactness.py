@@ -7,7 +7,7 @@ import torch_nhwc as nhwc
 
 
 def unaligned(weight):
-    """The same weight at an address that is aligned to its elements and to nothing else."""
+    """Return the same weight at an address that is aligned to its elements and to nothing else."""
     memory = torch.empty(weight.numel() + 1, dtype=weight.dtype, device=weight.device)
     return memory[1:].as_strided(weight.shape, weight.stride()).copy_(weight)
 

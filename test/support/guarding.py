@@ -18,7 +18,7 @@ def unguarded(is_unguarded=True):
 
 
 def hooks():
-    """The guard's hooks around the steps of all optimizers."""
+    """Return the guard's hooks around the steps of all optimizers."""
     return [
         hook
         for of_all in (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)

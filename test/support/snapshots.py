@@ -42,7 +42,7 @@ def assert_unchanged(model, before):
 
 
 def refused_view():
-    """A layer whose weight is a slice of a buffer."""
+    """Return a layer whose weight is a slice of a buffer."""
     layer = nn.Conv2d(3, 4, 3)
     layer.weight.data = torch.randn(216)[108:].view(4, 3, 3, 3)
     return layer

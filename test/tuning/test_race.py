@@ -8,7 +8,7 @@ from torch_nhwc.tuning.tuner import Race, interval
 
 
 def run(times, seed=0, noise=0.02, rounds=40, drift=1.0):
-    """A race of candidates that take so many seconds, with noise that only adds, on a machine that gets slower."""
+    """Return a race of candidates that take so many seconds, with noise that only adds, on a slowing machine."""
     chance = random.Random(seed)
     race = Race(times)
 

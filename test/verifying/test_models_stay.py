@@ -50,7 +50,7 @@ def generators():
 
 
 def everything_of(model):
-    """What `state_of` does not see."""
+    """Return what `state_of` does not see."""
     return [
         (type(module), module.training, len(module._forward_hooks), len(module._forward_pre_hooks), dict(vars(module)))
         for module in model.modules()

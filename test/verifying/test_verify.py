@@ -37,7 +37,7 @@ def verified(model, inputs=X, *, after=None, **options):
 
 
 def differing(verification):
-    """The layers that differ, and what of them; the model differs with each."""
+    """Return the layers that differ, and what of them; the model differs with each."""
     return {(row.path, row.what) for row in verification.differing if row.path}
 
 

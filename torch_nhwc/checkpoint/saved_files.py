@@ -261,6 +261,7 @@ class StateDict(TensorContainer):
     layer = "state dict"
 
     def sites(self, prefix: str) -> list[Site]:
+        """Return the weights of the state dict that can be those of convolutions."""
         return [
             # The number of groups is unknown: with one channel in a filter, it may be one.
             Site(path, "weight", self.layer, tensor.dim(), 1 if tensor.shape[1] == 1 else 0, self, tensor, None)

@@ -24,14 +24,17 @@ from torch_nhwc.rendering import warn
 # TorchScript compiles these functions in place of the hook. There is one for each set of ranks, since a compiled hook
 # can read no attributes except the module's.
 def convert_images(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
+    """Convert a 2D input to channels-last."""
     return (converted_input(input[0], [4]),)
 
 
 def convert_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
+    """Convert a 3D input to channels-last."""
     return (converted_input(input[0], [5]),)
 
 
 def convert_images_and_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
+    """Convert a 2D or 3D input to channels-last."""
     return (converted_input(input[0], [4, 5]),)
 
 

@@ -33,6 +33,7 @@ class Reason(enum.Enum):
     kind: Kind
 
     def __new__(cls, kind: Kind, sentence: str) -> "Reason":
+        """Make a member of a kind whose value is its sentence."""
         reason = object.__new__(cls)
         reason._value_, reason.kind = sentence, kind
         return reason
