@@ -86,7 +86,7 @@ BUGS = (
     ),
     Bug(
         "a lost undo entry",
-        "torch_nhwc/converting/report.py",
+        "torch_nhwc/converting/edits.py",
         "reversed(self.edits)",
         "reversed(self.edits[1:])",
         ("test/converting",),
