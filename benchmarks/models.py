@@ -7,17 +7,20 @@ import torch
 from layout_models import classifier, network
 from torch import Tensor, nn
 
-from torch_nhwc.cli import models as built_in
 from torch_nhwc.sites.finding import find
 
 MODELS: dict[str, Callable[[], nn.Module]] = {
-    "ResNet-50 (transformers)": lambda: built_in.resnet50().model,
+    "ResNet-50 (transformers)": classifier("ResNet"),
     "MobileNetV2 (transformers)": classifier("MobileNetV2"),
     "UNet2DConditionModel, Stable Diffusion 1.5 (diffusers)": network(
         "diffusers", "UNet2DConditionModel", cross_attention_dim=768, attention_head_dim=8
     ),
-    "3D UNet (monai)": lambda: built_in.unet3d(width=64).model,
-    "CogVideoX autoencoder (diffusers)": lambda: built_in.video_autoencoder((128, 256, 256, 512), 3).model,
+    "3D UNet (monai)": network(
+        "monai.networks.nets.unet", "UNet", 3, 1, 2, (64, 128, 256, 512, 1024), (2, 2, 2, 2), num_res_units=2
+    ),
+    "CogVideoX autoencoder (diffusers)": network(
+        "diffusers", "AutoencoderKLCogVideoX", block_out_channels=(128, 256, 256, 512), layers_per_block=3
+    ),
 }
 
 

@@ -135,7 +135,8 @@ SUMMARIES = {
 
 @pytest.mark.filterwarnings("ignore:torch_nhwc")
 @pytest.mark.parametrize("name", SUMMARIES)
-def test_plans_and_reports_begin_with_what_happens_to_how_many_weights(name):
+def test_plans_and_reports_begin_with_what_happens_to_how_many_weights(name, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     make, options, planned, done = SUMMARIES[name]
     model = make()
     plan = nhwc.plan(model, **options)
