@@ -12,7 +12,6 @@ import torch
 from guarding import hooks, unguarded
 from selection import exhaustive
 from torch import nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 import torch_nhwc as nhwc
 from torch_nhwc import step_guard
@@ -33,7 +32,7 @@ ignore_warnings = pytest.mark.filterwarnings("ignore:torch_nhwc")
 def no_converted_models(monkeypatch):
     gc.collect()
     monkeypatch.setattr(step_guard, "_count", 0)
-    monkeypatch.setattr(step_guard, "_watched", WeakIdKeyDictionary())
+    monkeypatch.setattr(step_guard, "_watched", {})
     step_guard._install_or_remove()
 
 

@@ -1,6 +1,7 @@
 """Memory formats and strides, the conversion of a tensor to a format, and which tensors share memory."""
 
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -65,7 +66,12 @@ class Format(NamedTuple):
 
     def strides(self, shape: torch.Size) -> Strides:
         """Return the canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
-        return _canonical_strides(shape, self.is_channels_last)
+        if torch.compiler.is_compiling() or torch._C._is_tracing():  # sizes may be symbols, or tensors
+            return _canonical_strides(shape, self.is_channels_last)
+        try:
+            return _known_strides(shape, self.is_channels_last)
+        except TypeError:  # symbolic sizes have no hash
+            return _canonical_strides(shape, self.is_channels_last)
 
 
 def _canonical_strides(shape: torch.Size, channels_last: bool) -> Strides:
@@ -85,6 +91,7 @@ def _canonical_strides(shape: torch.Size, channels_last: bool) -> Strides:
     return tuple(strides)
 
 
+_known_strides = lru_cache(4096)(_canonical_strides)  # a model has many weights of few shapes
 CONTIGUOUS = Format("contiguous_format")
 
 

@@ -7,7 +7,9 @@ channels-last format, since loading, copying and casting replace the parameters 
 """
 
 import logging
+import weakref
 from collections.abc import MutableMapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +31,8 @@ _logger = logging.getLogger("torch_nhwc")
 
 _is_enabled = True
 _handles: list[RemovableHandle] = []
-_watched: MutableMapping[object, None] = WeakIdKeyDictionary()
+# Owners by their ids, each until it is deleted.
+_watched: "dict[int, weakref.ref[object]]" = {}
 # How often `watch` was called without `release`. Layers that are deleted still count, since copies of them may exist.
 _count = 0
 # For each optimizer: the kinds of warnings that it has had, and the gradients that copies replace during a step.
@@ -70,20 +73,20 @@ def is_guarded() -> bool:
 def watch(owner: nn.Module | Optimizer) -> None:
     """Keep the guard installed until the owner is released; for good if it is deleted before that."""
     if not is_watched(owner):
-        _watched[owner] = None
+        _watched[id(owner)] = weakref.ref(owner, partial(_watched.pop, id(owner)))
         watch_for_good()
 
 
 def is_watched(owner: nn.Module | Optimizer) -> bool:
     """Return whether the guard is installed for an owner."""
-    return owner in _watched
+    return id(owner) in _watched
 
 
 def release(owner: nn.Module | Optimizer) -> None:
     """End what `watch` began."""
     global _count
     if is_watched(owner):
-        del _watched[owner]
+        del _watched[id(owner)]
         _count -= 1
         _install_or_remove()
 

@@ -23,7 +23,13 @@ from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
 from torch_nhwc.sites.site import Found, Site
 
 
-def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: Plan | None = None) -> "Decisions":
+def decide(
+    found: Found,
+    options: Options,
+    sources: Sources = NO_SOURCES,
+    plan: Plan | None = None,
+    with_gradients: bool = True,
+) -> "Decisions":
     """Decide what happens to every site, and to what goes with it; nothing is written.
 
     Args:
@@ -31,6 +37,8 @@ def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: 
         options: The options, checked.
         sources: The optimizers and averaged copies that follow.
         plan: A plan that says what is to change; what can be done is decided again.
+        with_gradients: Whether gradients are looked at if nothing else follows. A plan does not need that: the
+            operators' answers say already whether a gradient can follow.
 
     Raises:
         ValueError: An optimizer or an averaged copy is that of another model.
@@ -39,7 +47,8 @@ def decide(found: Found, options: Options, sources: Sources = NO_SOURCES, plan: 
     sources.check_optimizers(found.model, (site.tensor for site in found.sites))
     rows, outcomes = _decide_sites(found, options, plan)
     _refuse_for_optimizers(found.sites, rows, options, sources)
-    companions = _decide_companions(found.sites, rows, options, sources)
+    has_companions = with_gradients or sources.optimizers or sources.copies or options.storage == "reuse"
+    companions = _decide_companions(found.sites, rows, options, sources) if has_companions else []
     layers = _decide_layers(found.model, options, plan)
     hook = _decide_input_hook(found, options)
     decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, [])
@@ -83,13 +92,16 @@ class Decisions:
         moving = [
             (site, site.tensor)
             for site, row, outcome in zip(self.found.sites, self.rows, self.outcomes)
-            if outcome is not Outcome.IN_PLACE and row.changes and site.tensor is not None
+            if outcome in _NEW_STORAGE and row.changes and site.tensor is not None
         ]
+        if not moving:
+            return []
         formats = [self.options.format] * len(moving)
         outcomes = outcomes_of([tensor for _, tensor in moving], formats, "auto")
         return [(site, outcome) for (site, _), outcome in zip(moving, outcomes) if outcome in _LEAVES]
 
 
+_NEW_STORAGE = (Outcome.COPIED, Outcome.COPIED_SHARED)
 # Memory that others see, or that is more than the weight's.
 _LEAVES = (Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE)
 
@@ -97,7 +109,11 @@ _LEAVES = (Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE)
 def outcomes_of(tensors: Sequence[Tensor | None], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
     """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
     outcomes: list[Outcome | None] = [None] * len(tensors)
-    for wanted in set(formats):
+    kinds = set(formats)
+    present = [each for each in tensors if each is not None]
+    if len(kinds) == 1 and len(present) == len(tensors):
+        return _in_one_format(present, kinds.pop(), storage)
+    for wanted in kinds:
         some = [
             (index, tensor)
             for index, (tensor, own) in enumerate(zip(tensors, formats))
@@ -116,6 +132,14 @@ def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> l
             return [None]
         half = len(tensors) // 2
         return [each for part in (tensors[:half], tensors[half:]) for each in _in_one_format(part, wanted, storage)]
+
+
+# What happens to a weight that nothing stands against, by what the operators would do to it.
+_PLAIN: dict[Outcome | None, tuple[Action, Reason | None]] = {
+    Outcome.IN_PLACE: (Action.CONVERT, None),
+    Outcome.RESTRIDED: (Action.RESTRIDE, None),
+    Outcome.UNCHANGED: (Action.KEEP, Reason.IN_FORMAT),
+}
 
 
 def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[list[PlanRow], list[Outcome | None]]:
@@ -143,13 +167,14 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
             planned = None
         earlier = None if tensor is None else first.get(key)
         # Most weights are plain, and need no table.
-        is_plain = reason is None and outcome is Outcome.IN_PLACE and own is wanted and site.name == "weight"
-        if is_plain and site.rank in ranks and not (earlier or planned or in_each_forward or has_swapped):
+        is_plain = reason is None and outcome in _PLAIN and own is wanted and site.name == "weight"
+        is_usual = is_plain and site.rank in ranks and not (earlier or planned or in_each_forward or has_swapped)
+        if is_usual and not (tensor.is_meta or 0 in tensor.stride()):  # type: ignore[union-attr]
             shape = tensor.shape  # type: ignore[union-attr]
             target = targets.get(shape)
             if target is None:
                 target = targets[shape] = wanted.strides(shape)
-            row = _row(site, Action.CONVERT, None, target)
+            row = _row(site, *_PLAIN[outcome], target)
         elif planned:
             action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
             row = _row(site, action, planned.reason, planned.target_strides)
@@ -341,7 +366,7 @@ def _by_table(case: _Case, rules: tuple[_Rule, ...]) -> tuple[Action, Reason | N
     """Return what happens to a site, why, and the strides that its weight should have."""
     action, why = next((action, why) for condition, action, why in rules if condition(case))
     reason = why(case) if callable(why) else why
-    has_target = reason is Reason.ONE_CHANNEL if rules is _IN_EACH_FORWARD else reason not in _NOT_REQUESTED
+    has_target = rules is not _IN_EACH_FORWARD and reason not in _NOT_REQUESTED
     return action, reason, case.own.strides(case.tensor.shape) if has_target and case.tensor is not None else None
 
 
@@ -387,6 +412,8 @@ def _decide_companions(
         and row.takes_part
         and (has_sources or site.tensor.grad is not None)
     ]
+    if not weights:
+        return []
     companions = find_companions(weights, sources)
     apart = [each for each in companions if each.reason is None and each.tensor.stride() != each.weight.strides]
     # A gradient or a state goes with its weight, whatever that weight's format is.

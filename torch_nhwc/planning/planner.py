@@ -56,4 +56,4 @@ def plan(
     """
     options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
     found = find(model, example_inputs)
-    return decide(found, options, sources_of(optimizer, ema, model)).plan
+    return decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
