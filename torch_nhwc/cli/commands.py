@@ -207,15 +207,16 @@ def tune(
     region = dtype_of(autocast, "--autocast")
     example = load_example(model, factory, input_shape, device, dtype)
     example.require_inputs()
-    tuning = nhwc.tune(
-        example.model,
-        example.inputs,
-        mode="training" if mode is Mode.TRAINING else "inference",
-        budget_seconds=budget,
-        preserve=preserve,
-        autocast=region,
-        optimizer=kind,
-    )
+    with _showing(f"Tuning {example.name} for {budget:g} s"):
+        tuning = nhwc.tune(
+            example.model,
+            example.inputs,
+            mode="training" if mode is Mode.TRAINING else "inference",
+            budget_seconds=budget,
+            preserve=preserve,
+            autocast=region,
+            optimizer=kind,
+        )
     if save is not None:
         with write_whole(save) as temporary:
             temporary.write_text(tuning.to_json())
