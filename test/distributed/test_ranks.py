@@ -4,14 +4,11 @@ Each world is launched once, as processes that run this file: every rank runs al
 how each one ended, and each is a test here. A rank that waits in vain is ended by a timeout, which fails the rest.
 """
 
-import contextlib
-import copy
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 import warnings
@@ -22,7 +19,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms import ddp_comm_hooks
 from torch.distributed.checkpoint.state_dict import (
@@ -282,21 +278,6 @@ def ddp_trains_a_converted_model_as_one_process_trains_an_unconverted_one():
 
 
 @scenario
-def ddp_trains_a_converted_model_with_its_fused_optimizer_and_saved_state():
-    reference, model = network(), network()
-    nhwc.convert_(model)
-    wrapped = DistributedDataParallel(model)
-    expected, ours = (torch.optim.AdamW(each.parameters(), lr=1e-2, fused=True) for each in (reference, model))
-    for steps in (batches(6)[:3], batches(6)[3:]):
-        stepped(reference, expected, steps)
-        stepped(wrapped, ours, steps, own_part)
-        torch.testing.assert_close(list(model.parameters()), list(reference.parameters()), rtol=1e-3, atol=1e-4)
-        ours.load_state_dict(copy.deepcopy(expected.state_dict()))  # saved from the contiguous model
-        assert nhwc.training.align_optimizer_(model, ours)
-    assert_equal_on_all_ranks(model.parameters())
-
-
-@scenario
 def h05_ddp_refuses_mixed_ranks_late_and_one_by_one_and_check_names_them_all_at_once():
     group = dist.new_group(timeout=timedelta(seconds=1))
     model = network()
@@ -504,20 +485,6 @@ def h04_fsdp2_is_refused_and_refuses_a_converted_model_itself():
 # Checkpoints of all ranks.
 
 
-@scenario
-def a_distributed_checkpoint_of_a_converted_model_loads_into_either_layout():
-    folder = [tempfile.mkdtemp()]
-    dist.broadcast_object_list(folder)
-    model = converted()
-    dcp.save({"model": get_model_state_dict(DistributedDataParallel(model))}, checkpoint_id=folder[0])
-    for target in (network(1), converted(1)):
-        state = {"model": get_model_state_dict(target)}
-        dcp.load(state, checkpoint_id=folder[0])
-        set_model_state_dict(target, state["model"])
-        for name, parameter in model.named_parameters():
-            assert torch.equal(target.get_parameter(name), parameter), name
-
-
 def loaded(model, state):
     """Return the names whose tensors equal those of `network()` after rank 0 has broadcast a state dict to a model."""
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
@@ -589,35 +556,6 @@ def h43_the_state_of_an_optimizer_is_permuted_by_broadcasting_it_and_a_contiguou
 
 
 # Replaced layers.
-
-
-@scenario
-def a_model_with_replaced_layers_trains_under_what_wraps_it_as_one_process_trains_it_without():
-    from torch.distributed.fsdp import FullyShardedDataParallel
-
-    mesh = dist.init_device_mesh("cpu", (world(),))
-
-    def shard(model):
-        fully_shard(model[2], mesh=mesh)
-        return fully_shard(model, mesh=mesh)
-
-    alone = normed()
-    trained(alone, 3)
-    for wrap in (DistributedDataParallel, partial(fsdp1, use_orig_params=True), shard):
-        model = normed()
-        no_weights = (lambda module, _: not isinstance(module, nn.Conv2d)) if wrap is shard else None
-        plan = nhwc.convert_(model, preserve=True, input_format="channels_last", filter_fn=no_weights).plan
-        assert check_everywhere(model, plan) == []
-        wrapped = wrap(model)
-        stepped(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.05), batches(3), own_part)
-        names = [type(module).__name__ for module in wrapped.modules()]
-        assert "PreservingGroupNorm" in names
-        assert "PreservingInstanceNorm2d" in names
-        is_fsdp1 = isinstance(wrapped, FullyShardedDataParallel)
-        with FullyShardedDataParallel.summon_full_params(wrapped) if is_fsdp1 else contextlib.nullcontext():
-            for got, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
-                got = got.full_tensor() if wrap is shard else got
-                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 # Weights that are converted in each forward.

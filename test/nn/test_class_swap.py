@@ -33,19 +33,19 @@ class OwnForward(nn.Conv2d):
         return nn.functional.conv2d(x, self.weight * 2, self.bias)
 
 
-# A layer, the kinds of swaps, and the name of the class that comes of them.
+# A layer, and the kinds of swaps.
 SWAPS = {
-    "norm": (lambda: nn.GroupNorm(2, 6), [Preserving], "PreservingGroupNorm"),
-    "known_subclass": (known_subclass, [Preserving], "PreservingPoolFormerGroupNorm"),
-    "convolution": (lambda: nn.Conv2d(6, 4, 3), [EachForward], "EachForwardConv2d"),
-    "own_forward": (lambda: OwnForward(6, 4, 3), [EachForward], "EachForwardOwnForward"),
-    "both": (lambda: nn.Conv3d(6, 4, 1), [EachForward, Preserving], "EachForwardPreservingConv3d"),
-    "both_known": (known_convolution, [Preserving, EachForward], "EachForwardPreservingCogVideoXSafeConv3d"),
+    "norm": (lambda: nn.GroupNorm(2, 6), [Preserving]),
+    "known_subclass": (known_subclass, [Preserving]),
+    "convolution": (lambda: nn.Conv2d(6, 4, 3), [EachForward]),
+    "own_forward": (lambda: OwnForward(6, 4, 3), [EachForward]),
+    "both": (lambda: nn.Conv3d(6, 4, 1), [EachForward, Preserving]),
+    "both_known": (known_convolution, [Preserving, EachForward]),
 }
 
 
 def swapped(name):
-    make, kinds, _ = SWAPS[name]
+    make, kinds = SWAPS[name]
     layer = make()
     for kind in kinds:
         swap_class(layer, kind)
@@ -58,26 +58,6 @@ def saved(layer):
     torch.save(layer, file)
     file.seek(0)
     return torch.load(file, weights_only=False)
-
-
-@pytest.mark.parametrize("name", SWAPS)
-def test_the_object_stays_and_all_that_it_holds(name):
-    make, kinds, class_name = SWAPS[name]
-    layer = make()
-    original, attributes = type(layer), dict(vars(layer))
-    for kind in kinds * 2:  # the second time nothing changes
-        swap_class(layer, kind)
-    assert type(layer).__name__ == class_name
-    assert isinstance(layer, original)
-    assert original_class(type(layer)) is original
-    assert vars(layer) == attributes
-    first, *others = kinds
-    restore_class(layer, first)
-    assert not isinstance(layer, first)
-    assert all(isinstance(layer, kind) for kind in others)
-    for kind in kinds * 2:
-        restore_class(layer, kind)
-    assert type(layer) is original
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer)), saved])
@@ -114,42 +94,11 @@ def test_a_parametrized_class_stays_the_outermost_and_copies_keep_theirs(kinds):
     assert type(layer) is nn.Conv3d
 
 
-def test_a_parametrization_that_was_added_after_the_swap_stays_when_the_class_comes_back():
-    class Doubled(nn.Module):
-        def forward(self, weight):
-            return 2 * weight
-
-    layer, _ = swapped("norm")
-    parametrize.register_parametrization(layer, "weight", Doubled())
-    restore_class(layer, Preserving)
-    assert type(layer).__mro__[1] is nn.GroupNorm
-    assert layer.weight.eq(2).all()
-    parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
-    assert type(layer) is nn.GroupNorm
-
-
 def test_the_originals_of_all_replacements_are_known_before_any_layer_is_swapped():
     """As in a process that loads a pickled model, which names them."""
     code = "from torch_nhwc.nn import class_swap as c, replacements as r; "
     code += "assert all(c.original_class(row.preserving) is stock for stock, row in r.REPLACEMENTS.items())"
     subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_a_class_that_somebody_made_around_a_swapped_one_stays_the_outermost():
-    layer, _ = swapped("norm")
-    layer.__class__ = type("Wrapped" + type(layer).__name__, (type(layer),), {})
-    assert original_class(type(layer)) is nn.GroupNorm
-    restore_class(layer, Preserving)
-    assert [each.__name__ for each in type(layer).__mro__[:2]] == ["WrappedGroupNorm", "GroupNorm"]
-
-
-def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised():
-    layer = nn.LazyConv2d(4, 3)
-    swap_class(layer, EachForward)
-    layer(torch.randn(1, 3, 4, 4))
-    assert type(layer).__name__ == "EachForwardConv2d"
-    restore_class(layer, EachForward)
-    assert type(layer) is nn.Conv2d
 
 
 def test_reports_revert_in_any_order_and_contiguous_takes_all_swaps_back():

@@ -1,14 +1,12 @@
-"""Models that are wrapped or compiled already, and optimizers that need contiguous parameters."""
+"""Models that are wrapped already, and optimizers that need contiguous parameters."""
 
-import copy
 import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.nn.parallel import DistributedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 import torch_nhwc as nhwc
 
@@ -25,27 +23,13 @@ def network():
     return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1), nn.Conv2d(4, 4, 3))
 
 
-def compiled_in_place(model):
-    model.compile(backend="eager")
-    return model
-
-
-def sharded(model):
-    fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
-    return model
-
-
 WRAPPERS = {
-    "DDP": (DistributedDataParallel, nhwc.Reason.DDP),
     "FSDP1": (lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu")), nhwc.Reason.FSDP1),
     "FSDP1 with original parameters": (
         lambda model: FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True),
         nhwc.Reason.FSDP1,
     ),
-    "FSDP2": (sharded, nhwc.Reason.FSDP2),
     "DeepSpeed": (lambda model: DeepSpeedEngine(model), nhwc.Reason.ENGINE),
-    "torch.compile": (lambda model: torch.compile(model, backend="eager"), nhwc.Reason.COMPILED),
-    "Module.compile": (compiled_in_place, nhwc.Reason.COMPILED),
 }
 
 
@@ -88,38 +72,6 @@ class DeepSpeedEngine(nn.Module):
         return self.module(x)
 
 
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [wrap for wrap, _ in list(WRAPPERS.values())[:5]])
-def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = wrap(network()).eval()
-    before = layout(wrapped)
-    x = torch.randn(2, 3, 8, 8)
-    expected = wrapped(x)
-    report = nhwc.convert_(wrapped, each_forward=True, strict=True)
-    assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.EACH_FORWARD}
-    got = wrapped(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(got, expected)
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    got.sum().backward()
-    report.revert()
-    torch.testing.assert_close(wrapped(x), expected)
-    assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
-
-
-@pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
-def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
-    model = network()
-    nhwc.convert_(model)
-    wrapped = WRAPPERS[name][0](model)
-    before = layout(model)
-    report = nhwc.convert_(wrapped, strict=True)
-    assert {row.reason for row in report.plan.rows} == {nhwc.Reason.IN_FORMAT}
-    assert layout(model) == before
-
-
 @pytest.mark.parametrize("compiled_first", [True, False])
 def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_first(compiled_first):
     compiled, free = nn.Conv2d(3, 3, 3), nn.Conv2d(3, 3, 3)
@@ -130,45 +82,6 @@ def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_fir
         report = nhwc.convert_(model)
     assert free.weight.is_contiguous()
     assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.REFUSE}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_convert_optimizer_wrap_compile_trains_as_without_converting():
-    x = torch.randn(6, 2, 3, 8, 8)
-    start = network().double()
-
-    def train(convert):
-        model = copy.deepcopy(start)
-        if convert:
-            nhwc.convert_(model, input_format="channels_last")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-        losses = []
-        for batch in x.double():
-            optimizer.zero_grad()
-            loss = wrapped(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(Grad|bucket).*strides.*")
-        assert train(convert=True) == pytest.approx(train(convert=False), rel=1e-9)
-
-
-def offloaded(layer):
-    """As accelerate's cpu_offload leaves a layer: its values are with a hook, and the weight is on no device."""
-    layer._hf_hook = object()
-    layer.weight = nn.Parameter(layer.weight.to("meta"))
-    return layer
-
-
-def test_offloaded_weights_are_refused():
-    model = nn.Sequential(offloaded(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
-    with pytest.warns(UserWarning, match="kept elsewhere and restored before each forward"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
 
 
 # Optimizers that need contiguous parameters: their weights are refused, and the optimizer goes on.
