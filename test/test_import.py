@@ -1,10 +1,7 @@
 """What `import torch_nhwc` gives, and what it does not load."""
 
-import pickle
 import subprocess
 import sys
-
-import torch
 
 import torch_nhwc
 
@@ -41,11 +38,3 @@ def test_importing_it_after_torch_loads_no_tool_and_nothing_heavy():
 def test_a_name_that_loads_on_first_use_is_the_one_of_its_module():
     assert torch_nhwc.trace is torch_nhwc.tracing.trace
     assert torch_nhwc.convert_saved is torch_nhwc.checkpoint.convert_saved
-
-
-def test_what_users_keep_can_be_pickled():
-    model = torch.nn.Conv2d(3, 8, 3)
-    report = torch_nhwc.convert_(model)
-    again = pickle.loads(pickle.dumps(report))
-    assert again.plan == report.plan
-    assert again.outcomes == report.outcomes == (torch_nhwc.Outcome.IN_PLACE,)

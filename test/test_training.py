@@ -226,16 +226,6 @@ def test_a_plan_of_a_fake_or_lazy_model_checks_and_restores_the_real_one():
     assert check(model, plan) == []
 
 
-def test_what_was_refused_for_an_optimizer_stays_refused_when_the_plan_is_applied_again():
-    model = nn.Sequential(nn.Conv2d(3, 4, 3))
-    with pytest.warns(UserWarning, match="takes a view"):
-        report = nhwc.convert_(model, optimizer=torch.optim.LBFGS(model.parameters()))
-    with pytest.warns(UserWarning, match="takes a view"):
-        again = restore_(model, report.plan)
-    assert again.plan.rows[0].reason is Reason.FLATTENING_OPTIMIZER
-    assert model[0].weight.stride() == (27, 9, 3, 1)
-
-
 # align_optimizer_
 
 OPTIMIZERS = {

@@ -1,11 +1,9 @@
 """Layers that convert their weight in each forward: strides, dtypes and gradients, however they are called."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from reference import FORMATS, canonical_strides, in_channels_last
+from reference import FORMATS
 from selection import some_of
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
@@ -13,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import torch_nhwc as nhwc
-from torch_nhwc.nn.class_swap import restore_class, swap_class
-from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward, weight_for
+from torch_nhwc.nn.class_swap import swap_class
+from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
 
 
 class OwnForward(nn.Conv2d):
@@ -124,19 +122,6 @@ def test_outputs_and_gradients_are_those_of_the_layer_and_in_format(name, preser
     assert not is_in_each_forward(type(layer))
 
 
-def test_a_parametrization_can_be_removed_and_added_after_the_swap():
-    layer = made("weight_norm")
-    swap_class(layer, EachForward)
-    parametrize.remove_parametrizations(layer, "weight")
-    assert type(layer).__name__ == "EachForwardConv2d"
-    parametrizations.weight_norm(layer)
-    x = in_format(input_for(layer))
-    expected = layer(x)
-    restore_class(layer, EachForward)
-    assert type(layer).__mro__[1] is nn.Conv2d
-    torch.testing.assert_close(layer(x), expected)
-
-
 @pytest.mark.parametrize("name", some_of(["2d", "transposed", "own_forward", "weight_norm"], "2d", "own_forward"))
 @pytest.mark.parametrize(
     "call",
@@ -161,32 +146,6 @@ def test_results_are_right_however_it_is_called(name, call):
     assert got[0].is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("name", ["2d", "transposed", "own_forward"])
-def test_exported_programs_have_pytorch_s_operator_and_symbolically_traced_ones_ours(name):
-    layer = made(name)
-    swap_class(layer, EachForward)
-    x = in_format(input_for(layer))
-    exported = torch.export.export(nn.Sequential(layer), (x,))
-    targets = [str(node.target) for node in exported.graph.nodes]
-    assert targets.count("aten.clone.default") == 1
-    assert not any("nhwc" in target for target in targets)
-    torch.testing.assert_close(exported.module()(x), layer(x))
-    if name == "2d":
-        traced = torch.fx.symbolic_trace(layer)
-        assert "nhwc.convert_weight" in traced.code
-        torch.testing.assert_close(traced(x), layer(x))
-
-
-def test_vmap_over_an_ensemble():
-    layers = [nn.Conv2d(3, 4, 3) for _ in range(3)]
-    parameters, _ = torch.func.stack_module_state(layers)
-    layer = copy.deepcopy(layers[0])
-    swap_class(layer, EachForward)
-    x = torch.randn(2, 3, 6, 6)
-    got = torch.vmap(lambda p: torch.func.functional_call(layer, p, (x,)))(parameters)
-    torch.testing.assert_close(got, torch.stack([each(x) for each in layers]))
-
-
 def test_script_says_what_to_do_instead():
     layer = nn.Sequential(nn.Conv2d(3, 4, 3))
     nhwc.convert_(layer, each_forward=True)
@@ -194,30 +153,13 @@ def test_script_says_what_to_do_instead():
         torch.jit.script(layer)
 
 
-@pytest.mark.parametrize(
-    "shape", [(8, 3, 3, 3), (1, 1, 3, 3), (8, 4, 1, 1), (6, 1, 3, 3), (2, 3, 1, 3, 1), (0, 3, 2, 2)], ids=str
-)
-@pytest.mark.parametrize("start", [torch.contiguous_format, None], ids=["contiguous", "channels_last"])
-def test_a_weight_gets_canonical_strides_and_no_bytes_move_where_they_need_not(shape, start):
-    weight = nn.Parameter(nhwc.convert_weight(torch.randn(shape), start))
-    moves = start is not None and not weight.is_contiguous(memory_format=FORMATS[len(shape)])
+def test_no_bytes_move_where_the_weight_is_in_format():
+    layer = made("2d")
+    nhwc.convert_weight_(layer.weight)
+    swap_class(layer, EachForward)
     with Conversions() as seen:
-        result = weight_for(weight, groups=2)
-    assert in_channels_last(result)
-    assert torch.equal(result, weight)
-    assert seen.count == moves
-    (gradient,) = torch.autograd.grad(result.sum(), weight)
-    assert torch.equal(gradient, torch.ones(shape))
-    assert gradient.stride() == weight.stride() or not moves
-
-
-def test_filters_of_one_channel_and_other_ranks_stay_contiguous():
-    weight = nn.Parameter(torch.randn(8, 1, 3, 3))
-    assert weight_for(weight, groups=1) is weight
-    last = nhwc.convert_weight(weight.detach())
-    assert weight_for(last, groups=1).stride() == canonical_strides(last.shape, torch.contiguous_format)
-    line = torch.randn(3, 4, 5)
-    assert weight_for(line, groups=1) is line
+        layer(in_format(input_for(layer)))
+    assert seen.count == 0
 
 
 @pytest.mark.parametrize("name", ["2d", "3d", "transposed", "transposed_3d"])

@@ -2,9 +2,6 @@
 
 import copy
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
@@ -62,21 +59,6 @@ def test_an_input_in_channels_last_is_passed_on_as_it_is_and_others_without_trac
     contiguous = image.contiguous()
     model(contiguous)
     assert contiguous.__dict__ == {}
-
-
-def test_containers_without_an_image_are_passed_on_as_they_are():
-    class Collects(Entry):
-        def forward(self, x, collected, options):
-            collected.append(x)
-            options["seen"] = True
-            return x
-
-    model = Collects()
-    nhwc.convert_(model, input_format="channels_last")
-    collected, options = [], {"scale": torch.ones(1)}
-    x = model(torch.randn(2, 3, 4, 4), collected, options)
-    assert collected[0] is x
-    assert options["seen"]
 
 
 @pytest.mark.parametrize("kind", ["integers", "expanded", "sparse", "nested", "jagged"])
@@ -269,25 +251,6 @@ class TestCompilersAndTransforms:
             assert made(each).stride() == expected.stride()
         assert len(model._forward_pre_hooks) == 1
 
-    @pytest.mark.exhaustive  # to import PyTorch's exporter takes longer than most tests
-    @pytest.mark.filterwarnings("ignore:.torch.jit")
-    def test_what_is_saved_runs_where_this_package_is_not(self, tmp_path):
-        model, x = converted(), torch.randn(2, 3, 8, 8)
-        for name in ("script", "trace"):
-            MADE[name](model, x).save(tmp_path / name)
-        torch.export.save(torch.export.export(model, (x,)), tmp_path / "export.pt2")
-        torch.save((x, model(x).detach()), tmp_path / "example.pt")
-        code = """
-            import sys, torch
-            sys.modules["torch_nhwc"] = None
-            x, expected = torch.load("example.pt")
-            made = [torch.jit.load("script"), torch.jit.load("trace"), torch.export.load("export.pt2").module()]
-            for output in [each(x) for each in made]:
-                torch.testing.assert_close(output, expected)
-                assert output.stride() == expected.stride()
-        """
-        subprocess.run([sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)], check=True, cwd=tmp_path)
-
     @pytest.mark.filterwarnings("ignore")
     @pytest.mark.parametrize("dynamo", [False, exhaustive(True)])
     def test_onnx_has_no_trace_of_it(self, dynamo):
@@ -295,12 +258,3 @@ class TestCompilersAndTransforms:
         model = image_network()
         expected = onnx_operators(model, x, dynamo)
         assert onnx_operators(converted(model), x, dynamo) == expected
-
-    def test_compile_takes_it_whole(self):
-        torch._dynamo.reset()
-        model, x = converted(), torch.randn(2, 2, 3, 8, 8)
-        for function, given in ((model, x[0]), (torch.func.vmap(lambda each: model(each)), x)):
-            expected = function(given)
-            output = torch.compile(function, backend="aot_eager", fullgraph=True)(given)
-            torch.testing.assert_close(output, expected)
-            assert output.stride() == expected.stride()

@@ -9,9 +9,7 @@ from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
-from torch_nhwc.nn.class_swap import swap_class
-from torch_nhwc.nn.replacements import REPLACEMENTS, Preserving
-from torch_nhwc.planning import Action
+from torch_nhwc.nn.replacements import REPLACEMENTS
 from torch_nhwc.sites.finding import find_replaceable_layers
 
 
@@ -103,13 +101,3 @@ def test_layers_inside_of_torchscript_are_a_remark():
     report = nhwc.convert_(model, preserve=True)
     assert Reason.SCRIPTED_LAYERS.value in report.remarks
     assert [row.path for row in report.plan.layers] == ["1"]
-
-
-@pytest.mark.parametrize("parametrized", [False, True])
-def test_a_replaced_layer_keeps_its_row_and_the_name_of_its_class(parametrized):
-    layer = nn.GroupNorm(2, 6)
-    swap_class(layer, Preserving)
-    if parametrized:
-        nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
-    (row,) = nhwc.plan(layer, preserve=True).layers
-    assert (row.layer, row.action, row.reason) == ("GroupNorm", Action.KEEP, Reason.EXCHANGED)
