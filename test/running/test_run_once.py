@@ -10,7 +10,7 @@ from comparison import assert_as_it_was, layouts, quiet, state_of
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from torch_nhwc.running import ModuleStack, arguments_of, call, copy_model, evaluation_mode, preserved_state, run_once
+from torch_nhwc.running import ModuleStack, arguments_of, call, evaluation_mode, preserved_state, run_once
 
 X = torch.randn(2, 3, 8, 8)
 
@@ -84,19 +84,9 @@ def scripted():
     return nn.Sequential(torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 3, padding=1), nn.BatchNorm2d(3))), Kernel())
 
 
-def quantized():
-    """Has observers, which change the size of their buffers."""
-    from torch.ao import quantization
-
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU()).train()
-    model.qconfig = quantization.get_default_qat_qconfig("x86")
-    return quantization.prepare_qat(quantization.fuse_modules_qat(model, ["0", "1", "2"]))
-
-
-@pytest.mark.parametrize("make", [scripted, quantized])
-def test_buffers_of_special_modules_are_restored(make):
+def test_buffers_of_torchscript_modules_are_restored():
     with quiet():
-        model = make()
+        model = scripted()
     before, layout = state_of(model), layouts(model)
     run_once(model, X)
     assert_as_it_was(model, before, layout)
@@ -130,18 +120,6 @@ def test_evaluation_mode_restores_the_mode_of_each_module():
     with evaluation_mode(model):
         assert not any(module.training for module in model.modules())
     assert [module.training for module in model.modules()] == [True, False, True]
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_a_copy_of_a_frozen_torchscript_module_has_weights_of_its_own():
-    model = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Conv2d(3, 3, 3)).eval()))
-    weights = [
-        node.output().toIValue()
-        for each in (model, copy_model(model))
-        for node in each.graph.findAllNodes("prim::Constant")
-        if node.output().type().kind() == "TensorType" and node.output().toIValue().dim() == 4
-    ]
-    assert len({weight.data_ptr() for weight in weights}) == 2
 
 
 class Flexible(nn.Module):

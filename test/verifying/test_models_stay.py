@@ -77,19 +77,11 @@ def assert_all_stays(run, before, after, x):
     assert torch.is_grad_enabled()
 
 
-def test_all_stays_as_it_was():
+@pytest.mark.parametrize("at", some_of([1, 4, 30], 30))
+@pytest.mark.parametrize("raises", [None, KeyError("no such thing"), KeyboardInterrupt()], ids=repr)
+def test_all_stays_as_it_was_also_after_exceptions(raises, at, monkeypatch):
     before, after = pair()
     x = torch.randn(2, 3, 8, 8).requires_grad_()
-    assert_all_stays(lambda: nhwc.verify(before, after, x), before, after, x)
-
-
-@pytest.mark.parametrize("at", some_of([1, 4, 30], 30))
-@pytest.mark.parametrize(
-    "raises", [KeyError("no such thing"), KeyboardInterrupt()], ids=lambda each: type(each).__name__
-)
-def test_all_stays_as_it_was_after_exceptions(raises, at, monkeypatch):
-    before, after = pair()
-    x = torch.randn(2, 3, 8, 8)
     monkeypatch.setattr(Restless, "raises", raises)
     monkeypatch.setattr(Restless, "at", at)
 

@@ -309,13 +309,6 @@ def test_the_callers_autocast_region_holds_for_every_layer():
     assert largest.tolerance > 1e-2 * largest.largest
 
 
-def test_weights_converted_in_each_forward_and_three_dimensions():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Conv3d(1, 4, 3, padding=1), nn.InstanceNorm3d(4), nn.AvgPool3d(2), nn.Conv3d(4, 2, 1))
-    after = converted(model, each_forward=True, preserve=True)
-    assert (verification := verified(model, torch.randn(2, 1, 6, 6, 6), after=after)), str(verification)
-
-
 def test_a_difference_of_rounding_errors_is_compared_with_a_noise_floor():
     class Cancelling(nn.Module):
         def forward(self, x):
