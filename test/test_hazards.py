@@ -475,7 +475,7 @@ def test_h38_sums_norms_and_hashes_of_a_scrambled_weight_are_equal():
         assert torch.equal(measure(wrong), measure(right))  # the hazard
 
     first = nhwc.verify(model, after, torch.randn(2, 3, 8, 8)).first
-    assert (first.path, first.what) == ("0", "weight")
+    assert (first.path, first.what, first.tolerance) == ("0", "weight", 0)
 
 
 def test_h17_a_kernel_that_is_wrong_for_a_shape_that_fits_both_formats():
@@ -627,9 +627,6 @@ def test_h50_groups_of_weights_that_diffusers_puts_back_from_a_disk_come_back_co
     model = Blocks()
     offload(model, tmp_path / "stock")
     STOCK(model, CL)  # without a word
-    with pytest.warns(UserWarning, match="from a disk they come back contiguous"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [Reason.OFFLOADED] * 3
     assert strides_at_convolutions(model, x) == contiguous
 
     model = Blocks()
@@ -1047,23 +1044,3 @@ def test_h56_inductor_takes_a_view_of_an_orthogonal_weights_original():
     nhwc.convert_(model, each_forward=True, strict=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model)(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-def test_h45_a_gradient_that_is_assigned_contiguous_makes_a_fused_optimizer_step_wrong():
-    """Loading state inside of a trainer does as well, which test/integrations has."""
-
-    def stepped(convert):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(8, 3, 3, 3))
-        layer = nn.Conv2d(3, 8, 3, bias=False)
-        layer.weight = weight
-        convert(layer)
-        weight.grad = torch.arange(216.0).view(8, 3, 3, 3)
-        torch.optim.SGD([weight], lr=0.1, fused=True).step()
-        return weight.detach()
-
-    expected = stepped(lambda layer: None)
-    with unguarded():
-        assert not torch.allclose(stepped(lambda layer: STOCK(layer, CL)), expected)
-    torch.testing.assert_close(stepped(nhwc.convert_), expected)

@@ -84,6 +84,25 @@ def test_an_exception_leaves_no_hook_and_keeps_the_trace(model, x, error):
     assert [module.path for module in trace.modules] == ["0", "1"]
 
 
+def test_a_module_that_raised_is_not_running(model, x):
+    with nhwc.trace(model) as trace:
+        model[2].error = ValueError("wrong")
+        with pytest.raises(ValueError, match="wrong"):
+            model(x)
+        model[2].error = None
+        model(x)
+        torch.softmax(x, 1)
+    assert [loss.path for loss in trace.losses] == ["4", ""]
+
+
+def test_a_module_from_elsewhere_has_the_path_of_its_caller(x):
+    elsewhere = nn.Softmax2d()
+    model = nn.Sequential(nn.Identity(), Function(lambda x: elsewhere(x)))
+    with nhwc.trace(model) as trace:
+        model(x)
+    assert [loss.path for loss in trace.losses] == ["1"]
+
+
 def test_other_threads_are_not_seen(model, x):
     with nhwc.trace(model) as trace:
         thread = threading.Thread(target=nn.Sequential(nn.Softmax2d()), args=(x,))

@@ -31,6 +31,7 @@ class Restless(nn.Module):
         torch.rand(3), random.random(), numpy.random.rand()
         self.count += 1
         self.not_yet = torch.ones(2)
+        self.register_buffer("another", torch.ones(3))
         return x.mul_(2)
 
 
