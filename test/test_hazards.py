@@ -6,7 +6,6 @@ The hazards of several ranks are in test/distributed/test_ranks.py, h27 is in te
 import contextlib
 import copy
 import importlib
-import multiprocessing
 import os
 import pickle
 import random
@@ -24,7 +23,7 @@ from guarding import unguarded
 from selection import exhaustive
 from torch import nn
 from torch.nn import functional
-from torch.nn.utils import parametrizations, prune
+from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -52,13 +51,13 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def trained(make_optimizer, convert, converts_at=2):
+def trained(make_optimizer, convert):
     """Return a model after six steps, converted in the middle."""
     torch.manual_seed(0)
     model = network()
     optimizer = make_optimizer(model.parameters())
     for number in range(6):
-        if number == converts_at:
+        if number == 2:
             convert(model, optimizer)
         step(model, optimizer, number)
     return nn.utils.parameters_to_vector(p.detach().contiguous() for p in model.parameters())
@@ -113,25 +112,6 @@ def test_h06_fused_optimizers_step_silently_wrong_where_layouts_differ(name):
         torch.testing.assert_close(trained(FUSED[name], convert), expected)
 
 
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-@pytest.mark.parametrize("repairs", ["load_state_dict of a named one", "align_", "the guard"])
-def test_h06_a_checkpoint_in_the_other_layout_is_aligned(repairs):
-    def load(model, optimizer, repairs):
-        checkpoint = copy.deepcopy(optimizer.state_dict())  # contiguous
-        nhwc.convert_(model, optimizer=optimizer if repairs == "load_state_dict of a named one" else ())
-        optimizer.load_state_dict(checkpoint)
-        if repairs == "align_":
-            assert nhwc.training.align_optimizer_(model, optimizer)
-
-    expected = trained(FUSED["AdamW"], lambda model, optimizer: None)
-    with unguarded():
-        wrong = trained(FUSED["AdamW"], lambda model, optimizer: load(model, optimizer, None))
-    assert not torch.allclose(wrong, expected)
-    with unguarded(repairs != "the guard"):
-        right = trained(FUSED["AdamW"], lambda model, optimizer: load(model, optimizer, repairs))
-    torch.testing.assert_close(right, expected)
-
-
 def test_h07_optimizers_that_flatten_parameters_crash():
     def closure(model, optimizer):
         optimizer.zero_grad()
@@ -151,10 +131,6 @@ def test_h07_optimizers_that_flatten_parameters_crash():
     assert Reason.FLATTENING_OPTIMIZER in {row.reason for row in report.plan.rows}
     optimizer.step(lambda: closure(model, optimizer))
 
-    before = layout(model := network())
-    nhwc.convert_(model).revert()
-    assert layout(model) == before
-
 
 def test_h08_a_model_of_2d_and_3d_layers_is_half_converted():
     model = nn.ModuleDict({"image": nn.Conv2d(3, 4, 3), "volume": nn.Conv3d(3, 4, 3)})
@@ -167,15 +143,8 @@ def test_h08_a_model_of_2d_and_3d_layers_is_half_converted():
     assert model["volume"].weight.is_contiguous(memory_format=CL3D)
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
-@pytest.mark.parametrize(
-    "normed",
-    [parametrizations.weight_norm, nn.utils.weight_norm, parametrizations.spectral_norm, nn.utils.spectral_norm]
-    + [lambda layer: prune.l1_unstructured(layer, "weight", amount=5)],
-    ids=["weight_norm", "old weight_norm", "spectral_norm", "old spectral_norm", "pruned"],
-)
-def test_h09_computed_weights_are_skipped_without_a_word(normed):
-    layer, x = normed(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8)
+def test_h09_computed_weights_are_skipped_without_a_word():
+    layer, x = parametrizations.weight_norm(nn.Conv2d(3, 4, 3)), torch.randn(1, 3, 8, 8)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         STOCK(layer, CL)
@@ -195,22 +164,12 @@ def test_h10_lazy_layers_raise():
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_h11_live_torchscript_modules_are_skipped(tmp_path):
+def test_h11_live_torchscript_modules_are_skipped():
     model = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
     STOCK(model, CL)
     assert model[0].weight.stride() == (27, 9, 3, 1)
-    x = torch.randn(1, 3, 8, 8)
-    expected = model(x)
     nhwc.convert_(model)
     assert model[0].weight.stride() == STRIDES
-    model.save(tmp_path / "model.pt")
-    torch.save({"x": x, "y": expected}, tmp_path / "example.pt")
-    code = (
-        "import sys, torch; m = torch.jit.load('model.pt'); e = torch.load('example.pt')\n"
-        "torch.testing.assert_close(m(e['x']), e['y']); assert 'torch_nhwc' not in sys.modules\n"
-        "assert dict(m.named_parameters())['0.weight'].stride() == (27, 1, 9, 3)"
-    )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, cwd=tmp_path)
 
 
 def test_h12_packed_weights_are_skipped():
@@ -305,7 +264,7 @@ def test_h22_fusing_batch_norm_keeps_working():
     assert model[0].weight.stride() == STRIDES
 
 
-def test_h23_modules_that_hold_a_memory_format_cannot_be_copied(tmp_path):
+def test_h23_modules_that_hold_a_memory_format_cannot_be_copied():
     class Holds(nn.Module):
         memory_format = None
 
@@ -314,26 +273,15 @@ def test_h23_modules_that_hold_a_memory_format_cannot_be_copied(tmp_path):
     with contextlib.suppress(TypeError):  # PyTorch may have repaired it
         copy.deepcopy(holder)
 
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), parametrizations.weight_norm(nn.Conv2d(4, 4, 3)), nn.LazyConv2d(4, 1))
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyConv2d(4, 1))
     nhwc.convert_(model, input_format="channels_last")
-    copies = [copy.deepcopy(model)]
-    plain = nn.Sequential(nn.Conv2d(3, 4, 3), nn.LazyConv2d(4, 1))  # PyTorch pickles no parametrized modules
-    nhwc.convert_(plain, input_format="channels_last")
-    copies.append(pickle.loads(pickle.dumps(plain)))
-    torch.save(plain, tmp_path / "model.pt")
-    copies.append(torch.load(tmp_path / "model.pt", weights_only=False))
-    for each in copies:
+    for each in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         each(torch.randn(1, 3, 16, 16))
         assert each[0].weight.stride() == STRIDES
 
 
-@pytest.mark.parametrize("way", ["torch.compile", "Module.compile"])
-def test_h24_compiled_models_recompile_or_keep_stale_addresses(way):
-    model = network()
-    if way == "torch.compile":
-        model = torch.compile(model, backend="eager")
-    else:
-        model.compile(backend="eager")
+def test_h24_compiled_models_recompile_or_keep_stale_addresses():
+    model = torch.compile(network(), backend="eager")
     before = layout(model)
     with pytest.warns(UserWarning, match="convert first, then make the optimizer, then wrap, then compile"):
         report = nhwc.convert_(model)
@@ -371,43 +319,6 @@ def test_h26_shared_memory_is_left_without_a_word():
     assert "no longer shared" in str(report)
     assert other.stride() == (27, 9, 3, 1)
     assert torch.equal(other, values)  # what another process sees
-
-
-def train(go, parameters):
-    """Train the parameters that a forked child has."""
-    torch.set_num_threads(1)
-    go.wait()
-    with torch.no_grad():
-        for parameter in parameters:
-            parameter += 1
-
-
-def trained_by_a_child(convert):
-    """How many of a shared model's parameters a child trains that was forked before a conversion."""
-    model = network().share_memory()
-    before = [parameter.detach().clone() for parameter in model.parameters()]
-    context = multiprocessing.get_context("fork")
-    go = context.Event()
-    child = context.Process(target=train, args=(go, list(model.parameters())))
-    child.start()
-    convert(model)
-    go.set()
-    child.join()
-    return sum(torch.equal(parameter, values + 1) for parameter, values in zip(model.parameters(), before))
-
-
-@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_h26_a_forked_child_trains_what_the_model_no_longer_has():
-    assert trained_by_a_child(lambda model: None) == 6
-    assert trained_by_a_child(lambda model: STOCK(model, CL)) == 3  # without a word
-
-    def convert(model):
-        with pytest.warns(UserWarning, match=r"^torch_nhwc: '0\.weight' will no longer be in shared memory"):
-            report = nhwc.convert_(model)
-        # The strides of the others are each process' own.
-        assert report.outcomes == (Outcome.COPIED_SHARED, Outcome.RESTRIDED, Outcome.RESTRIDED)
-
-    assert trained_by_a_child(convert) == 5
 
 
 @pytest.mark.parametrize("storage", ["auto", "detach", "fresh"])
@@ -550,11 +461,6 @@ def test_h36_group_norm_on_channels_last_is_inaccurate():
     assert Reason.GROUP_NORM.value not in report.remarks
     assert error(x.to(memory_format=CL), norm) <= 2 * contiguous
 
-    plain = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(2, 8))
-    verification = nhwc.verify(plain, nhwc.convert_(after := copy.deepcopy(plain)), torch.randn(2, 3, 8, 8))
-    assert {row.path for row in verification.differing} == {"1"}
-    assert nhwc.verify(plain, nhwc.convert_(after, preserve=True), torch.randn(2, 3, 8, 8))
-
 
 def test_h38_sums_norms_and_hashes_of_a_scrambled_weight_are_equal():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU())
@@ -569,7 +475,7 @@ def test_h38_sums_norms_and_hashes_of_a_scrambled_weight_are_equal():
         assert torch.equal(measure(wrong), measure(right))  # the hazard
 
     first = nhwc.verify(model, after, torch.randn(2, 3, 8, 8)).first
-    assert (first.path, first.what) == ("0", "weight")
+    assert (first.path, first.what, first.tolerance) == ("0", "weight", 0)
 
 
 def test_h17_a_kernel_that_is_wrong_for_a_shape_that_fits_both_formats():
@@ -620,16 +526,6 @@ def test_h40_an_input_of_one_channel_stays_in_its_old_strides(layer, memory_form
     model(x)
     assert seen[0].stride() == wanted
     assert torch.equal(seen[0], x)
-
-    # A convolution of one channel whose width is strided is wrong in channels-last on some CPUs (h42).
-    model = nn.Sequential(nn.Identity(), layer(1, 4, 3, stride=2))
-    nhwc.convert_(model, input_format="channels_last")
-    model[0].register_forward_hook(lambda _, __, output: seen.append(output))
-    model(x)
-    assert seen[1] is x
-    model(nhwc.data.to_channels_last(x))
-    assert seen[2].stride() == x.stride()
-    assert torch.equal(seen[2], x)
 
 
 def test_h49_videos_and_sets_of_images_are_no_volumes():
@@ -683,26 +579,17 @@ def test_h59_torchscript_takes_no_hook_with_keywords():
     torch.testing.assert_close(torch.jit.script(model)(x), model(x))
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_h60_a_module_that_keeps_a_weak_reference_cannot_be_copied(copied):
+def test_h60_a_module_that_keeps_a_weak_reference_cannot_be_copied():
     model = network()
     model.report = weakref.ref(model)
     with pytest.raises(TypeError, match="weakref"):
         pickle.dumps(model)
 
     model.report = nhwc.convert_(model, input_format="channels_last")
-    other = copied(model)
-    assert (other.report.plan, other.report.outcomes) == (model.report.plan, model.report.outcomes)
-    with pytest.raises(RuntimeError, match="this report is a copy, or was loaded, and belongs to no model"):
-        other.report.revert()
-    model.report.revert()
-    assert not model._forward_pre_hooks
-    assert model[0].weight.stride() == (27, 9, 3, 1)
-    assert other[0].weight.stride() == STRIDES
-    assert len(other._forward_pre_hooks) == 1
-    nhwc.convert_(other, torch.contiguous_format)
-    assert not other._forward_pre_hooks
-    assert other[0].weight.stride() == (27, 9, 3, 1)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert (other.report.plan, other.report.outcomes) == (model.report.plan, model.report.outcomes)
+        with pytest.raises(RuntimeError, match="this report is a copy, or was loaded, and belongs to no model"):
+            other.report.revert()
 
 
 def offloaded_to_disk(level, model, path):
@@ -740,9 +627,6 @@ def test_h50_groups_of_weights_that_diffusers_puts_back_from_a_disk_come_back_co
     model = Blocks()
     offload(model, tmp_path / "stock")
     STOCK(model, CL)  # without a word
-    with pytest.warns(UserWarning, match="from a disk they come back contiguous"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [Reason.OFFLOADED] * 3
     assert strides_at_convolutions(model, x) == contiguous
 
     model = Blocks()
@@ -760,43 +644,6 @@ def test_h50_groups_of_weights_that_diffusers_puts_back_from_a_disk_come_back_co
     offload(model, tmp_path / "each forward")
     assert strides_at_convolutions(model, x) == [(27, 1, 9, 3), (36, 1, 12, 4), (36, 1, 12, 4)]
     torch.testing.assert_close(model(x), expected)
-
-
-def test_h50_groups_that_diffusers_keeps_in_memory_are_left_where_it_puts_copies_back():
-    """With streams it does, which need a GPU: here is what it leaves on the modules. Without, it moves the weights."""
-    hooks_ = importlib.import_module("diffusers.hooks")
-    cpu = torch.device("cpu")
-    model = Blocks()
-    hooks_.apply_group_offloading(model, cpu, cpu, "block_level", num_blocks_per_group=1)
-    nhwc.convert_(model, strict=True)
-    assert strides_at_convolutions(model, torch.randn(1, 3, 9, 9))[1] == (36, 1, 12, 4)
-
-    model = Blocks()
-    hooks_.apply_group_offloading(model, cpu, cpu, "block_level", num_blocks_per_group=1)
-    group = model.blocks[0]._diffusers_hook.get_hook("group_offloading").group
-    group.cpu_param_dict = {each: each.data.clone() for each in model.blocks[0].parameters()}
-    with pytest.warns(UserWarning, match="restored before each forward"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [None, Reason.OFFLOADED, None]
-
-    group.cpu_param_dict[model.blocks[0][0].weight] = torch.randn(4, 4, 3, 3).to(memory_format=CL)
-    STOCK(model.blocks[0], CL)
-    assert [row.reason for row in nhwc.convert_(model, strict=True).plan.rows] == [Reason.IN_FORMAT] * 3
-
-
-def test_h50_a_conversion_is_not_reverted_while_accelerate_keeps_the_weights():
-    accelerate = importlib.import_module("accelerate")
-    x, model = torch.randn(1, 3, 9, 9), Blocks()
-    report = nhwc.convert_(model)
-    accelerate.cpu_offload(model, execution_device="cpu")
-    channels_last = [(27, 1, 9, 3), (36, 1, 12, 4), (36, 1, 12, 4)]
-    assert strides_at_convolutions(model, x) == channels_last
-    with pytest.raises(RuntimeError, match=r"Report.revert: 'stem.weight': .*restored before each forward"):
-        report.revert()
-    assert strides_at_convolutions(model, x) == channels_last
-    accelerate.hooks.remove_hook_from_submodules(model)
-    report.revert()
-    assert strides_at_convolutions(model, x) == [(27, 9, 3, 1), (36, 9, 3, 1), (36, 9, 3, 1)]
 
 
 @pytest.mark.parametrize("mode", ["bilinear", "bicubic"])
@@ -918,7 +765,7 @@ def test_h42_convolutions_of_one_channel_are_wrong_on_channels_last(seed):
 
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(1, 4, 3), lambda: nn.ConvTranspose3d(4, 1, 3)], ids=["2d", "3d"])
 def test_h42_filters_of_one_channel_have_contiguous_strides(make):
-    layer, changed = make(), make()
+    layer = make()
     STOCK(layer, CL) if layer.weight.dim() == 4 else nn.utils.convert_conv3d_weight_memory_format(layer, CL3D)
     contiguous, place = torch.empty(layer.weight.shape).stride(), layer.weight.data_ptr()
     assert layer.weight.stride() != contiguous
@@ -927,14 +774,6 @@ def test_h42_filters_of_one_channel_have_contiguous_strides(make):
     assert (row.action, row.reason, row.target_strides) == (Action.RESTRIDE, Reason.ONE_CHANNEL, contiguous)
     assert (layer.weight.stride(), layer.weight.data_ptr()) == (contiguous, place)
     assert nhwc.check(layer, report.plan) == []
-    report = nhwc.convert_(changed, strict=True)
-    assert (report.plan.rows[0].action, report.plan.rows[0].reason) == (Action.KEEP, Reason.ONE_CHANNEL)
-    changed.weight.data = nhwc.convert_weight(changed.weight.data)
-    assert len(nhwc.check(changed, report.plan)) == 1
-    nhwc.training.restore_(changed, report.plan)
-    assert changed.weight.stride() == contiguous
-    state = nhwc.checkpoint.convert_state_dict(nn.Module.state_dict(changed), report.plan)
-    assert state["weight"].stride() == contiguous
     depthwise = nn.Conv2d(4, 4, 3, groups=4)
     nhwc.convert_(depthwise)
     assert depthwise.weight.stride() == (9, 1, 3, 1)
@@ -946,19 +785,13 @@ def transposed_decoder():
     return model
 
 
-def linear_over_a_convolution():
-    model = nn.ModuleDict({"convolution": nn.Conv2d(3, 8, 3), "linear": nn.Linear(27, 8)})
-    model["linear"].weight = nn.Parameter(model["convolution"].weight.data.view(8, 27))
-    return model
-
-
 def buffer_over_a_convolution():
     model = nn.ModuleDict({"convolution": nn.Conv2d(3, 8, 3), "norm": nn.BatchNorm2d(8)})
     model["norm"].register_buffer("first", model["convolution"].weight.detach()[0])
     return model
 
 
-@pytest.mark.parametrize("make", [transposed_decoder, linear_over_a_convolution, buffer_over_a_convolution])
+@pytest.mark.parametrize("make", [transposed_decoder, buffer_over_a_convolution])
 def test_h46_parameters_over_one_memory_in_different_views_come_apart(make):
     def memory(model):
         return [tensor.data_ptr() for tensor in (*model.parameters(), *model.buffers())]
@@ -1012,7 +845,7 @@ def lazy_state():
 
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
 @pytest.mark.parametrize("assign", [False, True])
-def test_h47_lazy_layers_convert_when_they_are_loaded(assign, tmp_path):
+def test_h47_lazy_layers_convert_when_they_are_loaded(assign):
     model = lazy_network()
     before = [(type(each), id(each.weight)) for each in model]
     model.load_state_dict(nhwc.checkpoint.contiguous_state_dict(lazy_state()), assign=assign)
@@ -1020,8 +853,6 @@ def test_h47_lazy_layers_convert_when_they_are_loaded(assign, tmp_path):
     assert assign or [(type(each), id(each.weight)) for each in model] == before
     for layer in model:
         assert not layer._load_state_dict_post_hooks
-    exported = torch.export.export(copy.deepcopy(model), (torch.randn(1, 3, 8, 8),), strict=True)
-    assert "nhwc" not in str(exported.graph)
     model(torch.randn(1, 3, 8, 8))
     assert [each.weight.stride() for each in model][assign:] == LAZY_STRIDES[assign:]
 
@@ -1029,7 +860,7 @@ def test_h47_lazy_layers_convert_when_they_are_loaded(assign, tmp_path):
 @pytest.mark.filterwarnings(
     "ignore:Lazy modules are a new feature", "ignore:.torch.jit", "ignore::torch.jit.TracerWarning"
 )
-@pytest.mark.parametrize("way", ["wrapped", "exported", "traced", "flat"])
+@pytest.mark.parametrize("way", ["wrapped", "traced", "flat"])
 def test_h47_a_lazy_weight_that_came_otherwise_stays_in_the_first_forward(way):
     x = torch.randn(1, 3, 8, 8)
     model = lazy_network()
@@ -1045,43 +876,12 @@ def test_h47_a_lazy_weight_that_came_otherwise_stays_in_the_first_forward(way):
     elif way == "flat":
         weight.data = torch.randn(1000)[: weight.numel()].view(weight.shape)
         run = model
-    elif way == "exported":
-        run = lambda x: torch.export.export(model, (x,), strict=False)  # noqa: E731
     else:
         run = lambda x: torch.jit.trace(model, x, check_trace=False)  # noqa: E731
     with pytest.warns(UserWarning, match=r"the layer Conv2d.*, which was lazy, stays as it is: .*the weight (has|is)"):
         run(x)
     assert weight.is_contiguous()
     assert not any(layer._forward_pre_hooks for layer in model)
-
-
-@pytest.mark.parametrize("action", ["always", "error"])
-def test_loading_a_lazy_layer_is_whole_where_a_weight_cannot_be_converted(action):
-    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyConv2d(4, 3))
-    nhwc.convert_(model)
-    values = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3)).state_dict()
-    values = {name: nn.Parameter(value) for name, value in values.items()}
-    values["0.weight"] = nn.Parameter(torch.randn(1000)[:108].view(4, 3, 3, 3))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter(action)
-        model.load_state_dict(values, assign=True)
-    assert model[0].weight.is_contiguous()
-    assert model[1].weight.stride() == (36, 1, 12, 4)
-    assert [warning.filename for warning in caught] == ([] if action == "error" else [__file__])
-
-
-def filters_by_strides(x, kernel):
-    """Take views by the strides of a contiguous input, as Opacus' unfold2d does."""
-    n, c, _, width = x.shape
-    out = [size - kernel + 1 for size in x.shape[2:]]
-    strides = [*x.stride()[:2], width, 1, width, 1]
-    return x.as_strided((n, c, kernel, kernel, *out), strides).reshape(n, c * kernel**2, -1)
-
-
-def per_sample_gradients(layer, x):
-    out = layer(x)
-    (upstream,) = torch.autograd.grad(out.square().sum(), out)
-    return torch.einsum("noq,npq->nop", upstream.flatten(2), filters_by_strides(x, layer.kernel_size[0]))
 
 
 # By the names that Opacus has for them.
@@ -1116,18 +916,12 @@ def expect_refused_for_opacus(wrap):
     assert all(parameter.is_contiguous() for parameter in model.parameters())
 
 
-def test_h48_gradients_of_each_sample_by_strides_are_wrong():
-    layer, x = nn.Conv2d(3, 4, 3).double(), torch.randn(2, 3, 8, 8).double()
-    expected = per_sample_gradients(layer, x)
-    torch.testing.assert_close(
-        expected.sum(0).flatten(), torch.autograd.grad(layer(x).square().sum(), layer.weight)[0].flatten()
-    )
-    assert not torch.allclose(per_sample_gradients(layer, x.to(memory_format=CL)), expected)
+def test_h48_models_by_the_names_of_opacus_are_refused():
     expect_refused_for_opacus(GradSampleModule)
 
 
 @pytest.mark.exhaustive
-def test_h48_opacus_itself():
+def test_h48_the_gradients_of_each_sample_of_opacus_are_wrong():
     opacus = importlib.import_module("opacus")
     x = torch.randn(2, 3, 8, 8)
 
@@ -1169,16 +963,6 @@ def test_h54_layers_that_view_another_ones_weight_raise():
     report.revert()
     nhwc.convert_(model, each_forward=True, strict=True)
     torch.testing.assert_close(model(x), expected)
-
-
-def test_h54_pruning_all_layers_and_orthogonal_initialisation_raise():
-    model = nhwc.convert_(model := network()) and model
-    for call in (
-        lambda: prune.global_unstructured([(model[0], "weight")], prune.L1Unstructured, amount=0.5),
-        lambda: nn.init.orthogonal_(model[0].weight),
-    ):
-        with pytest.raises(RuntimeError, match="view size is not compatible"):
-            call()
 
 
 @pytest.mark.exhaustive
@@ -1260,23 +1044,3 @@ def test_h56_inductor_takes_a_view_of_an_orthogonal_weights_original():
     nhwc.convert_(model, each_forward=True, strict=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model)(x), expected)
-
-
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-def test_h45_a_gradient_that_is_assigned_contiguous_makes_a_fused_optimizer_step_wrong():
-    """Loading state inside of a trainer does as well, which test/integrations has."""
-
-    def stepped(convert):
-        torch.manual_seed(0)
-        weight = nn.Parameter(torch.randn(8, 3, 3, 3))
-        layer = nn.Conv2d(3, 8, 3, bias=False)
-        layer.weight = weight
-        convert(layer)
-        weight.grad = torch.arange(216.0).view(8, 3, 3, 3)
-        torch.optim.SGD([weight], lr=0.1, fused=True).step()
-        return weight.detach()
-
-    expected = stepped(lambda layer: None)
-    with unguarded():
-        assert not torch.allclose(stepped(lambda layer: STOCK(layer, CL)), expected)
-    torch.testing.assert_close(stepped(nhwc.convert_), expected)

@@ -1,12 +1,11 @@
 """Outputs are compared by position, within tolerances of their dtypes; jobs are timed in turns."""
 
-import json
 import math
 
 import pytest
 import torch
 
-from torch_nhwc.running import compare, in_turns, machine, seconds, seconds_in_turns, tolerance_of
+from torch_nhwc.running import compare, in_turns, seconds, seconds_in_turns, tolerance_of
 
 Y = torch.tensor([1.0, -4.0])
 
@@ -60,11 +59,3 @@ def test_each_sample_has_a_preparation_that_is_not_timed():
     prepared = []
     taken = seconds_in_turns({"job": lambda: prepared.append(None) or (lambda: None)}, samples=3)
     assert (len(taken["job"]), len(prepared)) == (3, 4)
-
-
-def test_the_machine_is_described_as_plain_data():
-    described = machine()
-    assert json.loads(json.dumps(described)) == described
-    assert described["torch"] == torch.__version__
-    assert described["device"] == described["processor"]
-    assert described["threads"] == torch.get_num_threads()

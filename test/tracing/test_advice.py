@@ -3,8 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import FORMATS, channels_last
-from losing_layers import LAYERS
+from activations import channels_last
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -42,41 +41,14 @@ def losses(call, shape):
     return trace.losses
 
 
-def assert_kept(losses):
-    assert {loss.operator for loss in losses} <= RESTORED
-    assert not any(loss.advice for loss in losses)
-
-
 @pytest.mark.parametrize("case", CALLS)
 def test_our_functions_keep_what_those_of_pytorch_lose(case):
     shape, call = CALLS[case]
     advice = {loss.advice for loss in losses(lambda x: call(F, x), shape)}
     assert f"torch_nhwc.functional.{case.split(',')[0]}" in advice
-    assert_kept(losses(lambda x: call(nhwc.functional, x), shape))
-
-
-def test_each_function_that_is_advised_is_tried():
-    advised = recorder.BY_FUNCTION | set(recorder.BY_OPERATOR.values())
-    assert advised == {case.split(",")[0] for case in CALLS}
-
-
-@pytest.mark.parametrize("name", LAYERS)
-def test_replaced_layers_lose_nothing(name):
-    make, shape = LAYERS[name]
-    model = nn.Sequential(nn.ReLU(), make()).to(memory_format=FORMATS[len(shape)])
-
-    def step(x):
-        with nhwc.trace(model) as trace:
-            out = model(x)
-            out.backward(channels_last(torch.rand_like(out)))
-        return trace.losses
-
-    x = channels_last(torch.randn(shape)).requires_grad_()
-    before = [loss for loss in step(x) if loss.path == "1"]
-    assert {loss.advice for loss in before} <= {recorder.PRESERVE}
-    nhwc.convert_(model, preserve=True)
-    assert_kept(step(x))
-    assert x.grad[:, :1].stride() == x[:, :1].stride()
+    kept = losses(lambda x: call(nhwc.functional, x), shape)
+    assert {loss.operator for loss in kept} <= RESTORED
+    assert not any(loss.advice for loss in kept)
 
 
 @pytest.mark.parametrize(
@@ -95,5 +67,3 @@ def test_there_is_no_advice_where_nothing_is_known_to_help(call):
 def test_a_reshape_that_copies_is_unavoidable():
     (loss,) = losses(lambda x: x.flatten(1).relu()[..., None, None], IMAGE)[:1]
     assert loss.advice == recorder.RESHAPE
-    with pytest.raises(RuntimeError, match="view size is not compatible"):
-        channels_last(torch.randn(IMAGE)).view(2, -1)

@@ -95,6 +95,14 @@ def test_a_module_that_raised_is_not_running(model, x):
     assert [loss.path for loss in trace.losses] == ["4", ""]
 
 
+def test_a_module_from_elsewhere_has_the_path_of_its_caller(x):
+    elsewhere = nn.Softmax2d()
+    model = nn.Sequential(nn.Identity(), Function(lambda x: elsewhere(x)))
+    with nhwc.trace(model) as trace:
+        model(x)
+    assert [loss.path for loss in trace.losses] == ["1"]
+
+
 def test_other_threads_are_not_seen(model, x):
     with nhwc.trace(model) as trace:
         thread = threading.Thread(target=nn.Sequential(nn.Softmax2d()), args=(x,))

@@ -261,21 +261,13 @@ class Writing(nn.Module):
         return self.layer(x.sub_(0.5).div_(0.5))
 
 
-@pytest.mark.parametrize("named", [False, True])
-def test_the_models_writes_to_its_inputs_reach_neither_the_caller_nor_the_next_call(named, x):
+def test_the_models_writes_to_its_inputs_reach_neither_the_caller_nor_the_next_call(x):
     cache, before = [], x.clone()
-    tuning = nhwc.tune(Writing(), {"x": x, "cache": cache} if named else (x, cache), budget_seconds=0.1)
+    tuning = nhwc.tune(Writing(), {"x": x, "cache": cache}, budget_seconds=0.1)
     assert torch.equal(x, before)
     assert not cache
     assert tuning.workload["shapes"] == ["2x3x12x12"]
     assert all(row.difference is not None for row in tuning.table if row.samples)
-
-
-def test_an_input_may_come_out_of_a_graph(x):
-    features = x.requires_grad_() * 2
-    tuning = nhwc.tune(nn.Conv2d(3, 4, 3), features, mode="training", budget_seconds=0.05)
-    assert tuning.table[0].samples
-    assert x.grad is None
 
 
 @pytest.fixture
@@ -337,10 +329,3 @@ def test_printed_it_fits_a_terminal_of_80_columns(tuning, monkeypatch):
     assert "'full' is 1.2" in str(tuning)
     rows = (tuning.table[0], tuning.table[1]._replace(ratio=1.25, low=None, high=None))
     assert "0.80x unknown" in " ".join(str(replace(tuning, table=rows)).split())
-
-
-def test_a_small_model_is_tuned_for_real(model, x):
-    tuning = nhwc.tune(model, x, budget_seconds=1)
-    assert tuning.choice in [row.name for row in tuning.table]
-    assert all(row.difference < 1e-5 for row in tuning.table if row.samples)
-    assert tuning.seconds < 30
