@@ -81,14 +81,6 @@ def test_a_saved_program_runs_without_this_package(tmp_path):
     assert_run_elsewhere(tmp_path, {"out.pt2": ("program", X, model(X).detach(), SITES)})
 
 
-@pytest.mark.exhaustive  # the compiler takes a minute
-def test_aot_inductor_compiles_a_converted_program_to_equal_numbers(tmp_path):
-    model = Network()
-    program, _ = converted(exported(model), tmp_path)
-    path = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "model.pt2"))
-    torch.testing.assert_close(torch._inductor.aoti_load_package(path)(X), model(X))
-
-
 def test_all_programs_of_an_archive_convert_in_both_directions(tmp_path):
     programs = {name: torch.export.export(nn.Conv2d(3, 4, 3), (X,)) for name in ("encoder", "decoder")}
     package_pt2(tmp_path / "in.pt2", exported_programs=programs)
@@ -160,29 +152,6 @@ def test_a_program_that_would_not_run_is_refused_and_nothing_is_written(tmp_path
         with pytest.raises(RuntimeError, match=rf"in\.pt2: .*{match}"):
             converted(program, tmp_path)
         assert not (tmp_path / "out.pt2").exists()
-
-
-class CountsInForward(nn.Module):
-    """Has a size that depends on values."""
-
-    def __init__(self):
-        super().__init__()
-        self.conv = nn.Conv2d(3, 4, 3)
-
-    def forward(self, x):
-        return (self.conv(x) > 0).nonzero().float().sum()
-
-
-def test_gradients_and_symbols_stay_in_the_notes_of_a_program(tmp_path):
-    def notes(program):
-        nodes = [(node, node.meta.get("val")) for node in program.graph.nodes if node.op != "output"]
-        needed = {node.name: getattr(value, "requires_grad", None) for node, value in nodes}
-        return needed, [str(node.meta.get("unbacked_bindings")) for node, _ in nodes]
-
-    program = torch.export.export(CountsInForward(), (X,))
-    after, _ = converted(program, tmp_path, strict=True)
-    assert notes(after) == notes(torch.export.load(tmp_path / "in.pt2"))
-    assert notes(after)[0]["p_conv_weight"]
 
 
 def expression(written):

@@ -166,32 +166,6 @@ def test_one_callback_serves_every_run(tmp_path):
     assert_as_before(other)
 
 
-class Helped(Module):
-    """Has a helper outside of it, with an optimizer of its own."""
-
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-        self.helpers = [nn.Linear(2, 2)]
-
-    def configure_optimizers(self):
-        return super().configure_optimizers(), torch.optim.SGD(self.helpers[0].parameters())
-
-    def training_step(self, *arguments):
-        optimizer, _ = self.optimizers()
-        optimizer.zero_grad()
-        self.manual_backward(super().training_step(*arguments))
-        optimizer.step()
-
-
-@exhaustive
-def test_an_optimizer_without_parameters_of_the_module_is_left_alone(tmp_path):
-    module = fitted(tmp_path, ChannelsLast(), module=Helped())
-    assert module.seen == [CHANNELS_LAST] * 4
-    assert_same_training(module, fitted(tmp_path, module=Helped()))
-    assert_as_before(module)
-
-
 class Companions(Callback):
     """Notes whether state and gradients have the strides of their weights, at each batch and at each step."""
 

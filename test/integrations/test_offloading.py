@@ -1,84 +1,14 @@
-"""Models from `from_pretrained`, and models that accelerate offloads."""
+"""Models that accelerate offloads."""
 
 import importlib
-import os
 import warnings
-from functools import partial
 
 import pytest
-import safetensors.torch
 import torch
 from torch import nn
 from torch.nn import functional
 
 import torch_nhwc as nhwc
-
-# Tiny models from folders: nothing is fetched, or tried to be.
-os.environ["HF_HUB_OFFLINE"] = "1"
-
-
-def resnet():
-    transformers = importlib.import_module("transformers")
-    config = transformers.ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic")
-    return partial(transformers.ResNetModel, config), torch.randn(1, 3, 32, 32)
-
-
-def autoencoder():
-    diffusers = importlib.import_module("diffusers")
-    make = partial(
-        diffusers.AutoencoderKL,
-        block_out_channels=(8,),
-        norm_num_groups=4,
-        down_block_types=("DownEncoderBlock2D",),
-        up_block_types=("UpDecoderBlock2D",),
-        latent_channels=2,
-        sample_size=8,
-    )
-    return make, torch.randn(1, 3, 16, 16)
-
-
-def first_output(model, x):
-    with torch.no_grad():
-        return model.eval()(x)[0]
-
-
-@pytest.fixture(params=[resnet, autoencoder], ids=lambda function: function.__name__)
-def pretrained(request, tmp_path):
-    """Return a function that makes a model, one that was saved, its input, and the folder."""
-    torch.manual_seed(0)
-    make, x = request.param()
-    model = make().eval()
-    model.save_pretrained(tmp_path / "saved")
-    return make, model, x, tmp_path / "saved"
-
-
-@pytest.mark.exhaustive  # importing diffusers and transformers takes seconds
-def test_a_model_from_pretrained_converts_is_saved_and_is_loaded(pretrained, tmp_path):
-    _, original, x, folder = pretrained
-    model = type(original).from_pretrained(folder)
-    report = nhwc.convert_(model)
-    assert nhwc.check(model, report.plan) == []
-    assert report.new_bytes == report.plan.bytes_to_move  # its memory was not its own, but that of the file
-    torch.testing.assert_close(first_output(model, x), first_output(original, x), rtol=1e-4, atol=1e-4)
-    model.save_pretrained(tmp_path / "again")
-    other = type(original).from_pretrained(tmp_path / "again")
-    for name, tensor in original.state_dict().items():
-        assert torch.equal(other.state_dict()[name], tensor), name
-    nhwc.training.restore_(other, report.plan)
-    assert nhwc.check(other, report.plan) == []
-
-
-@pytest.mark.exhaustive
-def test_a_pretrained_folder_loads_in_format_without_from_pretrained(pretrained):
-    make, original, x, folder = pretrained
-    with torch.device("meta"):
-        model = make()
-    plan = nhwc.plan(model)
-    [file] = folder.glob("*.safetensors")
-    state = nhwc.checkpoint.convert_state_dict(safetensors.torch.load_file(file), plan)
-    model.load_state_dict(state, assign=True)
-    assert nhwc.check(model.eval(), plan) == []
-    torch.testing.assert_close(first_output(model, x), first_output(original, x), rtol=1e-4, atol=1e-4)
 
 
 def network():
@@ -166,13 +96,3 @@ def test_a_converted_model_is_offloaded_in_format_except_to_disk(
         again = nhwc.convert_(model)
     assert {row.path for row in again.rows if row.reason is nhwc.Reason.OFFLOADED} == lost
     assert sum("from a disk they come back contiguous" in str(each.message) for each in warned) == bool(lost)
-
-
-def test_a_model_made_with_init_empty_weights_is_planned_and_loaded(accelerate):
-    with accelerate.init_empty_weights():
-        model = network()
-    plan = nhwc.plan(model)
-    assert {row.reason for row in plan.rows} == {nhwc.Reason.META}
-    for name, tensor in nhwc.checkpoint.convert_state_dict(network().state_dict(), plan).items():
-        accelerate.utils.set_module_tensor_to_device(model, name, "cpu", value=tensor)
-    assert nhwc.check(model, plan) == []

@@ -7,8 +7,6 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
 from transformers import (
-    ConvNextConfig,
-    ConvNextForImageClassification,
     ResNetConfig,
     ResNetForImageClassification,
     Seq2SeqTrainer,
@@ -30,10 +28,6 @@ OPTIONS = {"input_format": "channels_last", "strict": True}
 
 def resnet(trial=None):
     return ResNetForImageClassification(ResNetConfig(embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1]))
-
-
-def convnext():
-    return ConvNextForImageClassification(ConvNextConfig(hidden_sizes=[8, 16], depths=[1, 1], num_stages=2))
 
 
 def samples(count=16):
@@ -83,13 +77,6 @@ def assert_equal_losses(losses, expected):
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.fixture
-def no_guard():
-    """Turn the step guard off, without which a step on state in another layout is wrong."""
-    with unguarded():
-        yield
-
-
 def test_it_trains_as_transformers_own_and_saves_contiguous_checkpoints(tmp_path):
     _, expected = trained(Trainer, tmp_path / "plain")
     trainer, losses = trained(ChannelsLastTrainer, tmp_path / "ours", **OPTIONS)
@@ -105,25 +92,8 @@ def test_it_trains_as_transformers_own_and_saves_contiguous_checkpoints(tmp_path
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("arguments", "tolerance"),
-    [
-        ({"gradient_accumulation_steps": 2, "optim": "sgd", "lr_scheduler_type": "constant"}, 1e-4),
-        ({"bf16": True}, 3e-2),
-    ],
-    ids=["SGD", "bf16"],
-)
-@pytest.mark.parametrize("model", [resnet, convnext])
-def test_it_trains_as_transformers_own_in_other_ways(model, arguments, tolerance, tmp_path):
-    arguments = {"save_strategy": "no", **arguments}
-    _, expected = trained(Trainer, tmp_path, model, arguments=arguments)
-    _, losses = trained(ChannelsLastTrainer, tmp_path, model, arguments=arguments, preserve=True, **OPTIONS)
-    torch.testing.assert_close(losses, expected, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.usefixtures("no_guard")
 @pytest.mark.parametrize(("first", "then"), [(Trainer, ChannelsLastTrainer), (ChannelsLastTrainer, Trainer)])
+@unguarded()  # where a step on state in another layout is wrong
 def test_a_checkpoint_resumes_across_the_conversion(first, then, tmp_path):
     _, expected = trained(first, tmp_path / "first")
     resumed, losses = trained(then, tmp_path / "then", resume=str(tmp_path / "first" / "checkpoint-2"))
@@ -152,25 +122,15 @@ def test_every_model_of_model_init_converts(tmp_path):
 
 
 @pytest.mark.exhaustive
-def test_the_best_model_is_loaded_into_the_format(tmp_path):
-    arguments = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
-    plain, _ = trained(Trainer, tmp_path / "plain", arguments=arguments)
-    trainer, _ = trained(ChannelsLastTrainer, tmp_path / "ours", arguments=arguments, **OPTIONS)
-    assert trainer.state.best_global_step == plain.state.best_global_step
-    assert not nhwc.check(trainer.model, trainer.conversion.plan)
-    assert_equal_losses(trainer.evaluate()["eval_loss"], plain.evaluate()["eval_loss"])
-
-
-@pytest.mark.exhaustive
 def test_a_plan_applies_to_every_model(tmp_path):
-    plan = nhwc.plan(convnext(), preserve=True, input_format="channels_last")
+    plan = nhwc.plan(resnet(), preserve=True, input_format="channels_last")
     arguments = {"save_strategy": "no"}
-    _, expected = trained(Trainer, tmp_path, arguments=arguments, model_init=convnext)
-    trainer, losses = trained(ChannelsLastTrainer, tmp_path, arguments=arguments, model_init=convnext, plan=plan)
+    _, expected = trained(Trainer, tmp_path, arguments=arguments, model_init=resnet)
+    trainer, losses = trained(ChannelsLastTrainer, tmp_path, arguments=arguments, model_init=resnet, plan=plan)
     assert_equal_losses(losses, expected)
     assert trainer.conversion.plan.digest == plan.digest
     with pytest.raises(ValueError, match="plan"):
-        trainer_of(ChannelsLastTrainer, tmp_path, resnet, plan=plan)
+        trainer_of(ChannelsLastTrainer, tmp_path, Plain, plan=plan)
 
 
 class Plain(nn.Module):
@@ -187,10 +147,6 @@ def test_a_model_of_your_own_is_saved(tmp_path):
     trainer = trainer_of(ChannelsLastTrainer, tmp_path, Plain, **OPTIONS)
     trainer.save_model()
     assert torch.equal(load_file(tmp_path / "model.safetensors")["layer.weight"], trainer.model.layer.weight)
-    by_hand = trainer_of(Trainer, tmp_path, Plain)
-    nhwc.convert_(by_hand.model)
-    with pytest.raises(ValueError, match="non contiguous"):
-        by_hand.save_model()
 
 
 class Shared(ChannelsLastTrainer):
@@ -240,7 +196,7 @@ def test_an_optimizer_that_is_given_follows(tmp_path):
         trainers.append(trainer_of(kind, tmp_path, lambda made=model: made, optimizers=(optimizer, None)))
     plain, ours = trainers
     assert ours.optimizer.state[stem(ours)]["exp_avg"].stride() == STEM
-    for trainer in (*trainers, *trainers):  # each twice
+    for trainer in trainers:
         trainer.train()
     assert_equal_losses(losses_of(ours), losses_of(plain))
 
