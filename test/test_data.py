@@ -39,10 +39,6 @@ def interleaved(shape, dtype):
     return noise((*shape[1:], shape[0]), dtype).movedim(-1, 0)
 
 
-def cropped(shape, dtype):
-    return interleaved([size + 2 for size in shape], dtype)[tuple(slice(1, size + 1) for size in shape)]
-
-
 def assert_equal_but_strides(actual, expected):
     """Compare all that two batches hold, types included."""
     assert type(actual) is type(expected)
@@ -63,7 +59,7 @@ def assert_equal_but_strides(actual, expected):
 
 
 @pytest.mark.parametrize("dtype", some_of(DTYPES, torch.uint8))
-@pytest.mark.parametrize("sample", [noise, interleaved, cropped])
+@pytest.mark.parametrize("sample", [noise, interleaved])
 @pytest.mark.parametrize("shape", some_of(SHAPES, (3, 5, 7), (1, 4, 5, 6), (4, 64, 80)))
 def test_batches_of_tensors_have_canonical_strides(shape, sample, dtype, in_worker):
     for count in (1, 5, 30):
@@ -80,12 +76,6 @@ def test_samples_may_have_several_layouts(in_worker):
     batch = collate(samples)
     assert_equal_but_strides(batch, default_collate(samples))
     assert in_channels_last(batch)
-
-
-class Named(dict):
-    """A mapping with an attribute in addition to its items."""
-
-    name = None
 
 
 SAMPLES = [
@@ -107,13 +97,10 @@ def test_everything_else_is_as_default_collate_has_it(sample, in_worker):
 
 
 def test_images_are_found_in_nested_containers(in_worker):
-    named = Named(image=noise((3, 4, 5)), extra=Pair([noise((2, 3, 4, 5))], "label"))
-    named.name = "first"
-    samples = [named, copy.deepcopy(named)]
+    sample = {"image": noise((3, 4, 5)), "extra": Pair([noise((2, 3, 4, 5))], "label")}
+    samples = [sample, copy.deepcopy(sample)]
     batch = collate(samples)
     assert_equal_but_strides(batch, default_collate(samples))
-    assert batch.name == "first"
-    assert batch is not named
     assert in_channels_last(batch["image"])
     assert in_channels_last(batch["extra"].image[0])
 
@@ -128,17 +115,13 @@ def test_arrays_in_channels_last_are_images(shape, in_worker):
 
 BAD = {
     "none": [None, None],
-    "one none": [torch.ones(3, 4, 4), None],
     "empty": [],
     "lengths": [[1, 2], [1]],
     "keys": [{"a": 1}, {"b": 1}],
     "shapes": [torch.ones(3, 4, 4), torch.ones(3, 4, 5)],
-    "ranks": [torch.ones(3, 4, 4), torch.ones(4, 4)],
     "objects": [np.array([object()]), np.array([object()])],
-    "one sparse": [torch.ones(3, 4, 4), torch.ones(3, 4, 4).to_sparse()],
     "on two devices": [torch.ones(3, 4, 4), torch.ones(3, 4, 4, device="meta")],
     "sparse": [torch.ones(3, 4, 4).to_sparse()] * 2,
-    "nested": [torch.nested.nested_tensor([torch.ones(3, 4, 4)], layout=torch.jagged)] * 2,
     "a class": [object(), object()],
 }
 
@@ -258,7 +241,6 @@ def test_batches_get_canonical_strides(shape, dtype, in_worker):
         torch.ones(2, 3, 4, 5, dtype=torch.int64),
         torch.ones(1, 3, 4, 5).expand(2, 3, 4, 5),
         torch.ones(2, 3, 4, 5).to_sparse(),
-        torch.nested.nested_tensor([torch.ones(3, 4, 5)], layout=torch.jagged),
         "text",
         None,
     ],

@@ -32,11 +32,6 @@ def in_bytes(write):
     return buffer.getvalue()
 
 
-def program():
-    exported = torch.export.export(nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),))
-    return in_bytes(lambda file: torch.export.save(exported, file))
-
-
 SAVED = {
     "state dict": lambda: in_bytes(lambda file: torch.save(state_dict(), file)),
     "older format": lambda: in_bytes(lambda file: torch.save(state_dict(), file, _use_new_zipfile_serialization=False)),
@@ -116,18 +111,18 @@ def test_an_output_that_is_no_file_is_refused_and_stays(tmp_path):
     assert (tmp_path / "pipe").is_fifo()
 
 
-@pytest.mark.parametrize("write", [*SAVED.values(), exhaustive(program)], ids=[*SAVED, "program"])
+@pytest.mark.parametrize("name", SAVED)
 @pytest.mark.parametrize("room", [0, 1000])
-def test_a_full_disk_is_an_error_and_the_old_file_stays(write, room, tmp_path):
+def test_a_full_disk_is_an_error_and_the_old_file_stays(name, room, tmp_path):
     """A limit on the length of files has the same effect, and needs no disk of its own."""
     path, out = tmp_path / "in.pt", tmp_path / "out.pt"
-    path.write_bytes(write())
+    path.write_bytes(SAVED[name]())
     out.write_bytes(b"old")
     _, most = limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, most))
     try:
         with pytest.raises(OSError, match="File too large"):
-            nhwc.convert_saved(path, out, allow_pickle=True)
+            nhwc.convert_saved(path, out)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert out.read_bytes() == b"old"

@@ -6,7 +6,6 @@ import zipfile
 import pytest
 import torch
 from saved_files import SITES, STRIDES, Network, assert_run_elsewhere
-from selection import exhaustive
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
@@ -134,10 +133,8 @@ class Arguments(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("freeze", [False, exhaustive(True)])
-def test_forward_converts_its_inputs_and_keeps_its_arguments(freeze, tmp_path):
-    model = torch.jit.script(Arguments().eval())
-    before = torch.jit.freeze(model) if freeze else model
+def test_forward_converts_its_inputs_and_keeps_its_arguments(tmp_path):
+    before = torch.jit.script(Arguments().eval())
     before.save(tmp_path / "in.pt")
     report = nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", input_format="channels_last")
     assert report.remarks[-1] == (
@@ -214,26 +211,8 @@ def test_an_archive_for_the_lite_interpreter_is_refused(tmp_path):
 def test_an_archive_that_was_fused_for_onednn_cannot_be_loaded(tmp_path):
     fused = torch.jit.optimize_for_inference(torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()))
     fused.save(tmp_path / "fused.pt")
-    with pytest.raises(RuntimeError):
-        torch.jit.load(tmp_path / "fused.pt")
     with pytest.raises(ValueError, match=r"fused.pt cannot be read as a TorchScript archive"):
         nhwc.convert_saved(tmp_path / "fused.pt", tmp_path / "out.pt")
-
-
-@pytest.mark.exhaustive
-@pytest.mark.filterwarnings("ignore:.*(quant|reduce_range|TypedStorage|torch.ao)")
-def test_packed_weights_of_quantized_modules_stay_and_the_others_convert(tmp_path):
-    model = torch.ao.quantization.QuantWrapper(nn.Conv2d(3, 4, 3)).eval()
-    model.qconfig = torch.ao.quantization.default_qconfig
-    torch.ao.quantization.prepare(model, inplace=True)(X)
-    model = nn.Sequential(torch.ao.quantization.convert(model), nn.Conv2d(4, 4, 3)).eval()
-    torch.jit.script(model).save(tmp_path / "in.pt")
-    with pytest.raises(ValueError, match="classes in it have a __setstate__"):
-        nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
-    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
-        report = nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", allow_pickle=True)
-    assert [row.reason for row in report.rows] == [Reason.PACKED, None]
-    torch.testing.assert_close(torch.jit.load(tmp_path / "out.pt")(X), model(X))
 
 
 def test_strict_refuses_what_is_computed_and_writes_nothing(tmp_path):

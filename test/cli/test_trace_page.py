@@ -12,7 +12,7 @@ from torch import nn
 import torch_nhwc as nhwc
 from torch_nhwc import serialization
 from torch_nhwc.cli.trace_page import page_of, write_page
-from torch_nhwc.tracing import Layout, Trace, TracedModule
+from torch_nhwc.tracing import Trace
 
 HOSTILE = "</script><script>document.title='broken'</script>\"' onload=x <img src=http://example.invalid/x>"
 
@@ -36,11 +36,11 @@ def trace():
     return trace
 
 
-def hostile(trace, name=HOSTILE):
-    """Return the trace with another name for the first layer and that layer's class."""
+def hostile(trace):
+    """Return the trace with a hostile name for the first layer and that layer's class."""
     changed = Trace.from_json(trace.to_json())
-    changed.modules[1].path = changed.mixed[0].path = changed.losses[0].path = name
-    changed.modules[0].layer = changed.modules[1].layer = changed.losses[0].advice = name
+    changed.modules[1].path = changed.mixed[0].path = changed.losses[0].path = HOSTILE
+    changed.modules[0].layer = changed.modules[1].layer = changed.losses[0].advice = HOSTILE
     return changed
 
 
@@ -64,11 +64,6 @@ def test_the_modules_that_ran_are_bars_in_their_order(trace):
         "1.layers.1, Softmax2d, contiguous, loses channels-last",
         "3, Flatten, no images or volumes, loses channels-last",
     ]
-    other = Trace(
-        {"forward": 0, "backward": 0}, modules=(TracedModule("", "Net", (), (Layout("other", (1, 1, 1, 1)),)),)
-    )
-    assert bars_of(page_of(other)) == [("", "other")]
-    assert '<button class="bar other"' in page_of(other)
 
 
 def test_losses_and_mixed_convolutions_are_in_tables(trace):
@@ -106,8 +101,8 @@ def test_a_page_is_written_whole_or_not_at_all(trace, tmp_path, monkeypatch):
         write_page(trace, path)
     monkeypatch.undo()
     assert path.read_text() == "before"
-    write_page(hostile(trace, "half a character \ud800"), path)
-    assert r"\ud800" in path.read_text()
+    write_page(trace, path)
+    assert path.read_text() == page_of(trace)
     assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
@@ -131,19 +126,18 @@ document.body.dataset.seen = JSON.stringify(seen);
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("width", [400, 1200], ids=["phone", "laptop"])
-@pytest.mark.parametrize("name", ["encoder.0", HOSTILE], ids=["plain", "hostile"])
-def test_it_works_in_a_browser(trace, name, width, tmp_path):
+def test_it_works_in_a_browser(trace, width, tmp_path):
     path = tmp_path / "page.html"
-    path.write_text(page_of(hostile(trace, name)).replace("</body>", f"<script>{PERSON}</script></body>"))
+    path.write_text(page_of(hostile(trace)).replace("</body>", f"<script>{PERSON}</script></body>"))
     (seen,) = re.findall(r'data-seen="([^"]*)"', opened_in_browser(path, width))
     sizes = sorted(row.bytes for row in trace.losses)
     assert json.loads(html.unescape(seen)) == {
         "up": [f"{size:,}" for size in sizes],
         "down": [f"{size:,}" for size in reversed(sizes)],
         "names": sorted(row.operator for row in trace.losses),
-        "hovered": name,
+        "hovered": HOSTILE,
         "tapped": True,
         "pressed": ["false", "false", "true", "false", "false"],
-        "title": f"Trace of {name}",
+        "title": f"Trace of {HOSTILE}",
         "fits": True,
     }

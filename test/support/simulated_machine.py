@@ -19,8 +19,8 @@ def policy_of(model):
 class Machine:
     """Replaces the stopwatch and the clock."""
 
-    def __init__(self, monkeypatch, seconds, noise=0.02, overhead=0.01):
-        self.seconds, self.noise, self.overhead = seconds, noise, overhead
+    def __init__(self, monkeypatch, seconds, noise=0.02):
+        self.seconds, self.noise = seconds, noise
         self.now, self.calls, self.chance = 0.0, [], random.Random(0)
         self.interrupt_at = None
         monkeypatch.setattr(workload, "seconds", self.measure)
@@ -35,5 +35,5 @@ class Machine:
         if timed.mode == "training" and len(self.calls) < 6:
             job()  # for what steps leave behind
         taken = self.seconds[policy] * (1 + abs(self.chance.gauss(0, self.noise)))
-        self.now += taken + self.overhead
+        self.now += taken + 0.01
         return taken
