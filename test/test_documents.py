@@ -15,7 +15,6 @@ from pathlib import Path
 import cmake_build
 import cuda_build
 import pytest
-import saved_files
 import torch
 from public_names import public_names
 from selection import some_of
@@ -80,22 +79,7 @@ def test_python_blocks_run(code, tmp_path):
     assert process.exitcode == 0, (tmp_path / "output").read_text()
 
 
-def archives_of_a_network(folder):
-    """Return a scripted archive of a network, and the converted archives of it scripted, traced and frozen."""
-    model, x = saved_files.Network().eval(), torch.randn(2, 3, 8, 8)
-    scripted = torch.jit.script(model)
-    made = {"scripted": scripted, "traced": torch.jit.trace(model, x), "frozen": torch.jit.freeze(scripted)}
-    for name, each in made.items():
-        each.save(folder / f"{name}.pt")
-        for wanted in (None, "channels_last"):
-            nhwc.convert_saved(folder / f"{name}.pt", folder / f"{name}-{wanted}.out", input_format=wanted)
-    converted = sorted(folder.glob("*.out"))
-    assert len(converted) == 6
-    return [folder / "scripted.pt", *converted]
-
-
 @pytest.mark.exhaustive  # test_cpp.py and test_module.py compile the same for `make test`
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 @pytest.mark.parametrize(("project", "code", "commands"), blocks("cmake", "cpp", "console"))
 def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
@@ -106,11 +90,11 @@ def test_cmake_projects_build_and_run(project, code, commands, tmp_path):
     cmake_build.run_typed(typed(commands), tmp_path)
     cmake_build.assert_needs_no_python(tmp_path / "build" / name, of_ours="torch_nhwc" in project)
     if name == "run":
-        for archives in ([tmp_path / "model.pt", tmp_path / "converted.pt"], archives_of_a_network(tmp_path)):
-            run = cmake_build.run_program(tmp_path / "build/run", *archives, capture_output=True, text=True)
-            said = [re.split(": a mean of |, equal", line) for line in run.stdout.splitlines()]
-            means = [float(mean) for _, mean, _ in said]
-            assert means == pytest.approx([means[0]] * len(archives), abs=1e-5)
+        archives = [tmp_path / "model.pt", tmp_path / "converted.pt"]
+        run = cmake_build.run_program(tmp_path / "build/run", *archives, capture_output=True, text=True)
+        said = [re.split(": a mean of |, equal", line) for line in run.stdout.splitlines()]
+        means = [float(mean) for _, mean, _ in said]
+        assert means == pytest.approx([means[0]] * len(archives), abs=1e-5)
     if "usage" in code:
         with pytest.raises(subprocess.CalledProcessError, match="exit status 2"):
             cmake_build.run_program(tmp_path / "build" / name)

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.exhaustive  # building it takes a quarter of a minute
 class Page(HTMLParser):
     def __init__(self, path):
         super().__init__()
-        self.ids, self.links, self.navigation, self.loaded, self.text = set(), set(), set(), set(), []
+        self.ids, self.links, self.loaded, self.text = set(), set(), set(), []
         self.is_in_paragraph = False
         self.feed(path.read_text())
 
@@ -31,8 +31,6 @@ class Page(HTMLParser):
         self.ids.add(attributes.get("id"))
         if tag == "a" and "href" in attributes:
             self.links.add(attributes["href"])
-            if "md-nav__link" in attributes.get("class", ""):
-                self.navigation.add(attributes["href"])
         self.loaded |= {attributes[name] for name in ("src", "srcset", "data") if name in attributes}
         if tag == "link":
             self.loaded.add(attributes["href"])
@@ -60,15 +58,6 @@ def site(tmp_path_factory):
 @pytest.fixture(scope="module")
 def pages(site):
     return {path: Page(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
-
-
-def test_every_page_is_in_the_navigation(site, pages):
-    documents = {path.with_suffix(".html").name for path in (ROOT / "docs").glob("*.md")}
-    shown = pages[site / "index.html"].navigation
-    assert documents <= {path.name for path in pages}
-    for path in pages:
-        name = path.relative_to(site).as_posix()
-        assert name in shown or name.startswith("source/") or name == "index.html", name
 
 
 def test_every_public_name_has_an_entry(site, pages):

@@ -71,15 +71,6 @@ def filters_of(layer: tuple[int, int, int], dtype: torch.dtype, back: bool) -> T
 
 
 @both_ways
-@all_kinds
-@pytest.mark.parametrize("offsets", [(0, 0), (1, 0), (0, 3)], ids=["aligned", "source_odd", "destination_odd"])
-def test_every_layer_equals_torch(kind, back, offsets):
-    for number, layer in enumerate(LAYERS):
-        limits = Limits(SHARED_BYTES[number % 4])
-        assert check((filters_of(layer, kind[0], back), kind[1]), limits=limits, offsets=offsets, order=number) == 1
-
-
-@both_ways
 @pytest.mark.parametrize("shared_bytes", SHARED_BYTES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_permutation_in_place_equals_torch(dtype, shared_bytes, back):
@@ -205,13 +196,6 @@ def tiles_of(filters: Filters) -> int:
     return math.ceil(filters.count / filters.per_block)
 
 
-def bytes_of_a_tile(filters: Filters, elements: int) -> int:
-    wider = max(SOURCE_BYTES[elements], DESTINATION_BYTES[elements])
-    if filters.way == "rectangle":
-        return filters.per_block * filters.width * wider
-    return elements_of(filters, elements, min(filters.count, filters.per_block)) * wider
-
-
 @pytest.mark.parametrize(
     ("shape", "elements"),
     [
@@ -255,39 +239,15 @@ def resnet50() -> list[tuple[int, int, int]]:
     return layers
 
 
-def weights_of(layers: Sequence[tuple[int, int, int]], elements: int, in_place: bool = False) -> list[Weight]:
-    return [Weight(SOMEWHERE, SOMEWHERE if in_place else ELSEWHERE, *layer, elements) for layer in layers]
-
-
 @pytest.mark.parametrize("argument_bytes", ARGUMENT_BYTES)
 def test_resnet50_is_one_launch(argument_bytes):
     layers = resnet50()
     assert len(layers) == 53
     for elements in range(len(SOURCE_BYTES)):
-        (launch,) = planned(*weights_of(layers, elements), limits=Limits(argument_bytes=argument_bytes))
+        weights = [Weight(SOMEWHERE, ELSEWHERE, *layer, elements) for layer in layers]
+        (launch,) = planned(*weights, limits=Limits(argument_bytes=argument_bytes))
         assert len(launch.filters) == 53
         assert launch.scratch_bytes == 0
-
-
-def test_in_place_what_has_one_tap_or_channel_is_in_no_launch():
-    limits = Limits(227 << 10)
-    (launch,) = planned(*weights_of(resnet50(), MOVED[4], in_place=True), limits=limits)
-    assert len(launch.filters) == sum(taps > 1 for _, _, taps in resnet50()) == 17
-    assert planned(*weights_of([(64, 64, 1), (64, 1, 9), (1, 1, 1)], MOVED[4], in_place=True)) == []
-
-
-def test_tiles_are_balanced_by_bytes_in_plain_shared_memory():
-    shapes = resnet50() + [(100, 40, 7), (5, 4000, 9), (2, 17000, 2)]
-    flipped = [(filters, taps, channels) for filters, channels, taps in shapes]
-    for elements in range(len(SOURCE_BYTES)):
-        for misaligned in (0, 1):
-            weights = weights_of(shapes + flipped, elements)
-            for weight in weights:
-                weight.source += misaligned * SOURCE_BYTES[elements]
-            limits = Limits(227 << 10, 32764)
-            for launch in planned(*weights, limits=limits):
-                assert launch.shared_bytes <= 48 << 10
-                assert max(bytes_of_a_tile(filters, elements) for filters in launch.filters) <= 2 * 48 << 10
 
 
 TAPS = [4, 8, 9, 16, 25, 27, 49, 125]

@@ -1,16 +1,38 @@
 """convert_module_ of C++: module.cpp checks torch::nn by itself, and converts the archives that are made here."""
 
+import os
 import subprocess
 import sys
 import textwrap
+from pathlib import Path
 
 import cuda_build
 import pytest
 import torch
 from torch import nn
 from torch.nn.utils import parametrizations
+from torch.utils import cpp_extension
+
+import torch_nhwc as nhwc
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory):
+    """Build the program as a project without CMake does."""
+    path = tmp_path_factory.mktemp("module") / "module"
+    libraries = Path(torch.__file__).parent / "lib"
+    flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
+    flags += ["-include", "torch_nhwc/module.h"]  # first, so that it is seen to need no other header
+    flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
+    flags += [f"-I{folder}" for folder in nhwc.cpp_extension.include_paths()]
+    library = nhwc.cpp_extension.library_path()
+    links = ["-Wl,--no-as-needed", library, f"-Wl,-rpath,{library.parent}"]
+    links += [f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-ltorch", "-ltorch_cpu", "-lc10"]
+    command = [os.environ.get("CXX", "c++"), *flags, Path(__file__).with_name("module.cpp"), "-o", path, *links]
+    subprocess.run(command, check=True)
+    return path
 
 
 def run(*command):
@@ -68,20 +90,29 @@ LAYERS = [
 ]
 
 
-def test_a_scripted_module(program, tmp_path):
-    report, strides = convert(program, tmp_path, torch.jit.script(Layers()), torch.randn(2, 3, 8, 8))
-    assert report == [*LAYERS, "5 sites: 3 convert, 1 restride, 1 keep, 0 refuse"]
+def scripted(x):
+    return torch.jit.script(Layers())
+
+
+def traced(x):
+    return torch.jit.trace(Layers(), x)
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (scripted, [*LAYERS, "5 sites: 3 convert, 1 restride, 1 keep, 0 refuse"]),
+        # A trace knows a shared parameter by its first name alone.
+        (traced, [*LAYERS[:1], *LAYERS[2:], "4 sites: 3 convert, 1 restride, 0 keep, 0 refuse"]),
+    ],
+)
+def test_layers_of_an_archive(make, expected, program, tmp_path):
+    x = torch.randn(2, 3, 8, 8)
+    report, strides = convert(program, tmp_path, make(x), x)
+    assert report == expected
     assert strides["first.weight"] == strides["tied.weight"] == (27, 1, 9, 3)
     assert strides["volume.1.weight"] == (12, 1, 12, 6, 3)
     assert strides["line.weight"] == (9, 3, 1)
-
-
-def test_a_traced_module(program, tmp_path):
-    x = torch.randn(2, 3, 8, 8)
-    report, strides = convert(program, tmp_path, torch.jit.trace(Layers(), x), x)
-    # A trace knows a shared parameter by its first name alone.
-    assert report == [*LAYERS[:1], *LAYERS[2:], "4 sites: 3 convert, 1 restride, 0 keep, 0 refuse"]
-    assert strides["first.weight"] == strides["tied.weight"] == (27, 1, 9, 3)
 
 
 class Custom(nn.Module):
