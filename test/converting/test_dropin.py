@@ -1,14 +1,15 @@
 """The drop-ins compared with torch.nn.utils: never worse, and better where PyTorch's converters are silent."""
 
+import contextlib
 import copy
 import threading
 import warnings
 
 import pytest
 import torch
-from comparison import strides_at_convolutions
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize, prune
+from torch._subclasses import FakeTensorMode
+from torch.nn.utils import parametrize
 
 import torch_nhwc as nhwc
 
@@ -109,39 +110,6 @@ def test_h14_tied_weights_are_converted_once_and_stay_tied():
     assert first.weight.data_ptr() != alias.weight.data_ptr()  # what plain PyTorch does
 
 
-def scripted(layer):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return torch.jit.script(layer)
-
-
-def mkldnn():
-    from torch.utils.mkldnn import MkldnnConv2d
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        return MkldnnConv2d(nn.Conv2d(3, 4, 3), torch.float32)
-
-
-SKIPPED = {
-    "parametrized": lambda: parametrizations.weight_norm(nn.Conv2d(3, 4, 3)),
-    "spectral_norm": lambda: nn.utils.spectral_norm(nn.Conv2d(3, 4, 3)),
-    "pruned": lambda: prune.l1_unstructured(nn.Conv2d(3, 4, 3), "weight", amount=5),
-    "lazy": lambda: nn.LazyConv2d(4, 3),
-}
-
-
-@pytest.mark.parametrize("kind", SKIPPED)
-def test_a_layer_that_the_stock_converters_skip_converts_without_a_warning(kind):
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.ReLU(), SKIPPED[kind]()))
-    x = torch.randn(2, 3, 8, 8)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        nhwc.convert_conv2d_weight_memory_format(model, CL)
-    model(x)
-    assert strides_at_convolutions(model, x) == [(27, 1, 9, 3)] * 2
-
-
 class Locked(nn.Module):
     """A parametrization that cannot be copied, and so not evaluated on copies."""
 
@@ -165,25 +133,7 @@ def non_leaf():
     return layer
 
 
-LEFT = {
-    "computed": (computed_in_an_unknown_way, "computed from other tensors"),
-    "non_leaf": (non_leaf, "computed from other tensors"),
-    "fused": (
-        lambda: torch.jit.optimize_for_inference(scripted(nn.Sequential(nn.Conv2d(3, 4, 3)).eval())),
-        "convert before freezing",
-    ),
-    "mkldnn": (mkldnn, "packed"),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Dynamo does not know how to trace")
-def test_warnings_come_through_in_compiled_code():
-    torch._dynamo.reset()
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), computed_in_an_unknown_way())
-    with pytest.warns(UserWarning, match="computed from other tensors") as warned:
-        torch.compile(nhwc.convert_conv2d_weight_memory_format, backend="eager")(model, CL)
-    assert [each.filename for each in warned if "computed from" in str(each.message)] == [__file__]
-    assert model[0].weight.stride() == (27, 1, 9, 3)
+LEFT = {"computed": computed_in_an_unknown_way, "non_leaf": non_leaf}
 
 
 def test_leaving_shared_memory_is_warned_about():
@@ -194,11 +144,9 @@ def test_leaving_shared_memory_is_warned_about():
 
 
 @pytest.mark.parametrize("kind", LEFT)
-@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_layer_that_stays_as_it_is_is_named_once_and_the_rest_converts(kind):
-    make, reason = LEFT[kind]
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.ReLU(), make()))
-    with pytest.warns(UserWarning, match=rf"left '1\.1[.0]*' \(.*\) as it is: .*{reason}") as caught:
+    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Sequential(nn.ReLU(), LEFT[kind]()))
+    with pytest.warns(UserWarning, match=r"left '1\.1' \(.*\) as it is: .*computed from other tensors") as caught:
         nhwc.convert_conv2d_weight_memory_format(model, CL)
     assert len([w for w in caught if issubclass(w.category, UserWarning)]) == 1
     assert caught[0].filename == __file__
@@ -264,16 +212,64 @@ def test_h16_an_error_in_the_middle_of_the_tree_changes_nothing(kind):
     assert_unchanged(before)
 
 
-@pytest.mark.parametrize("rank", [2, 3])
-def test_bad_arguments_raise(rank):
-    model = nn.Sequential(nn.Conv2d(3, 3, 3), nn.Conv3d(3, 3, 3))
-    before = snapshot(model)
-    for memory_format in (torch.preserve_format, None):
-        with pytest.raises(
-            RuntimeError, match=rf"convert_conv{rank}d.*expected torch.contiguous_format or {FORMATS[rank]}"
-        ):
-            OURS[rank](model, memory_format)
-    for not_a_module in ([nn.Conv2d(3, 3, 3)], torch.randn(4, 3, 3, 3), None):
-        with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (list|Tensor|NoneType)"):
-            OURS[rank](not_a_module, FORMATS[rank])
+BOTH = pytest.mark.parametrize("rank", [2, 3])
+LAYERS = {2: (nn.Conv2d, nn.ConvTranspose2d), 3: (nn.Conv3d, nn.ConvTranspose3d)}
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("memory_format", "error"),
+    [(memory_format, TypeError) for memory_format in (0, 3.0, "channels_last", torch.float32, [1])]
+    + [(memory_format, RuntimeError) for memory_format in (torch.preserve_format, None)],
+    ids=repr,
+)
+def test_a_format_that_is_not_one_raises(rank, memory_format, error):
+    layer = LAYERS[rank][0](3, 4, 3)
+    said = f"expected torch.contiguous_format or {FORMATS[rank]}"
+    said = said if error is RuntimeError else "must be torch.memory_format, not"
+    with pytest.raises(error, match=f"convert_conv{rank}d.*{said}"):
+        OURS[rank](layer, memory_format)
+    assert layer.weight.is_contiguous()
+
+
+@BOTH
+@pytest.mark.parametrize("no_module", [[nn.Conv2d(3, 3, 3)], torch.randn(4, 3, 3, 3), None], ids=type)
+def test_what_is_no_module_raises(rank, no_module):
+    with pytest.raises(TypeError, match=r"expected a torch.nn.Module, got (list|Tensor|NoneType)"):
+        OURS[rank](no_module, FORMATS[rank])
+
+
+@BOTH
+def test_a_format_of_the_other_rank_raises_where_there_is_a_weight_and_is_nothing_elsewhere(rank):
+    other = 5 - rank
+    for layer in LAYERS[rank]:
+        model = nn.Sequential(nn.Linear(2, 2), LAYERS[other][0](3, 4, 3), nn.Sequential(layer(3, 4, 3)))
+        before = snapshot(model)
+        for converter in (STOCK[rank], OURS[rank]):
+            said = f"required rank {other + 2} tensor to use {str(FORMATS[other])[6:]}"
+            with pytest.raises(RuntimeError, match=said):
+                converter(model, FORMATS[other])
+        assert_unchanged(before)
+    others = nn.Sequential(nn.Linear(2, 2), LAYERS[other][0](3, 4, 3), nn.Conv1d(3, 4, 3))
+    before = snapshot(others)
+    for memory_format in (FORMATS[other], torch.preserve_format):
+        assert OURS[rank](others, memory_format) is STOCK[rank](others, memory_format) is others
     assert_unchanged(before)
+
+
+@BOTH
+@pytest.mark.parametrize("is_inside", [False, True])
+def test_the_strides_of_fake_tensors_change_without_a_word(rank, is_inside, recwarn):
+    mode = FakeTensorMode()
+    with mode:
+        model, stock = (nn.Sequential(LAYERS[rank][0](3, 4, 3), LAYERS[rank][1](4, 1, 1)) for _ in range(2))
+        for each in (model, stock):
+            each[1].weight = each[0].weight  # tied
+        weight = model[0].weight
+        weight.grad = torch.zeros_like(weight)
+    for memory_format in (FORMATS[rank], FORMATS[rank], torch.contiguous_format):
+        with mode if is_inside else contextlib.nullcontext():
+            OURS[rank](model, memory_format), STOCK[rank](stock, memory_format)
+        assert model[0].weight is model[1].weight is weight
+        assert weight.grad.stride() == weight.stride() == stock[0].weight.stride()
+    assert not recwarn.list

@@ -120,6 +120,11 @@ class Raw(nn.Module):
         return F.conv2d(x, self.kernel)
 
 
+class Rebuilt(nn.Conv2d):
+    def __reduce__(self):
+        return Rebuilt, (3, 4, 3)
+
+
 def replaced():
     layer = nn.Conv2d(3, 4, 3)
     layer.forward = layer.forward
@@ -145,13 +150,14 @@ def not_a_leaf():
     [
         (Raw, Reason.NOT_EXCHANGEABLE),
         (replaced, Reason.NOT_EXCHANGEABLE),
+        (lambda: Rebuilt(3, 4, 3), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.compile(nn.Conv2d(3, 4, 3)), Reason.COMPILED),
         (part_of_a_buffer, None),
         (not_a_leaf, None),
         (lambda: nn.Conv2d(3, 4, 3, device="meta"), None),
     ],
-    ids=["raw", "replaced", "scripted", "compiled", "part", "no_leaf", "meta"],
+    ids=["raw", "replaced", "rebuilt", "scripted", "compiled", "part", "no_leaf", "meta"],
 )
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:torch_nhwc")
 def test_what_is_refused_and_what_is_not(make, reason):
@@ -181,14 +187,3 @@ def test_a_tensor_subclass_is_taken_where_it_takes_the_operator():
         assert row.action is action
         got = layer(x)
         torch.testing.assert_close((got.a, got.b), (expected.a, expected.b))
-
-
-class Rebuilt(nn.Conv2d):
-    def __reduce__(self):
-        return Rebuilt, (3, 4, 3)
-
-
-def test_a_class_with_a_way_of_its_own_to_be_copied_is_refused():
-    layer = Rebuilt(3, 4, 3)
-    (row,) = nhwc.plan(layer, each_forward=True).rows
-    assert (row.action, row.reason) == (nhwc.planning.Action.REFUSE, nhwc.Reason.NOT_EXCHANGEABLE)

@@ -1,7 +1,6 @@
 """Reports: what was done, why, and how it reads."""
 
 import copy
-import pickle
 import warnings
 
 import pytest
@@ -80,12 +79,6 @@ def test_a_report_is_copied_and_saved_with_the_module_that_keeps_it(tmp_path):
     assert model[0].weight.is_contiguous()
 
 
-def test_reasons_are_pickled_by_name():
-    for reason in Reason:
-        assert pickle.loads(pickle.dumps(reason)) is reason
-        assert reason.value.encode() not in pickle.dumps(reason)
-
-
 def three(*more):
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 1), nn.Conv2d(4, 4, 3), *more)
 
@@ -144,14 +137,6 @@ def test_plans_and_reports_begin_with_what_happens_to_how_many_weights(name, mon
     report = nhwc.convert_(model, **options)
     assert (repr(plan), repr(report)) == (f"<Plan: {planned}>", f"<Report: {done}>")
     assert (str(plan).splitlines()[0], str(report).splitlines()[0]) == (f"{planned}.", f"{done}.")
-
-
-def test_the_summary_of_many_weights_is_one_line_of_80_columns(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
-    model = nn.Sequential(*(layer for _ in range(30) for layer in (nn.Conv2d(3, 8, 3), nn.Conv2d(8, 3, 1))))
-    report = nhwc.convert_(model)
-    assert str(report).splitlines()[0] == "60 weights to channels-last: 30 moved (25.9 kB), 30 restrided."
-    assert len(repr(report)) <= 80
 
 
 def test_a_model_without_convolutions_is_said_to_have_none():

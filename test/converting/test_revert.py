@@ -62,36 +62,6 @@ class TestRevert:
         assert model[0].weight.grad.stride() == before["0.weight"]
         assert all(torch.equal(p, values) for p, values in zip(model.parameters(), trained))
 
-    def test_goes_by_strides_alone_where_the_dtype_is_another_one_since(self):
-        model = network()
-        before = strides(model)
-        report = nhwc.convert_(model)
-        model.double()
-        report.revert()
-        assert strides(model) == before
-        assert model["first"].weight.dtype == torch.float64
-
-    def test_of_expanded_tensors_is_contiguous(self):
-        layer = nn.Conv2d(3, 4, 3)
-        layer.weight.grad = torch.ones(1).expand(4, 3, 3, 3)
-        report = nhwc.convert_(layer)
-        assert layer.weight.grad.stride() == (27, 1, 9, 3)
-        report.revert()
-        assert layer.weight.grad.stride() == (27, 9, 3, 1)
-
-    def test_of_lazy_layers_removes_the_waiting_conversion_or_undoes_it(self):
-        for materialised in (False, True):
-            model = nn.Sequential(nn.LazyConv2d(4, 3))
-            hooks = list(model[0]._forward_pre_hooks.values())
-            report = nhwc.convert_(model)
-            if materialised:
-                model(torch.randn(1, 3, 8, 8))
-                assert model[0].weight.stride() == (27, 1, 9, 3)
-            report.revert()
-            assert list(model[0]._forward_pre_hooks.values()) == ([] if materialised else hooks)
-            model(torch.randn(1, 3, 8, 8))
-            assert model[0].weight.stride() == (27, 9, 3, 1)
-
     @pytest.mark.parametrize("what", ["weights", "hooks"])
     def test_raises_if_the_model_no_longer_exists(self, what):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), *([nn.LazyConv2d(3, 3)] if what == "hooks" else []))

@@ -18,13 +18,6 @@ def wide(count):
     return nn.Sequential(*blocks, *(nn.Identity() for _ in range(9)))
 
 
-def deep(depth):
-    model = nn.Sequential(nn.Conv2d(2, 2, 3))
-    for _ in range(depth):
-        model = nn.Sequential(model)
-    return model
-
-
 def calls_of(function):
     """How many Python functions are called."""
     count = 0

@@ -6,7 +6,6 @@ from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Plan, Reason
-from torch_nhwc.planning import Action
 
 
 def trained(make_optimizer):
@@ -66,15 +65,3 @@ def test_a_torchscript_module_takes_no_hook_for_its_inputs(verb):
     with pytest.raises(RuntimeError, match="takes no hook that converts its inputs to channels-last"):
         verb(scripted, input_format="channels_last")
     assert scripted.state_dict()["0.weight"].is_contiguous()
-
-
-def test_an_optimizer_may_hold_a_weight_that_is_no_registered_parameter():
-    layer = nn.Conv2d(3, 4, 3)
-    del layer.weight
-    layer.weight = torch.randn(4, 3, 3, 3, requires_grad=True)
-    optimizer = torch.optim.SGD([layer.weight], lr=0.1, momentum=0.9)
-    layer(torch.randn(1, 3, 8, 8)).sum().backward()
-    optimizer.step()
-    report = nhwc.convert_(layer, optimizer=optimizer)
-    assert [row.action for row in report.plan.rows] == [Action.CONVERT]
-    assert {row.label for row in report.companions} == {"grad", "momentum_buffer"}

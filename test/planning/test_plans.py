@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import torch_nhwc as nhwc
-from torch_nhwc import Outcome, Plan, Reason
+from torch_nhwc import Outcome, Plan
 from torch_nhwc.planning import Action
 
 CL = torch.channels_last
@@ -147,17 +147,6 @@ class TestPlan:
         if how == "converted":
             assert set(report.outcomes) == {Outcome.UNCHANGED}
 
-    def test_decides_what_changes_and_applying_looks_at_nothing_else(self):
-        plan = nhwc.plan(network(), filter_fn=lambda module, path: path == "first")
-        model = network()
-        nhwc.convert_(model, plan=plan)
-        assert in_format(model) == {
-            "first.weight": True,
-            "blocks.0.weight": False,
-            "blocks.1.weight": False,
-            "volume.weight": False,
-        }
-
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -188,10 +177,3 @@ class TestPlan:
         for options in ({name: value} for name, value in own.items()):
             with pytest.raises(ValueError, match="a plan has its own memory format, filter and example inputs"):
                 nhwc.convert_(network(), plan=plan, **options)
-
-
-def test_a_filtered_row_shows_the_strides_of_the_model_that_it_is_applied_to():
-    plan = nhwc.plan(nn.Sequential(nn.Conv2d(3, 4, 3)), filter_fn=lambda module, path: False)
-    other = nn.Sequential(nn.Conv2d(3, 4, 3)).to(memory_format=torch.channels_last)
-    (row,) = nhwc.convert_(other, plan=plan).plan.rows
-    assert (row.strides, row.reason, row.target_strides) == ((27, 1, 9, 3), Reason.FILTERED, None)
