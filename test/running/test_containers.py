@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from torch.utils import _pytree as pytree
 
 from torch_nhwc.running import copy_inputs, map_tensors, tensors_in
 
@@ -75,3 +76,17 @@ def test_copied_inputs_are_leaves_that_share_nothing_with_the_original(rest):
     assert other is same is not x
     assert (other.is_leaf, other.requires_grad) == (True, True)
     assert (given is rest) == isinstance(rest, Lock)
+
+
+def test_registered_classes_without_names_for_their_children_are_looked_into():
+    class Output(OrderedDict):
+        """As the outputs of diffusers' models are registered."""
+
+    pytree.register_pytree_node(
+        Output, lambda each: (list(each.values()), list(each)), lambda values, keys: Output(zip(keys, values))
+    )
+    output = Output(sample=torch.ones(2), hidden=[torch.zeros(1)])
+    assert [name for name, _ in tensors_in(output, "output")] == ["output.sample", "output.hidden[0]"]
+    mapped = map_tensors(output, lambda tensor: tensor + 1)
+    assert type(mapped) is Output
+    assert torch.equal(mapped["sample"], torch.full((2,), 2.0))

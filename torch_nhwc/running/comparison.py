@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten_with_path, tree_is_leaf
+from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten, tree_flatten_with_path, tree_is_leaf
 
 
 class Difference(NamedTuple):
@@ -177,8 +177,8 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if next(tensors_in(value), None) is None:
         return value
     if not tree_is_leaf(value):
-        children, spec = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-        return spec.unflatten([_map(child, function) for _, child in children])
+        children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+        return spec.unflatten([_map(child, function) for child in children])
     other = copy.copy(value)
     for key, child in _fields_of(value):
         mapped = _map(child, function)
@@ -192,8 +192,13 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
 def _children_of(value: Any) -> list[tuple[str, Any]]:
     if tree_is_leaf(value):
         return [(f".{key}", child) for key, child in _fields_of(value)]
-    children, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    return [(_text_of(path[0]), child) for path, child in children]
+    try:
+        pairs, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+    except ValueError:  # a registered class without names for its children, such as the outputs of diffusers' models
+        children, _ = tree_flatten(value, is_leaf=lambda node: node is not value)
+        keys = list(value) if isinstance(value, Mapping) and len(value) == len(children) else range(len(children))
+        return [(f".{key}", child) for key, child in zip(keys, children)]
+    return [(_text_of(path[0]), child) for path, child in pairs]
 
 
 def _fields_of(value: Any) -> list[tuple[Any, Any]]:
