@@ -34,7 +34,7 @@ def convert_(
     storage: Storage | None = None,
     strict: bool = False,
     input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
-    preserve: bool = False,
+    preserve: bool = True,
     each_forward: bool = False,
 ) -> Report:
     """Convert the convolution weights of a model to a memory format, in place, with all that belongs to them.
@@ -56,7 +56,8 @@ def convert_(
         strict: Whether to raise, before anything changes, if a weight is refused or there is none to convert.
         input_format: `"channels_last"` also converts the model's inputs, by a forward pre-hook; those of a rank that
             its convolutions have. `"channels_last_3d"` means volumes only.
-        preserve: Whether layers that lose channels-last are replaced by ones that keep it: their class changes.
+        preserve: Whether layers that lose channels-last, and those of a model that trains which PyTorch computes wrong,
+            are replaced: their class changes. If false, only those that the conversion itself makes wrong are.
         each_forward: Whether weights stay as they are, and layers convert them in each forward: for parameters that
             have to be contiguous, before or after wrapping.
 
@@ -81,7 +82,7 @@ def convert_(
     if plan is None:
         options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)
-    elif any(each is not None for each in (memory_format, filter_fn, example_inputs)) or preserve or each_forward:
+    elif any(each is not None for each in (memory_format, filter_fn, example_inputs)) or not preserve or each_forward:
         raise ValueError(
             "a plan has its own memory format, filter and example inputs, and says which layers to replace, and what "
             "to convert in each forward: pass the one or the others"

@@ -50,7 +50,7 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     Example:
         >>> from lightning.pytorch import Trainer
         >>> from torch_nhwc.integrations.lightning import ChannelsLast
-        >>> trainer = Trainer(callbacks=[ChannelsLast(preserve=True)], accelerator="cpu", logger=False)
+        >>> trainer = Trainer(callbacks=[ChannelsLast()], accelerator="cpu", logger=False)
     """
 
     report: Report | None = None
@@ -59,7 +59,7 @@ class ChannelsLast(Callback):  # type: ignore[misc]
         self,
         *,
         plan: Plan | None = None,
-        preserve: bool = False,
+        preserve: bool = True,
         input_format: Literal["channels_last", "channels_last_3d"] | None = None,
         filter_fn: FilterFunction | None = None,
     ) -> None:

@@ -273,6 +273,22 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
 }
 
+# The names of the classes of which every layer is replaced.
+ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is _always)
+
+
+def meets_small_input_rule(layer):
+    return False
+
+
+def meets_strided_rule(layer):
+    return False
+
+
+def has_batch_statistics(layer):
+    return False
+
+
 # Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
 # Left out, since their own forward replaces the one that is overridden, or calls it with other activations:
 # - monai: MaisiGroupNorm3D computes its statistics itself.

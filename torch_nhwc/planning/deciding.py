@@ -1,6 +1,6 @@
 """What happens to every site of a model, and to all that goes with it, decided before anything changes."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,7 @@ from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, is_fak
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import is_preserving
+from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving, meets_small_input_rule
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
@@ -79,7 +79,7 @@ class Decisions:
         """The part that can be kept, compared and applied."""
         options, layers = self.options, tuple(row for _, row in self.layers)
         formats = options.format.name, options.storage, options.input_format
-        return Plan(tuple(self.rows), *formats, layers, self.found.observed)
+        return Plan(tuple(self.rows), *formats, layers, options.preserve, self.found.observed)
 
     @cached_property
     def changing(self) -> list[tuple[Site, PlanRow, Tensor]]:
@@ -437,19 +437,21 @@ def _decide_companions(
 
 
 def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> list[tuple[ReplaceableLayer, LayerRow]]:
-    """Return the layers that lose channels-last, and what happens to each."""
-    if not options.preserve:
+    """Return the layers that lose channels-last or are wrong there, and what happens to each."""
+    if not options.format.is_channels_last:
         return []
     planned = {row.path: row for row in plan.layers} if plan else {}
     decided = []
     for layer in match_layers(plan, model) if plan else find_replaceable_layers(model):
         reason, row = layer.reason, planned.get(layer.path)
+        if row is None and not (options.preserve or layer.fault is Reason.STRIDED_POINTWISE):
+            continue
         if row is not None and not row.is_wanted:
             reason = row.reason
         elif reason is None:
             reason = options.skip_reason(layer.module, layer.path)
         action = Action.KEEP if reason else Action.EXCHANGE
-        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason)))
+        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason or layer.fault)))
     return decided
 
 
@@ -551,9 +553,25 @@ def _remarks(decisions: Decisions) -> list[str]:
     is_hook_new = decisions.input_hook not in (None, input_hook(found.model))
     if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in decisions.layers):
         remarks.append(Reason.SAVED_WHOLE.value)
-    if options.preserve and any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
-        remarks.append(Reason.SCRIPTED_LAYERS.value)
-    return remarks
+    return remarks + [reason.value for reason in _remarks_on_layers(decisions)]
+
+
+def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
+    """Yield what to know about layers that stay as they are, and are wrong in training."""
+    found, options = decisions.found, decisions.options
+    if not options.format.is_channels_last:
+        return
+    modules = [site.module for site in found.sites if is_layer(site.module) and not is_preserving(type(site.module))]
+    if not options.preserve:
+        if any(map(meets_small_input_rule, modules)):
+            yield Reason.WRONG_GRADIENTS
+        return
+    if any(max(module.kernel_size) > 1 and not meets_small_input_rule(module) for module in modules):  # type: ignore
+        yield Reason.FOR_INFERENCE
+    if any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
+        names = {getattr(module, "original_name", "") for module in found.model.modules()}
+        if not names.isdisjoint(ALWAYS_REPLACED):
+            yield Reason.SCRIPTED_LAYERS
 
 
 def _losing_norms(decisions: Decisions) -> list[Reason]:
@@ -610,14 +628,15 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
 def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
     """Return the model's layers that lose channels-last, in the order of a plan's rows; none if the plan has none.
 
-    A layer that is kept is not compared: it may have another class since, or be another layer.
+    A layer that is kept is not compared: it may have another class since, or be another layer. One that only training
+    makes wrong need not be in the plan.
 
     Raises:
         ValueError: The model differs from the plan; the first replaced layer that differs is named.
     """
     if not plan.layers:
         return []
-    layers = {layer.path: layer for layer in find_replaceable_layers(model)}
+    layers = {layer.path: layer for layer in find_replaceable_layers(model, {row.path for row in plan.layers})}
     matched = []
     for row in plan.layers:
         layer = layers.pop(row.path, None)
@@ -627,7 +646,7 @@ def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
         if layer is not None:
             matched.append(layer)
     for layer in layers.values():
-        if layer.reason is None:
+        if layer.reason is None and layer.fault is None and plan.preserve:
             raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
     return [*matched, *layers.values()]
 

@@ -22,7 +22,7 @@ def plan(
     example_inputs: Any = None,
     storage: Storage | None = None,
     input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
-    preserve: bool = False,
+    preserve: bool = True,
     each_forward: bool = False,
 ) -> Plan:
     """Plan what a conversion would do to every convolution weight of a model, without writing anything.

@@ -116,7 +116,7 @@ class LayerRow(NamedTuple):
     """A row says what happens to one layer that loses channels-last.
 
     Example:
-        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GELU()), preserve=True)
+        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), torch.nn.GELU()))
         >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
         ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
     """
@@ -130,7 +130,7 @@ class LayerRow(NamedTuple):
     action: Action
     """`EXCHANGE` or `KEEP`."""
     reason: Reason | None
-    """Why the layer stays as it is."""
+    """Why the layer stays as it is, or what PyTorch computes wrong in one that is replaced."""
 
     @property
     def is_wanted(self) -> bool:
@@ -175,7 +175,9 @@ class Plan:
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`.
         input_format: `"channels_last"` if a hook converts the model's inputs to channels-last, `"channels_last_3d"` if
             it converts volumes only, else `None`.
-        layers: One for each layer that loses channels-last, in the model's order; empty without `preserve=True`.
+        layers: One for each layer that loses channels-last, or that PyTorch computes wrong, in the model's order. With
+            `preserve=False` only those that the conversion itself makes wrong.
+        preserve: Whether layers that lose channels-last are replaced.
         observed: Whether the model ran on example inputs, which show convolutions that are called by forward itself.
 
     Example:
@@ -191,6 +193,7 @@ class Plan:
     storage: Storage = field(default="auto", compare=False)
     input_format: str | None = None
     layers: tuple[LayerRow, ...] = ()
+    preserve: bool = field(default=True, compare=False)
     observed: bool = field(default=False, compare=False)
 
     @property
@@ -225,7 +228,7 @@ class Plan:
             ValueError: One of them is not valid.
         """
         storage, input_format = storage or self.storage, input_format or self.input_format
-        return Options.of(self.memory_format, storage, None, input_format, bool(self.layers), self.each_forward)
+        return Options.of(self.memory_format, storage, None, input_format, self.preserve, self.each_forward)
 
     def to_json(self) -> str:
         """Return the plan as JSON text, for `from_json`."""
@@ -284,7 +287,7 @@ class Options:
     storage: Storage = "auto"
     filter_fn: FilterFunction | None = None
     input_format: str | None = None
-    preserve: bool = False
+    preserve: bool = True
     each_forward: bool = False
 
     @classmethod
@@ -294,7 +297,7 @@ class Options:
         storage: Storage | None = None,
         filter_fn: FilterFunction | None = None,
         input_format: Any = None,
-        preserve: bool = False,
+        preserve: bool = True,
         each_forward: bool = False,
     ) -> "Options":
         """Check the arguments of `plan` and `convert_`.
@@ -317,10 +320,10 @@ class Options:
         for name, value in (("preserve", preserve), ("each_forward", each_forward)):
             if not isinstance(value, bool):
                 raise ValueError(f"expected {name} to be True or False, got {value!r}")
-            if value and not wanted.is_channels_last:
-                raise ValueError(
-                    f"{name}=True is for channels-last: torch.contiguous_format restores the layers' original classes"
-                )
+        if each_forward and not wanted.is_channels_last:
+            raise ValueError(
+                "each_forward=True is for channels-last: torch.contiguous_format restores the layers' original classes"
+            )
         return cls(wanted, storage, filter_fn, input_name, preserve, each_forward)
 
     def skip_reason(self, module: nn.Module, path: str) -> Reason | None:
@@ -460,12 +463,13 @@ def _cells(some: Sequence[PlanRow], rows: Sequence[PlanRow]) -> list[list[str]]:
 
 def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
     """Return what happens to the layers that lose channels-last, by their class; for layers that stay, their paths."""
-    alike: dict[tuple[str, str, Reason | None], list[str]] = {}
+    alike: dict[tuple[str, str, Action, Reason | None], list[str]] = {}
     for row in layers:
-        alike.setdefault((row.layer, row.loses, row.reason), []).append(row.path or "the model itself")
-    for (layer, loses, reason), paths in alike.items():
-        if reason is None:
-            yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: on channels-last it loses {loses}"
+        alike.setdefault((row.layer, row.loses, row.action, row.reason), []).append(row.path or "the model itself")
+    for (layer, loses, action, reason), paths in alike.items():
+        if action is Action.EXCHANGE or reason is None:
+            why = reason.value if reason else f"on channels-last it loses {loses}"
+            yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: {why}"
         elif reason is Reason.EXCHANGED:
             yield f"{len(paths)} {layer} kept: {reason.value}"
         else:

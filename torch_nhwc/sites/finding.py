@@ -1,9 +1,8 @@
 """Find the sites of a model: its convolution weights, and the layers that lose channels-last."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from functools import lru_cache
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +11,16 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.nn.class_swap import original_class
-from torch_nhwc.nn.replacements import Replacement, is_known, is_patched, is_preserving, replacement_for
+from torch_nhwc.nn.replacements import (
+    Replacement,
+    has_batch_statistics,
+    is_known,
+    is_patched,
+    is_preserving,
+    meets_small_input_rule,
+    meets_strided_rule,
+    replacement_for,
+)
 from torch_nhwc.sites import computed_weights, observed, scripted
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import LAYERS, Found, Site, TensorContainer, walk
@@ -125,7 +133,7 @@ def _sites_of_layer(path: str, module: nn.Module, rank: int, wrapped: Reason | N
 
 
 class ReplaceableLayer(NamedTuple):
-    """A layer that is worse on channels-last than its replacement, which it may be already."""
+    """A layer that is worse on channels-last than its replacement, which it may be already, or wrong in any format."""
 
     path: str
     module: nn.Module
@@ -135,10 +143,24 @@ class ReplaceableLayer(NamedTuple):
     """The end of a sentence that begins with "on channels-last it loses"."""
     reason: Reason | None
     """Why it cannot be replaced, or need not be."""
+    fault: Reason | None
+    """What PyTorch computes wrong in it."""
 
 
-def find_replaceable_layers(model: nn.Module) -> list[ReplaceableLayer]:
-    """Return the layers of a model that lose on channels-last, in its order.
+# What PyTorch computes wrong in a layer. The layer alone decides, and not the machine: ranks and saved plans agree.
+_FAULTS: tuple[tuple[Callable[[Any], bool], Reason], ...] = (
+    (meets_strided_rule, Reason.STRIDED_POINTWISE),
+    (meets_small_input_rule, Reason.SMALL_INPUTS),
+    (has_batch_statistics, Reason.BATCH_STATISTICS),
+)
+
+
+def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> list[ReplaceableLayer]:
+    """Return the layers of a model that lose on channels-last, or that PyTorch computes wrong, in its order.
+
+    Args:
+        model: The model.
+        planned: Paths of layers that a plan names. They are returned whatever their mode is by now.
 
     Example:
         >>> (layer,) = torch_nhwc.sites.finding.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
@@ -147,21 +169,33 @@ def find_replaceable_layers(model: nn.Module) -> list[ReplaceableLayer]:
     """
     found = []
     replacements: dict[type, Replacement | None] = {}  # of the model's classes, which are few
-    device = _device_of(model)
-    for path, module, wrapped in walk(model):
+    device, modules = None, [*walk(model)]
+    for path, module, wrapped in modules:
         layer_type = _later_class(module) or type(module)
         if layer_type not in replacements:
             is_scripted = issubclass(layer_type, torch.jit.ScriptModule)
             replacements[layer_type] = None if is_scripted else replacement_for(layer_type)
         replacement = replacements[layer_type]
+        if replacement is None:
+            continue
+        fault = next((reason for holds, reason in _FAULTS if _holds(holds, module)), None)
         # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
-        if replacement is not None and (is_preserving(layer_type) or replacement.concerns(module)):
+        if fault or is_preserving(layer_type) or path in planned or _holds(replacement.concerns, module):
             original = original_class(layer_type)
+            device = device or _device_of(modules)
             reason = _reason_of(module, original, replacement, device)
             if wrapped is not None and reason is not Reason.EXCHANGED:
                 reason = wrapped
-            found.append(ReplaceableLayer(path, module, original.__name__, replacement.loses, reason))
+            found.append(ReplaceableLayer(path, module, original.__name__, replacement.loses, reason, fault))
     return found
+
+
+def _holds(predicate: Callable[[Any], bool], layer: nn.Module) -> bool:
+    """Return what a predicate says of a layer; false for a subclass that lacks the attributes of its base."""
+    try:
+        return predicate(layer)
+    except AttributeError:
+        return False
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:
@@ -182,11 +216,12 @@ def _reason_of(
         return Reason.FORWARD_REPLACED
     if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
-    device = _device_of(module) or model_device
+    device = _device_of([("", module, None)]) or model_device
     is_measured = device is None or device.type in ("cpu", "meta")
     return None if is_measured else Reason.OTHER_DEVICE
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's first tensor."""
-    return next((tensor.device for tensor in chain(module.parameters(), module.buffers())), None)
+def _device_of(modules: Iterable[tuple[str, nn.Module, Reason | None]]) -> torch.device | None:
+    """Return the device of the first tensor of some modules."""
+    tensors = (each for _, module, _ in modules for each in (*module._parameters.values(), *module._buffers.values()))
+    return next((each.device for each in tensors if each is not None), None)

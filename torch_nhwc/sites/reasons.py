@@ -17,6 +17,7 @@ class Kind(enum.Enum):
     REFUSED = "it should change and cannot"
     COMPANION = "a gradient, optimizer state or averaged copy stays unchanged"
     LAYER = "a layer that loses the format stays unchanged"
+    FAULT = "PyTorch computes a layer wrong, which is replaced"
     MODEL = "a remark on the whole model or on an optimizer"
 
 
@@ -185,6 +186,30 @@ class Reason(enum.Enum):
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
     OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and its losses on other devices were not measured"
 
+    SMALL_INPUTS = (
+        Kind.FAULT,
+        "on CPUs with AVX-512 the gradient of its weight is wrong for inputs so small that no output sees the whole "
+        "kernel, on channels-last more often than on contiguous",
+    )
+    STRIDED_POINTWISE = (
+        Kind.FAULT,
+        "on CPUs without AVX-512 the gradient of its weight is wrong on channels-last, or the process dies",
+    )
+    BATCH_STATISTICS = (
+        Kind.FAULT,
+        "on a CPU its statistics and gradients are inaccurate on channels-last, the more so the larger the batch is",
+    )
+
+    WRONG_GRADIENTS = (
+        Kind.MODEL,
+        "preserve=False leaves convolutions in the model whose weight gradients PyTorch computes wrong on some CPUs, "
+        "for inputs so small that no output sees the whole kernel: preserve=True replaces them",
+    )
+    FOR_INFERENCE = (
+        Kind.MODEL,
+        "convolutions and batch norms in evaluation mode, or without gradients, keep PyTorch's classes: call convert_ "
+        "again before training them",
+    )
     INSTANCE_NORM = (
         Kind.MODEL,
         "on a CPU, PyTorch's gradient of instance norm is wrong for a batch of 1 if it arrives in channels-last: "

@@ -122,8 +122,8 @@ RANKS = {layer.__name__: rank for rank, layers in LAYERS.items() for layer in la
 # The operators, with the rank of their weight, which is their second argument. 0 means any rank, 1D convolutions too:
 # their fourth argument (the stride or the padding) has as many elements as the kernel has dimensions.
 OPERATORS = {
-    **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d"), 4),
-    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d", "nhwc::conv3d"), 5),
+    **dict.fromkeys(("aten::conv2d", "aten::conv_transpose2d", "nhwc::conv2d", "nhwc::conv_transpose2d"), 4),
+    **dict.fromkeys(("aten::conv3d", "aten::conv_transpose3d", "nhwc::conv3d", "nhwc::conv_transpose3d"), 5),
     **dict.fromkeys(("aten::convolution", "aten::_convolution", "aten::_convolution_mode"), 0),
     **dict.fromkeys(("aten::mkldnn_convolution", "prim::mkldnn_convolution"), 0),
 }

@@ -116,8 +116,8 @@ def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> di
         preserve: Whether layers that lose channels-last may be replaced.
     """
 
-    def planned(memory_format: torch.memory_format | None = None, **options: Any) -> Plan:
-        return plan(model, memory_format, example_inputs=example_inputs, **options)
+    def planned(memory_format: torch.memory_format | None = None, preserve: bool = False, **options: Any) -> Plan:
+        return plan(model, memory_format, example_inputs=example_inputs, preserve=preserve, **options)
 
     plans = {CONTIGUOUS: planned(torch.contiguous_format)}
     weights = planned()
