@@ -41,7 +41,7 @@ import report_tune
 import report_verify
 import shapes
 import shared_copy
-from stopwatch import STOPWATCHES
+from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
 
 POINTS = [
     cuda_weights.Point((4, 8, 3, 3), torch.float32),
@@ -92,6 +92,19 @@ def test_a_weight_on_the_cpu_is_measured_next_to_memcpy(point):
     measured = bench_weights.measure(point, samples=2)
     assert {"memcpy", "ours", "ours_fresh"} < measured["times"].keys()
     assert_times(measured["times"])
+
+
+def test_measurements_take_turns_after_a_round_that_does_not_count():
+    calls = []
+    taken = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 2)
+    assert calls == list("ababab")
+    assert taken == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_each_sample_has_a_preparation_that_is_not_timed():
+    prepared = []
+    taken = seconds_in_turns({"job": lambda: prepared.append(None) or (lambda: None)}, samples=3)
+    assert (len(taken["job"]), len(prepared)) == (3, 4)
 
 
 def test_a_call_is_measured_next_to_the_clone_and_the_operator():

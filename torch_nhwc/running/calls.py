@@ -19,7 +19,6 @@ from torch_nhwc.running.comparison import map_tensors, tensors_in
 
 Model = TypeVar("Model", bound=nn.Module)
 Job = Callable[[], object]
-Sample = TypeVar("Sample")
 
 
 def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[Any]) -> Any:
@@ -152,28 +151,6 @@ def seconds(job: Job, device: str = "cpu") -> float:
     taken = time.perf_counter() - start
     del result
     return taken
-
-
-def in_turns(
-    measurements: Mapping[str, Callable[[], Sample]], samples: int, warm_up: int = 1
-) -> dict[str, list[Sample]]:
-    """Call each measurement once, then each again; return the samples without those of the rounds that warm up."""
-    taken: dict[str, list[Sample]] = {name: [] for name in measurements}
-    for _ in range(warm_up + samples):
-        for name, measure in measurements.items():
-            taken[name].append(measure())
-    return {name: values[warm_up:] for name, values in taken.items()}
-
-
-def seconds_in_turns(
-    preparations: Mapping[str, Callable[[], Job]], samples: int, device: str = "cpu"
-) -> dict[str, list[float]]:
-    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
-
-    def measure(prepare: Callable[[], Job]) -> float:
-        return seconds(prepare(), device)
-
-    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
