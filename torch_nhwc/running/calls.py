@@ -29,11 +29,8 @@ def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[An
 
     Args:
         model: The model to run.
-        inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        inputs: See `arguments_of`.
         contexts: Context managers that are entered around the call alone.
-
-    Raises:
-        TypeError: A shape was given instead of tensors.
     """
     with ExitStack() as stack:
         draws = Draws()
@@ -55,10 +52,7 @@ def preserved_state(*models: nn.Module, must_rewind: Callable[[], bool] = lambda
 
     The generators are PyTorch's, Python's and NumPy's. A process has one of each for all threads: numbers that other
     threads draw meanwhile are drawn again. Autocast's cache of casted weights is cleared before and after the block.
-
-    Args:
-        models: The models.
-        must_rewind: Returns at the end of the block whether PyTorch's generators are restored.
+    `must_rewind` says at the end of the block whether PyTorch's generators are restored.
     """
     restoring = _generators(must_rewind)
     for model in models:
@@ -94,11 +88,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments.
+    """Return the positional and the keyword arguments in a model's inputs.
 
-    Args:
-        model: The model to be called.
-        inputs: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+    These are a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
 
     Raises:
         TypeError: The inputs are a shape: integers that the model does not take as arguments.
