@@ -8,7 +8,7 @@ import sys
 import pytest
 import reference
 import torch
-from exactness import CASTS, check, every_value
+from exactness import check, every_value
 from reference import DTYPES
 from torch import nn
 
@@ -19,6 +19,8 @@ pytestmark = pytest.mark.cuda
 
 CL = torch.channels_last
 STRIDES = (27, 1, 9, 3)
+CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+CASTS += [(to, of) for of, to in CASTS]
 SOME_TENTHS_OF_A_SECOND = 500_000_000  # in cycles
 
 
@@ -92,6 +94,20 @@ def test_old_memory_is_not_handed_out_before_another_stream_has_read_it():
     torch.cuda.synchronize()
     assert torch.equal(weight.detach().cpu(), values)
     del taken
+
+
+def test_lists_and_gradients_on_several_devices_go_together():
+    weights = [parameter(device=device) for device in ("cuda", "cpu", "cuda", "meta")]
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    values = [weight.grad.clone() for weight in weights]
+    pointers = [(weight.data_ptr(), weight.grad.data_ptr()) for weight in weights]
+    outcomes = nhwc.convert_weights_(weights)
+    assert outcomes == [Outcome.IN_PLACE] * 3 + [Outcome.RESTRIDED]
+    assert {tensor.stride() for weight in weights for tensor in (weight, weight.grad)} == {STRIDES}
+    assert [(weight.data_ptr(), weight.grad.data_ptr()) for weight in weights] == pointers
+    for weight, value in zip(weights[:3], values):
+        assert torch.equal(weight.grad, value)
 
 
 def captured(function):
@@ -175,6 +191,48 @@ def test_compiled_code_converts(mode):
             weight.mul_(1.5)
 
 
+def test_a_lack_of_memory_changes_nothing():
+    shape, size = (4096, 256, 4, 4), 64 << 20
+    weights = [parameter(shape) for _ in range(3)]
+    before = [(weight.data_ptr(), weight.stride(), weight.detach().clone()) for weight in weights]
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    allocated, total = torch.cuda.memory_allocated(), torch.cuda.get_device_properties("cuda").total_memory
+    # Room for one of the three.
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 1.5 * size) / total)
+    try:
+        for call in (
+            lambda: nhwc.convert_weights(weights),
+            lambda: nhwc.convert_weights_(weights, storage="fresh"),
+        ):
+            with pytest.raises(torch.OutOfMemoryError):
+                call()
+            assert torch.cuda.memory_allocated() == allocated
+            for weight, (pointer, strides, _) in zip(weights, before):
+                assert (weight.data_ptr(), weight.stride()) == (pointer, strides)
+        assert nhwc.convert_weights_(weights) == [Outcome.IN_PLACE] * 3  # which needs none
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    for weight, (pointer, _, values) in zip(weights, before):
+        assert weight.data_ptr() == pointer
+        assert torch.equal(weight, values)
+
+
+def test_permuting_in_place_needs_memory_for_long_filters_alone():
+    blocks = torch.cuda.get_device_properties("cuda").multi_processor_count
+    for shape, most in (
+        ((2048, 512, 3, 3), 0),
+        ((512, 512, 3, 3, 3), 0),  # more than a block has without asking for it
+        ((300, 4096, 5, 5), blocks * 4096 * 25 * 4 + (2 << 20)),  # the allocator rounds up
+    ):
+        weight = torch.randn(shape, device="cuda")
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        assert nhwc.convert_weight_(weight, storage="reuse") == Outcome.IN_PLACE
+        assert torch.cuda.max_memory_allocated() - before <= most
+        assert torch.cuda.memory_allocated() == before
+
+
 def kernels_of(function):
     """Return the kernels, copies and fills that a second call starts."""
     function()
@@ -202,6 +260,17 @@ def test_a_list_is_one_launch():
     assert len(kernels_of(lambda: nhwc.convert_weights(weights))) == 1
     assert len(kernels_of(lambda: nhwc.convert_weights(weights, dtype=torch.float16))) == 1
     assert len(kernels_of(lambda: nhwc.convert_weights_(weights, next(formats)))) == 1
+
+
+@pytest.mark.usefixtures("profiler")
+def test_nothing_is_launched_where_nothing_moves():
+    weights = [torch.randn(64, 32, 1, 1, device="cuda"), torch.randn(64, 1, 3, 3, device="cuda")]
+    weights += [nhwc.convert_weight(torch.randn(8, 4, 3, 3, device="cuda")), torch.empty(0, 3, 3, 3, device="cuda")]
+    formats = itertools.cycle([CL, torch.contiguous_format])
+    assert kernels_of(lambda: nhwc.convert_weights_(weights[:2] + weights[3:], next(formats))) == []
+    assert kernels_of(lambda: nhwc.convert_weight_(weights[2])) == []
+    assert kernels_of(lambda: nhwc.convert_weights([weights[3]])) == []
+    assert kernels_of(lambda: nhwc.ops.plan_weights(weights)) == []
 
 
 class Exported:
