@@ -167,7 +167,7 @@ def align_optimizer_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
         ['grad']
     """
     sources = sources_of(optimizer, None, model)
-    sources.check_optimizers(model)
+    sources.check_optimizers(model.parameters())
     weights = [Weight(name, each, each.stride()) for name, each in model.named_parameters() if is_plain(each)]
     apart = find_apart(weights, sources)
     strides = [companion.weight.strides for companion in apart]
@@ -206,7 +206,7 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
         remark = f"has lost its hook that converts inputs to {plan.input_format}: restore_ registers it again"
         seen.add("", "input_hook", remark)
     sources = sources_of(optimizer, ema, model)
-    sources.check_optimizers(model, (weight.tensor for weight in weights))
+    sources.check_optimizers((*model.parameters(), *(weight.tensor for weight in weights)))
     permuted = {
         id(each.tensor)
         for each in weights

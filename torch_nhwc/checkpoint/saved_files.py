@@ -148,8 +148,7 @@ class _Job:
                 )
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
-        for module in model.modules():
-            release(module)  # nothing is trained here
+        release(model.modules())  # nothing is trained here
         if left:
             self.remarks.append(
                 f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"

@@ -8,7 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, is_fake, is_permuted, memory_id, tied_by_view
+from torch_nhwc.layout import (
+    CHANNELS_LAST,
+    Format,
+    Strides,
+    is_fake,
+    is_permuted,
+    known_strides,
+    memory_id,
+    tied_by_view,
+)
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
@@ -44,7 +53,7 @@ def decide(
         ValueError: An optimizer or an averaged copy is that of another model.
         RuntimeError: A format of the inputs is requested, and the model takes no hook.
     """
-    sources.check_optimizers(found.model, (site.tensor for site in found.sites))
+    sources.check_optimizers((*found.tensors, *found.weights))
     rows, outcomes = _decide_sites(found, options, plan)
     _refuse_for_optimizers(found.sites, rows, options, sources)
     has_companions = with_gradients or sources.optimizers or sources.copies or options.storage == "reuse"
@@ -146,16 +155,25 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
     """Return a row for each site, and what the operators would do to each weight."""
     wanted, sites = options.format, found.sites
     formats = [site.format(wanted) for site in sites]
-    outcomes = outcomes_of([site.tensor for site in sites], formats, options.storage)
-    tied = tied_by_view(found.tensors, [site.tensor for site in sites])
+    outcomes = outcomes_of(found.weights, formats, options.storage)
+    tied = tied_by_view(found.tensors, found.weights)
     has_swapped = any(map(is_in_each_forward, found.module_types))
     ranks = [rank for rank in CHANNELS_LAST if wanted.serves(rank)]
-    targets: dict[torch.Size, Strides] = {}
+    asks_nothing_else = not (plan or options.filter_fn or options.each_forward or has_swapped)
     first: dict[int, PlanRow] = {}  # the first row of each tensor
     remarks: dict[int, Reason | None] = {}
     rows: list[PlanRow] = []
     for index, (site, own, outcome) in enumerate(zip(sites, formats, outcomes)):
         tensor, key = site.tensor, id(site.tensor)
+        # Most weights are plain, and need no table.
+        is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in _PLAIN
+        if is_plain and site.name == "weight" and site.rank in ranks and key not in tied and key not in first:
+            weight: Any = tensor
+            row = _row(site, *_PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
+            if 0 not in (row.strides or ()) and not (row.action is Action.RESTRIDE and weight.is_meta):
+                first[key] = row
+                rows.append(row)
+                continue
         reason = options.skip_reason(site.module, site.path) or site.reason
         if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
             reason = None
@@ -166,16 +184,7 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
         if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
             planned = None
         earlier = None if tensor is None else first.get(key)
-        # Most weights are plain, and need no table.
-        is_plain = reason is None and outcome in _PLAIN and own is wanted and site.name == "weight"
-        is_usual = is_plain and site.rank in ranks and not (earlier or planned or in_each_forward or has_swapped)
-        if is_usual and not (tensor.is_meta or 0 in tensor.stride()):  # type: ignore[union-attr]
-            shape = tensor.shape  # type: ignore[union-attr]
-            target = targets.get(shape)
-            if target is None:
-                target = targets[shape] = wanted.strides(shape)
-            row = _row(site, *_PLAIN[outcome], target)
-        elif planned:
+        if planned:
             action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
             row = _row(site, action, planned.reason, planned.target_strides)
         else:
@@ -405,7 +414,7 @@ def _decide_companions(
     """
     has_sources = bool(sources.optimizers or sources.copies)
     weights = [
-        Weight(row.full_name, site.tensor, row.target_strides)
+        Weight(row.full_name, site.tensor, row.target_strides, site.format(options.format), row.strides)
         for site, row in zip(sites, rows)
         if site.tensor is not None
         and row.target_strides is not None
@@ -416,10 +425,7 @@ def _decide_companions(
         return []
     companions = find_companions(weights, sources)
     apart = [each for each in companions if each.reason is None and each.tensor.stride() != each.weight.strides]
-    # A gradient or a state goes with its weight, whatever that weight's format is.
-    formats = [
-        CONTIGUOUS if each.weight.strides == CONTIGUOUS.strides(each.tensor.shape) else options.format for each in apart
-    ]
+    formats = [each.weight.format for each in apart]
     for companion, outcome in zip(apart, outcomes_of([each.tensor for each in apart], formats, options.storage)):
         if outcome is None or outcome.is_refusal:
             companion.reason = Reason.STATE_IN_THE_WAY

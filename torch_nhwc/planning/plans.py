@@ -97,19 +97,17 @@ class PlanRow:
     @property
     def takes_part(self) -> bool:
         """Return whether the weight is in the format in the end, and its companions with it."""
-        return (
-            self.target_strides is not None
-            and self.action is not Action.REFUSE
-            and self.reason is not Reason.FAKE
-            and self.reason is not Reason.TIED
-        )
+        return self.target_strides is not None and self.action is not _REFUSE and self.reason not in _NO_PART
 
     def refuse(self, reason: Reason | None, action: Action = Action.REFUSE) -> None:
         """Leave the weight as it is, for a reason that was found after the row was made."""
         self.action, self.reason, self.bytes_to_move = action, reason, 0
 
 
+# Constants, since looking up a member of an enumeration takes as long as the rest of these properties.
 _CHANGES = (Action.CONVERT, Action.RESTRIDE)
+_REFUSE = Action.REFUSE
+_NO_PART = (Reason.FAKE, Reason.TIED)
 
 
 class LayerRow(NamedTuple):
