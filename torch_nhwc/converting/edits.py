@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_nhwc.converting.step_guard import (
+    align_when_loaded,
+    is_aligned_when_loaded,
+    is_watched,
+    leave_as_loaded,
+    loading_optimizer,
+    release,
+    watch,
+)
 from torch_nhwc.layout import CONTIGUOUS, Strides, memory_id, tied_by_view
-from torch_nhwc.nn.class_swap import Swap, original_class, restore_class, swap_class, swapped_class
+from torch_nhwc.nn.class_swap import Swap, original_class, restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
 from torch_nhwc.nn.hooks import (
     ConvertWhenMaterialised,
@@ -30,15 +39,6 @@ from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Found, Site, walk
-from torch_nhwc.step_guard import (
-    align_when_loaded,
-    is_aligned_when_loaded,
-    is_watched,
-    leave_as_loaded,
-    loading_optimizer,
-    release,
-    watch,
-)
 
 _FRESH = (Outcome.COPIED, Outcome.COPIED_HELD, Outcome.COPIED_FOREIGN, Outcome.COPIED_SHARED)
 
@@ -238,7 +238,6 @@ def _swaps(decisions: Decisions) -> list[Edit]:
             swapped |= {id(each): each for each in (site.module, *sources.layers_at(site.path))}
     for each in swapped.values():
         if not is_in_each_forward(type(each)):
-            swapped_class(type(each), EachForward)  # if making the class fails, it fails before anything changes
             edits.append(_swap(each, EachForward))
     return edits + _input_hook(found.model, decisions.input_hook)
 

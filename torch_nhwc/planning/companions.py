@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import TensorWeakRef
 
-from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, has_strides, memory_id
+from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, memory_id
 from torch_nhwc.ops import Outcome, plan_weights
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
@@ -159,20 +159,9 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
     return found
 
 
-def find_apart(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
-    """Return the companions that should have the strides of their weights, and do not."""
-    companions = find_companions(weights, sources)
-    return [each for each in companions if each.reason is None and not has_strides(each.tensor, each.weight.strides)]
-
-
 def held_by(optimizer: Any) -> set[int]:
     """Return the ids of an optimizer's parameters."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def is_plain(parameter: Tensor) -> bool:
-    """Return whether companions can have the strides of a parameter."""
-    return type(parameter) is nn.Parameter and parameter.layout == torch.strided and 0 not in parameter.stride()
 
 
 def _of_copy(weights: Sequence[Weight], copy: AveragedCopy) -> Iterator[Companion]:

@@ -48,12 +48,6 @@ def set_step_guard(enabled: bool) -> None:
     gives state and gradients the strides of their parameter, and warns once for each optimizer. It never raises. It
     does not see gradients that a closure or the optimizer's own step hooks assign.
 
-    Args:
-        enabled: whether the guard is on.
-
-    Raises:
-        TypeError: `enabled` is neither True nor False.
-
     Example:
         >>> torch_nhwc.training.set_step_guard(False)
         >>> torch_nhwc.training.set_step_guard(True)
