@@ -123,12 +123,12 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     _warn_of_unknown_optimizer(decisions)
     warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
     undo, new_bytes = change(decisions)
-    companions = tuple(
+    companions = [
         CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)
         for each in decisions.companions
-    )
+    ]
     seconds = time.perf_counter() - start
-    return Report(decisions.plan, companions, tuple(decisions.remarks), new_bytes, seconds, undo)
+    return Report(decisions.plan, tuple(companions), tuple(decisions.remarks), new_bytes, seconds, undo)
 
 
 def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:

@@ -185,14 +185,16 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
     tied = tied_by_view(found.tensors, found.weights)
     has_swapped = any(map(is_in_each_forward, found.module_types))
     ranks = [rank for rank in CHANNELS_LAST if wanted.serves(rank)]
-    asks_nothing_else = not (plan or options.filter_fn or options.each_forward or has_swapped)
+    asks_nothing_else = not (options.filter_fn or options.each_forward or has_swapped)
     first: dict[int, PlanRow] = {}  # the first row of each tensor
     remarks: dict[int, Reason | None] = {}
     rows: list[PlanRow] = []
     for index, (site, own, outcome) in enumerate(zip(sites, formats, outcomes)):
         tensor, key = site.tensor, id(site.tensor)
+        planned = plan.rows[index] if plan else None
         # Most weights are plain, and need no table.
         is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in _PLAIN
+        is_plain = is_plain and (planned is None or planned.changes or planned.reason is Reason.IN_FORMAT)
         if is_plain and site.name == "weight" and site.rank in ranks and key not in tied and key not in first:
             weight: Any = tensor
             row = _row(site, *_PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
@@ -205,7 +207,6 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
             reason = None
         if key in tied and (reason is None or reason.kind is Kind.REMARK):
             reason = Reason.TIED_BY_VIEW
-        planned = plan.rows[index] if plan else None
         in_each_forward = planned.is_in_each_forward if planned else options.each_forward
         if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
             planned = None
