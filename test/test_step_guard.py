@@ -14,7 +14,7 @@ from selection import exhaustive
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc import step_guard
+from torch_nhwc.converting import step_guard
 from torch_nhwc.training import set_step_guard
 
 CL = torch.channels_last
