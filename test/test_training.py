@@ -139,26 +139,6 @@ def test_h25_what_loses_the_format_is_listed_and_restored(lose):
         assert tensor.dtype == values[name].dtype
 
 
-def test_h25_gradients_optimizer_state_and_averaged_copies_follow():
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    train(model, optimizer, 2)
-    averaged.update_parameters(model)
-    reference, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    plan = nhwc.convert_(model, optimizer=optimizer, ema=averaged).plan
-    vectorised(model)
-    assert {each.what for each in check(model, plan, optimizer=optimizer, ema=averaged)} == {"weight"}
-    restore_(model, plan, optimizer=optimizer, ema=averaged)
-    assert check(model, plan, optimizer=optimizer, ema=averaged) == []
-    assert {row.site for row in align_optimizer_(model, optimizer)} <= {"head.weight"}  # no site of a plan
-
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
-    reference_optimizer.load_state_dict(state)
-    ours, theirs = (train(m, o, 5) for m, o in ((model, optimizer), (reference, reference_optimizer)))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
 class Nested(nn.Module):
     """Takes its image in a dictionary."""
 
@@ -316,9 +296,3 @@ def test_align_leaves_sparse_gradients_and_state_of_other_shapes():
     model["layer"](torch.randn(1, 3, 5, 5)).sum().backward()
     factored.step()
     assert align_optimizer_(model, factored) == []
-
-
-def test_align_refuses_an_optimizer_of_another_model():
-    model, _ = converted()
-    with pytest.raises(ValueError, match="the SGD holds none of the model's parameters"):
-        align_optimizer_(model, torch.optim.SGD(network().parameters()))

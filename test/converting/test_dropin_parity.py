@@ -47,6 +47,13 @@ def test_a_format_that_is_not_one_is_a_type_error(rank, memory_format):
 
 
 @BOTH
+@pytest.mark.parametrize("memory_format", [torch.preserve_format, None], ids=repr)
+def test_no_format_for_weights_is_a_runtime_error(rank, memory_format):
+    with pytest.raises(RuntimeError, match=f"conv{rank - 2}d.*expected torch.contiguous_format or {LAST[rank]}"):
+        OURS[rank](LAYERS[rank][0](3, 4, 3), memory_format)
+
+
+@BOTH
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_a_format_of_the_other_rank_raises_where_there_is_a_weight_and_is_nothing_elsewhere(rank, depth):
     def nested(*layers):

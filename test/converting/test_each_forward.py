@@ -83,20 +83,6 @@ def test_nothing_but_classes_changes_and_a_second_call_nothing():
     assert kinds(model) == PLAIN
 
 
-def test_the_context_the_filter_and_the_rank():
-    model = network()
-    with nhwc.channels_last(model, each_forward=True, filter_fn=lambda _, path: path != "0") as report:
-        assert kinds(model) == [PLAIN[0], *EXCHANGED[1:]]
-        assert [row.reason for row in report.plan.rows] == [Reason.FILTERED, None]
-    assert kinds(model) == PLAIN
-    report = nhwc.convert_(model, "channels_last", each_forward=True)
-    assert [row.reason for row in report.plan.rows] == [None, Reason.OTHER_RANK]
-    nhwc.convert_(model, torch.contiguous_format).revert()
-    assert kinds(model) == [EXCHANGED[0], *PLAIN[1:]]
-    nhwc.convert_(model, torch.contiguous_format)
-    assert kinds(model) == PLAIN
-
-
 def test_averaged_copies_and_tied_weights_go_along():
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
     model[1].weight = model[0].weight

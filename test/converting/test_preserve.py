@@ -102,25 +102,6 @@ class TestConvert:
         assert types(model) == types(averaged.module) == types(later) == STOCK
 
 
-class TestRemarks:
-    """What a report says of the whole model."""
-
-    @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.InstanceNorm2d(6)], ids=lambda norm: type(norm).__name__)
-    def test_norms_that_stay_as_they_are_are_a_remark(self, norm):
-        reason = Reason.GROUP_NORM if isinstance(norm, nn.GroupNorm) else Reason.INSTANCE_NORM
-
-        def remarks(**options):
-            return nhwc.convert_(nn.Sequential(nn.Conv2d(3, 6, 3), copy.deepcopy(norm)), **options).remarks
-
-        assert remarks() == (reason.value,)
-        assert remarks(preserve=True) == (Reason.SAVED_WHOLE.value,)
-        keep = {"filter_fn": lambda module, _: isinstance(module, nn.Conv2d)}
-        assert remarks(preserve=True, **keep) == (reason.value,)
-        model = nn.Sequential(nn.Conv2d(3, 6, 3), copy.deepcopy(norm))
-        nhwc.convert_(model, preserve=True, filter_fn=lambda module, _: not isinstance(module, nn.Conv2d))
-        assert not nhwc.convert_(model).remarks
-
-
 def lazy_convolution():
     return nn.Sequential(nn.Conv3d(3, 4, 1), nn.GELU(), nn.LazyConv3d(4, 1)), torch.randn(1, 3, 4, 4, 4)
 

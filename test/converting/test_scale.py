@@ -34,16 +34,18 @@ def calls_of(function):
     return count
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_work_grows_as_the_model_does(with_state):
+@pytest.mark.parametrize("state", [None, "of one optimizer", "of an optimizer for each parameter"])
+def test_work_grows_as_the_model_does(state):
     calls = []
     for count in (1_000, 10_000):
         model = wide(count)
         optimizer = None
-        if with_state:
+        if state is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW(model.parameters())
-            optimizer.step()
+            groups = [[each] for each in model.parameters()] if "each" in state else [model.parameters()]
+            optimizer = [torch.optim.AdamW(group) for group in groups]
+            for each in optimizer:
+                each.step()
         calls.append(calls_of(lambda model=model, optimizer=optimizer: nhwc.convert_(model, optimizer=optimizer)))
     assert calls[1] < 11 * calls[0]

@@ -1,8 +1,5 @@
 """The hook that converts a model's inputs to channels-last."""
 
-import copy
-import pickle
-
 import pytest
 import torch
 from onnx_graphs import onnx_operators
@@ -106,23 +103,6 @@ def test_h23_it_converts_positional_keyword_and_nested_inputs():
     assert model.seen == [(192, 1, 24, 3), (128, 1, 32, 8, 2), (192, 1, 24, 3), (3, 1)]
     assert actual.is_contiguous(memory_format=CL)
     torch.testing.assert_close(actual, expected)
-
-
-def test_h15_it_survives_deepcopy_and_pickle_and_is_added_once():
-    model = Recorder()
-    report = nhwc.convert_(model, input_format="channels_last")
-    nhwc.convert_(model, input_format="channels_last")
-    for copied in (model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert len(copied._forward_pre_hooks) == 1
-        nhwc.convert_(copied, input_format="channels_last")
-        assert len(copied._forward_pre_hooks) == 1
-        copied(torch.randn(1, 3, 8, 8))
-        assert copied.seen == [(192, 1, 24, 3)]
-    report.revert()
-    assert not model._forward_pre_hooks
-    assert not model._forward_pre_hooks_with_kwargs
-    model(torch.randn(1, 3, 8, 8))
-    assert model.seen == [(192, 64, 8, 1)]
 
 
 class TestRanks:

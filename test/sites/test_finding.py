@@ -10,6 +10,7 @@ from reference import FORMATS, canonical_strides
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
+from user_code import Standardised
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome, Reason
@@ -222,14 +223,6 @@ def test_parameters_and_buffers_that_reach_a_convolution_are_sites_when_example_
     report = nhwc.convert_(model, plan=plan)
     assert [row.action for row in report.plan.rows] == [Action.CONVERT, Action.CONVERT, Action.RESTRIDE]
     assert_weights_arrive_in(None, model, x)
-
-
-class Standardised(nn.Conv2d):
-    """Weight standardisation, as in ResNet-v2 of Big Transfer."""
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return self._conv_forward(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
 
 
 def test_a_weight_that_is_standardised_in_forward_converts_with_a_remark():

@@ -10,6 +10,7 @@ import torch
 from comparison import assert_trains_alike, layouts, quiet, strides_in, tensors
 from torch import Tensor, nn
 from torch.nn import functional
+from user_code import Standardised
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
@@ -181,14 +182,6 @@ def test_a_module_traced_under_autocast_is_recognised():
     with quiet(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         traced = torch.jit.trace(nn.Sequential(Own(3, 3, 3), model), X.float())
     assert [row.full_name for row in nhwc.plan(traced).rows] == ["0.weight", "1.0.weight", "1.3.weight"]
-
-
-class Standardised(nn.Conv2d):
-    """Computes its weight in forward."""
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return functional.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -1,6 +1,5 @@
 """Models that are wrapped or compiled already, and optimizers that need contiguous parameters."""
 
-import copy
 import warnings
 
 import pytest
@@ -130,45 +129,6 @@ def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_fir
         report = nhwc.convert_(model)
     assert free.weight.is_contiguous()
     assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.REFUSE}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_convert_optimizer_wrap_compile_trains_as_without_converting():
-    x = torch.randn(6, 2, 3, 8, 8)
-    start = network().double()
-
-    def train(convert):
-        model = copy.deepcopy(start)
-        if convert:
-            nhwc.convert_(model, input_format="channels_last")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-        losses = []
-        for batch in x.double():
-            optimizer.zero_grad()
-            loss = wrapped(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(Grad|bucket).*strides.*")
-        assert train(convert=True) == pytest.approx(train(convert=False), rel=1e-9)
-
-
-def offloaded(layer):
-    """As accelerate's cpu_offload leaves a layer: its values are with a hook, and the weight is on no device."""
-    layer._hf_hook = object()
-    layer.weight = nn.Parameter(layer.weight.to("meta"))
-    return layer
-
-
-def test_offloaded_weights_are_refused():
-    model = nn.Sequential(offloaded(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
-    with pytest.warns(UserWarning, match="kept elsewhere and restored before each forward"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
 
 
 # Optimizers that need contiguous parameters: their weights are refused, and the optimizer goes on.

@@ -21,14 +21,6 @@ def run(times, seed=0, noise=0.02, rounds=40, drift=1.0):
     return race
 
 
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("drift", [1.0, 1.03])
-def test_the_fastest_wins_on_a_machine_that_is_disturbed(seed, drift):
-    race = run({"base": 1.0, "slow": 1.2, "fast": 0.9, "other": 0.97}, seed, drift=drift)
-    assert race.winner() == "fast"
-    assert race.compare("fast", "base").high < 0.95
-
-
 def test_slower_candidates_drop_out_and_the_baseline_stays():
     race = run({"base": 1.0, "worst": 1.5, "slow": 1.2, "fast": 0.9}, rounds=20)
     assert race.running == ["base", "fast"]
