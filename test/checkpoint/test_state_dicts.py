@@ -9,7 +9,7 @@ import warnings
 import pytest
 import safetensors.torch
 import torch
-from tied_network import assert_equal_values, converted, train
+from tied_network import converted, train
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -116,17 +116,6 @@ def test_state_dicts_of_whatever_holds_a_hooked_model_are_contiguous(holder):
         assert torch.equal(state[name], tensor), name
     assert state["tied.weight"].data_ptr() == state["block.weight"].data_ptr() != state["stem.weight"].data_ptr()
     assert nhwc.check(model, plan) == []  # the model stays as it is
-
-
-@pytest.mark.parametrize("assign", [False, True])
-def test_a_contiguous_state_dict_loads_into_the_format_unless_it_is_assigned(assign):
-    model, plan, _ = hooked()
-    other, _ = converted(1)
-    other.load_state_dict(model.state_dict(), assign=assign)
-    assert bool(nhwc.check(other, plan)) == assign
-    nhwc.training.restore_(other, plan)
-    assert nhwc.check(other, plan) == []
-    assert_equal_values(other, model)
 
 
 def test_the_hook_is_installed_once_copies_have_their_own_and_keep_vars_gives_the_parameters():

@@ -56,14 +56,6 @@ def test_h11_an_archive_computes_the_same_and_calls_no_operator_of_ours(tmp_path
     assert not any(b"ops.nhwc" in each for each in code)
 
 
-def test_the_constants_of_frozen_archives_convert(tmp_path):
-    _, path = archive(tmp_path, "frozen")
-    nhwc.convert_saved(path, path)
-    graph = torch.jit.load(path).graph
-    constants = [node.inputsAt(1).toIValue() for node in graph.findAllNodes("aten::conv2d")]
-    assert [each.stride() for each in constants] == [STRIDES, SITES["grouped.weight"]]
-
-
 class Attribute(nn.Module):
     """Convolves with a tensor that is neither a parameter nor a buffer."""
 

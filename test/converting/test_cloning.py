@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import os
 
 import pytest
 import torch
@@ -217,15 +216,9 @@ def test_an_exception_while_the_others_convert_brings_the_wrappers_back(monkeypa
     assert all(map(torch.equal, held, values))
 
 
-@pytest.fixture(scope="module")
-def mesh(tmp_path_factory):
-    from torch.distributed.device_mesh import init_device_mesh
-
-    dist.init_process_group(
-        "gloo", store=dist.FileStore(os.fspath(tmp_path_factory.mktemp("store") / "store"), 1), rank=0, world_size=1
-    )
-    yield init_device_mesh("cpu", (1,))
-    dist.destroy_process_group()
+@pytest.fixture
+def mesh(process_group):
+    return dist.init_device_mesh("cpu", (1,))
 
 
 @pytest.mark.parametrize("sharded", [None, 0])

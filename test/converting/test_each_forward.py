@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+from bare_kernel import Kernel
+from snapshots import refused_view
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -97,15 +98,6 @@ def test_averaged_copies_and_tied_weights_go_along():
     assert model[1].weight is model[0].weight
 
 
-class Raw(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
-
-    def forward(self, x):
-        return F.conv2d(x, self.kernel)
-
-
 class Rebuilt(nn.Conv2d):
     def __reduce__(self):
         return Rebuilt, (3, 4, 3)
@@ -114,12 +106,6 @@ class Rebuilt(nn.Conv2d):
 def replaced():
     layer = nn.Conv2d(3, 4, 3)
     layer.forward = layer.forward
-    return layer
-
-
-def part_of_a_buffer():
-    layer = nn.Conv2d(3, 4, 3, bias=False)
-    layer.weight.data = torch.zeros(2, 4, 3, 3, 3)[1]
     return layer
 
 
@@ -134,12 +120,12 @@ def not_a_leaf():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Raw, Reason.NOT_EXCHANGEABLE),
+        (Kernel, Reason.NOT_EXCHANGEABLE),
         (replaced, Reason.NOT_EXCHANGEABLE),
         (lambda: Rebuilt(3, 4, 3), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.compile(nn.Conv2d(3, 4, 3)), Reason.COMPILED),
-        (part_of_a_buffer, None),
+        (refused_view, None),
         (not_a_leaf, None),
         (lambda: nn.Conv2d(3, 4, 3, device="meta"), None),
     ],
@@ -148,7 +134,7 @@ def not_a_leaf():
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:torch_nhwc")
 def test_what_is_refused_and_what_is_not(make, reason):
     model = make()
-    example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Raw) else {}
+    example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Kernel) else {}
     (row,) = nhwc.convert_(model, each_forward=True, **example).plan.rows
     assert (row.action, row.reason) == (Action.REFUSE if reason else Action.EACH_FORWARD, reason)
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from bare_kernel import Kernel
 from onnx_graphs import onnx_operators
 from reference import in_channels_last
 from selection import exhaustive
@@ -152,15 +153,7 @@ class TestRanks:
         assert not model._forward_pre_hooks_with_kwargs
 
     def test_show_with_example_inputs_where_convolutions_are_functions(self):
-        class Functional(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
-
-            def forward(self, x):
-                return nn.functional.conv2d(x, self.kernel)
-
-        model, x = Functional(), torch.randn(1, 3, 8, 8)
+        model, x = Kernel(), torch.randn(1, 3, 8, 8)
         plan = nhwc.plan(model, example_inputs=x, input_format="channels_last")
         nhwc.convert_(model, plan=plan)
         assert in_channels_last(model(x))

@@ -2,12 +2,12 @@
 
 import copy
 import io
-import subprocess
-import sys
+import itertools
 
 import pytest
 import torch
 from comparison import assert_trains_alike, layouts, quiet, strides_in, tensors
+from saved_files import assert_run_elsewhere
 from torch import Tensor, nn
 from torch.nn import functional
 from user_code import Standardised
@@ -143,32 +143,15 @@ def test_h11_torchscript_converts_and_trains_on(name, compiler):
     assert_trains_alike(model, plain, lambda each: each(X))
 
 
-PROGRAM = """
-import sys, torch
-x, expected = torch.load("expected.pt")
-for name, (names, output) in expected.items():
-    model = torch.jit.load(name + ".pt")
-    torch.testing.assert_close(model(x), output, rtol=1e-9, atol=1e-9)
-    state = model.state_dict()
-    for each in names:
-        memory_format = torch.channels_last if state[each].dim() == 4 else torch.channels_last_3d
-        assert state[each].stride() == torch.empty(state[each].shape, memory_format=memory_format).stride(), each
-assert not any(name.startswith("torch_nhwc") for name in sys.modules)
-"""
-
-
 def test_converted_models_save_and_run_without_this_package(tmp_path):
     expected = {}
-    for name, (_, names) in MODELS.items():
-        for compiler in ("scripted", "traced"):
-            model = compiled(name, compiler)[0].eval()
-            nhwc.convert_(model, strict=True)
-            torch.jit.save(model, tmp_path / f"{name}-{compiler}.pt")
-            expected[f"{name}-{compiler}"] = names, model(X)
-    torch.save((X, expected), tmp_path / "expected.pt")
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    for name, compiler in itertools.product(MODELS, ("scripted", "traced")):
+        model = compiled(name, compiler)[0].eval()
+        rows = nhwc.convert_(model, strict=True).rows
+        torch.jit.save(model, tmp_path / f"{name}-{compiler}.pt")
+        strides = {row.full_name: row.target_strides for row in rows}
+        expected[f"{name}-{compiler}.pt"] = "archive", X, model(X).detach(), strides
+    assert_run_elsewhere(tmp_path, expected)
 
 
 def test_methods_that_forward_does_not_call_are_looked_through():
