@@ -78,19 +78,12 @@ def test_check_looks_inside_of_wrappers():
 @pytest.mark.parametrize("call", [check, restore_], ids=lambda function: function.__name__)
 def test_a_model_that_differs_from_the_plan_is_an_error_that_names_the_site(call):
     _, plan = converted()
-    larger, missing, more = network(), network(), network()
-    larger.block = nn.Conv2d(4, 8, 3)
-    missing.stem = nn.Identity()
-    more.extra = nn.Conv2d(3, 4, 3)
-    for model, message in (
-        (larger, r"'block.weight' is \(8, 4, 3, 3\) of torch.float32, the plan has \(4, 4, 3, 3\)"),
-        (missing, "it has no 'stem.weight'"),
-        (more, "the plan does not know 'extra.weight'"),
-    ):
-        before = [p.data_ptr() for p in model.parameters()]
-        with pytest.raises(ValueError, match=message):
-            call(model, plan)
-        assert [p.data_ptr() for p in model.parameters()] == before
+    model = network()
+    model.stem = nn.Identity()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"it has no 'stem\.weight'"):
+        call(model, plan)
+    assert [p.data_ptr() for p in model.parameters()] == before
     report = nhwc.convert_(network())
     with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
         call(network(), report)

@@ -3,7 +3,6 @@
 import copy
 import gc
 import pickle
-import types
 import warnings
 
 import pytest
@@ -73,26 +72,6 @@ def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
             assert torch.equal(ours, tensor)
     assert not all(is_contiguous(entry) for entry in plain["state"].values())
     optimizer.load_state_dict(state["optimizer"])
-
-
-WEIGHT = torch.randn(4, 3, 3, 3).to(memory_format=torch.channels_last)
-MAPPINGS = {
-    "mapping proxy": types.MappingProxyType({"a": WEIGHT}),
-    "meta": {"a": WEIGHT.to("meta"), "b": WEIGHT.to("meta")},
-    "sparse": {"a": torch.eye(3).to_sparse()},
-    "expanded": {"a": torch.randn(3, 1).expand(3, 4)},
-    "parameters": {"a": nn.Parameter(WEIGHT)},
-}
-
-
-@pytest.mark.parametrize("state", MAPPINGS.values(), ids=MAPPINGS)
-def test_any_mapping_and_any_tensor_goes_into_a_contiguous_state_dict(state):
-    ours = contiguous_state_dict(state)
-    assert len({id(tensor) for tensor in ours.values()}) == len(state)
-    for name, tensor in state.items():
-        assert ours[name].layout != torch.strided or ours[name].is_contiguous()
-        assert ours[name].shape == tensor.shape
-        assert tensor.is_meta or torch.equal(ours[name].to_dense(), tensor.to_dense())
 
 
 # Hooks.

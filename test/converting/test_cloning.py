@@ -75,20 +75,10 @@ def dropping(inner, memory_format=None):
     return inner.clone()
 
 
-class Deaf(when_cloned(dropping)):
-    """Its clone says that it is in the format, and what is inside of it is not."""
-
-    outer_strides = staticmethod(lambda inner: (27, 1, 9, 3))
-
-
 REFUSED = {
     "raises": when_cloned(raising),
     "drops the format": when_cloned(dropping),
     "changes values": when_cloned(lambda inner, memory_format=None: inner.clone(memory_format=memory_format) * 2),
-    "changes the dtype": when_cloned(
-        lambda inner, memory_format=None: inner.double().contiguous(memory_format=memory_format)
-    ),
-    "says so": Deaf,
 }
 
 
