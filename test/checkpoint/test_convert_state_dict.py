@@ -146,17 +146,3 @@ def test_a_state_dict_of_another_model_raises_an_error_with_the_expected_name():
         checkpoint.convert_state_dict(state, plan_of_wrapper)
     nothing_planned = nhwc.plan(on_meta(), filter_fn=lambda *_: False)
     assert checkpoint.convert_state_dict({"epoch": 3}, nothing_planned) == {"epoch": 3}
-
-
-def test_lazy_layers_load_in_format():
-    def lazy():
-        return nn.Sequential(nn.LazyConv2d(4, 3), nn.Conv2d(4, 4, 3))
-
-    trained = lazy()
-    trained(torch.randn(1, 3, 8, 8))
-    model = lazy()
-    plan = nhwc.plan(model)
-    model.load_state_dict(checkpoint.convert_state_dict(trained.state_dict(), plan), assign=True)
-    assert nhwc.check(model, plan) == []
-    assert model[0].weight.stride() == (27, 1, 9, 3)
-    assert torch.equal(model[0].weight, trained[0].weight)

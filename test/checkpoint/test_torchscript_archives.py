@@ -199,14 +199,6 @@ def test_an_archive_for_the_lite_interpreter_is_refused(tmp_path):
         nhwc.convert_saved(tmp_path / "in.ptl", tmp_path / "out.ptl")
 
 
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_an_archive_that_was_fused_for_onednn_cannot_be_loaded(tmp_path):
-    fused = torch.jit.optimize_for_inference(torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()))
-    fused.save(tmp_path / "fused.pt")
-    with pytest.raises(ValueError, match=r"fused.pt cannot be read as a TorchScript archive"):
-        nhwc.convert_saved(tmp_path / "fused.pt", tmp_path / "out.pt")
-
-
 def test_strict_refuses_what_is_computed_and_writes_nothing(tmp_path):
     model = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     torch.jit.trace(model, X).save(tmp_path / "in.pt")

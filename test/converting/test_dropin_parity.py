@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import operator
 import random
 
 import pytest
@@ -107,6 +108,54 @@ def test_random_models_are_alike_after_every_call(seed):
         for name, parameter in ours.named_parameters():
             assert parameter is held[name]
             assert parameter.requires_grad == stock.get_parameter(name).requires_grad
+
+
+class PlainTensor(nn.Conv2d):
+    """Its weight is a plain attribute, as in functional or distilled code."""
+
+    def __init__(self):
+        super().__init__(3, 4, 3)
+        weight = self.weight.detach().clone()
+        del self.weight
+        self.weight = weight
+
+
+class Property(nn.Conv2d):
+    """Its weight is kept under another name."""
+
+    def __init__(self):
+        super().__init__(3, 4, 3)
+        self.kernel = self._parameters.pop("weight")
+
+    def __getattr__(self, name):
+        return super().__getattr__("kernel" if name == "weight" and "kernel" in self._parameters else name)
+
+
+def shared():
+    layer = nn.Conv2d(3, 3, 3)
+    return nn.Sequential(layer, nn.Sequential(layer, nn.ReLU()))
+
+
+def expanded():
+    layer = nn.Conv2d(3, 4, 3)
+    layer.weight.data = layer.weight.data[:1].clone().expand(layer.weight.shape)
+    return layer
+
+
+@pytest.mark.parametrize("make", [PlainTensor, Property, shared, expanded, lambda: nn.Conv2d(3, 4, 3, device="meta")])
+def test_odd_layers_are_alike_after_every_call_and_keep_their_weights(make, recwarn):
+    def weights(model):
+        return [layer.weight for layer in model.modules() if hasattr(layer, "weight")]
+
+    ours = make()
+    stock, held = copy.deepcopy(ours), weights(ours)
+    for memory_format in (torch.channels_last, torch.contiguous_format, torch.channels_last):
+        OURS[4](ours, memory_format), STOCK[4](stock, memory_format)
+        assert all(map(operator.is_, weights(ours), held))
+        for weight, expected in zip(held, weights(stock), strict=True):
+            assert weight.stride() == expected.stride()
+            assert weight.is_meta or torch.equal(weight, expected)
+    assert not recwarn.list
 
 
 @BOTH

@@ -60,9 +60,8 @@ def test_a_report_survives_json_and_then_belongs_to_no_model():
 def test_text_that_is_no_report_raises(old, new):
     text = nhwc.convert_(nn.Conv2d(3, 4, 3), input_format="channels_last").to_json()
     assert old in text
-    for changed in (text.replace(old, new), "[]", ""):
-        with pytest.raises(ValueError, match=r"expected what Report\.to_json writes"):
-            Report.from_json(changed)
+    with pytest.raises(ValueError, match=r"expected what Report\.to_json writes"):
+        Report.from_json(text.replace(old, new))
 
 
 def three(*more):

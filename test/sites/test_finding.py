@@ -10,7 +10,6 @@ from reference import FORMATS, canonical_strides
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.nn import functional
-from user_code import Standardised
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome, Reason
@@ -198,16 +197,6 @@ def test_parameters_and_buffers_that_reach_a_convolution_are_sites_when_example_
     assert_weights_arrive_in(None, model, x)
 
 
-def test_a_weight_that_is_standardised_in_forward_converts_with_a_remark():
-    x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    model = nn.Sequential(Standardised(3, 4, 3), nn.Conv2d(4, 4, 3)).double()
-    plan = nhwc.plan(model, example_inputs=x)
-    assert [row.reason for row in plan.rows] == [Reason.COMPUTED_IN_FORWARD, None]
-    assert_converts(model, lambda each: each(x), names=["0.weight", "1.weight"], example_inputs=x)
-    nhwc.convert_(model, strict=True, plan=plan)
-    assert_weights_arrive_in(None, model, x)
-
-
 class Hypernetwork(nn.Module):
     """Its weight is another layer's output."""
 
@@ -258,17 +247,9 @@ def with_weight(weight):
     return layer
 
 
-def packed():
-    from torch.ao.nn import quantized
-
-    with quiet():
-        return quantized.Conv2d(3, 4, 3)
-
-
 REFUSED = {
     "sparse": (lambda: with_weight(torch.randn(4, 3, 3, 3).to_sparse()), Reason.UNSUPPORTED),
     "other_rank": (lambda: with_weight(torch.randn(4, 3, 3, 3, 3)), Reason.UNSUPPORTED),
-    "packed": (packed, Reason.PACKED),
 }
 
 

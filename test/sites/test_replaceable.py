@@ -3,13 +3,11 @@
 import importlib
 import types
 
-import pytest
 import torch
 from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
-from torch_nhwc.nn.replacements import REPLACEMENTS
 from torch_nhwc.sites.finding import find_replaceable_layers
 
 
@@ -56,23 +54,6 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
         "lazy": Reason.LAZY_LAYER,
     }
     assert reasons(nn.Sequential(nn.GroupNorm(2, 6).to("meta"))) == {"0": None}
-
-
-@pytest.mark.parametrize(
-    ("make", "method"),
-    [
-        (lambda: nn.GroupNorm(2, 6), "forward"),
-        (known_subclass, "forward"),
-        (lambda: nn.Conv3d(2, 2, 1), "_conv_forward"),
-        (lambda: nn.InstanceNorm2d(2), "_apply_instance_norm"),
-    ],
-)
-def test_layers_of_a_class_whose_method_was_replaced_are_kept(make, method, monkeypatch):
-    layer = make()
-    base = next(each for each in type(layer).__mro__ if each in REPLACEMENTS)
-    assert reasons(layer) == {"": None}
-    monkeypatch.setattr(base, method, lambda self, *args: args[0])
-    assert reasons(layer) == {"": Reason.FORWARD_REPLACED}
 
 
 def test_layers_of_another_device_are_kept():

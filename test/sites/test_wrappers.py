@@ -80,26 +80,6 @@ class DeepSpeedEngine(nn.Module):
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [wrap for wrap, _ in list(WRAPPERS.values())[:5]])
-def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = wrap(network()).eval()
-    before = layout(wrapped)
-    x = torch.randn(2, 3, 8, 8)
-    expected = wrapped(x)
-    report = nhwc.convert_(wrapped, each_forward=True, strict=True)
-    assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.EACH_FORWARD}
-    got = wrapped(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(got, expected)
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    got.sum().backward()
-    report.revert()
-    torch.testing.assert_close(wrapped(x), expected)
-    assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
 def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
     model = network()

@@ -293,12 +293,6 @@ def test_a_decision_is_written_and_read(tuning):
     assert [row["name"] for row in read["table"]] == list(PLANS)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"plan": {}}'])
-def test_a_text_that_is_no_decision_raises(text):
-    with pytest.raises(ValueError, match=r"Tuning.from_json: expected what Tuning.to_json writes"):
-        Tuning.from_json(text)
-
-
 def test_a_decision_from_elsewhere_warns_of_what_differs(tuning):
     threads = torch.get_num_threads()
     elsewhere = replace(
