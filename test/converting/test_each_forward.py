@@ -137,25 +137,3 @@ def test_what_is_refused_and_what_is_not(make, reason):
     example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Kernel) else {}
     (row,) = nhwc.convert_(model, each_forward=True, **example).plan.rows
     assert (row.action, row.reason) == (Action.REFUSE if reason else Action.EACH_FORWARD, reason)
-
-
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-def test_a_tensor_subclass_is_taken_where_it_takes_the_operator():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    class Refuses(TwoTensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            if "nhwc" in str(func):
-                raise NotImplementedError
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    x = torch.randn(1, 3, 5, 5)
-    for kind, action in ((TwoTensor, Action.EACH_FORWARD), (Refuses, Action.REFUSE)):
-        layer = nn.Conv2d(3, 4, 3)
-        layer.weight = nn.Parameter(kind(layer.weight.detach(), layer.weight.detach() * 2))
-        expected = layer(x)
-        (row,) = nhwc.convert_(layer, each_forward=True).plan.rows
-        assert row.action is action
-        got = layer(x)
-        torch.testing.assert_close((got.a, got.b), (expected.a, expected.b))

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from bare_kernel import Kernels
 from comparison import assert_trains_alike, assert_weights_arrive_in, layouts, quiet, strides_in, tensors
 from reference import FORMATS, canonical_strides
 from torch import nn
@@ -163,37 +164,21 @@ def test_h14_what_is_shared_is_converted_once_and_stays_shared():
     assert_trains_alike(model, plain, lambda each: each(x), steps=3)
 
 
-class Raw(nn.Module):
-    """Convolutions of its own, one of them in a list of parameters, the same weight twice."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
-        self.kernels = nn.ParameterList([nn.Parameter(torch.randn(4, 2, 1, 3, 3))])
-        self.table = nn.Parameter(torch.randn(1, 4, 6, 6))
-        self.register_buffer("blur", torch.rand(4, 1, 3, 3))
-
-    def forward(self, x):
-        x = functional.conv2d(x, self.kernel) + self.table
-        x = functional.conv3d(x.unsqueeze(2), self.kernels[0], groups=2).squeeze(2)
-        x = functional.conv2d(x, self.blur, groups=4, padding=2)
-        return functional.conv_transpose2d(x, self.kernel)
-
-
 def test_parameters_and_buffers_that_reach_a_convolution_are_sites_when_example_inputs_are_given():
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
-    assert not nhwc.plan(Raw()).rows
-    model = nn.Sequential(Raw().double())
-    names = ["0.kernel", "0.kernels.0", "0.blur"]
+    assert not nhwc.plan(Kernels()).rows
+    model = nn.Sequential(Kernels().double())
     plan = nhwc.plan(model, example_inputs=x)
-    assert [(row.full_name, row.layer, row.groups) for row in plan.rows] == [
-        ("0.kernel", "Raw", 1),
-        ("0.kernels.0", "ParameterList", 2),
-        ("0.blur", "Raw", 4),
-    ]
+    assert {(row.full_name, row.layer, row.groups) for row in plan.rows} == {
+        ("0.looped", "Kernels", 1),
+        ("0.branched", "Kernels", 1),
+        ("0.listed.0", "ParameterList", 1),
+        ("0.transposed", "Kernels", 1),
+        ("0.blur", "Kernels", 3),
+    }
+    names = [row.full_name for row in plan.rows]
     assert_converts(model, lambda each: each(x), names=names, example_inputs=x)
-    report = nhwc.convert_(model, plan=plan)
-    assert [row.action for row in report.plan.rows] == [Action.CONVERT, Action.CONVERT, Action.RESTRIDE]
+    nhwc.convert_(model, plan=plan)
     assert_weights_arrive_in(None, model, x)
 
 

@@ -1,18 +1,14 @@
 """Which layers of a model are found to lose on channels-last, and why some are not replaced."""
 
-import importlib
 import types
 
 import torch
+from losing_layers import known_subclass
 from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
 from torch_nhwc.sites.finding import find_replaceable_layers
-
-
-def known_subclass():
-    return importlib.import_module("transformers.models.poolformer.modeling_poolformer").PoolFormerGroupNorm(6)
 
 
 def reasons(model):
