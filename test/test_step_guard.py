@@ -9,7 +9,7 @@ import weakref
 
 import pytest
 import torch
-from guarding import hooks, unguarded
+from guarding import hooks, load_contiguous, unguarded
 from selection import exhaustive
 from torch import nn
 
@@ -52,14 +52,6 @@ def train(model, optimizer, steps, seed=0, before_step=lambda: None):
 
 def values(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def load_contiguous(model, optimizer):
-    """As a trainer does that resumes: a converted model, and the state of a contiguous one."""
-    state = copy.deepcopy(optimizer.state_dict())
-    for of_parameter in state["state"].values():
-        of_parameter.update({key: each.contiguous() for key, each in of_parameter.items()})
-    optimizer.load_state_dict(state)
 
 
 def contiguous_gradients(model):

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from guarding import unguarded
+from guarding import load_contiguous, unguarded
 from tied_network import LAST, SITES, Net, converted, network, said, strides, train
 from torch import nn
 from torch.nn.utils import vector_to_parameters
@@ -236,13 +236,6 @@ def test_h06_training_goes_on_from_a_checkpoint_in_the_other_layout(name, saves_
     torch.testing.assert_close(train(ours, our_optimizer, 10, seed=1), expected, rtol=1e-4, atol=1e-6)
 
 
-def lose_state(optimizer):
-    state = copy.deepcopy(optimizer.state_dict())
-    for of_parameter in state["state"].values():
-        of_parameter.update({key: each.contiguous() for key, each in of_parameter.items()})
-    optimizer.load_state_dict(state)
-
-
 def test_align_names_what_it_has_changed_in_several_optimizers_and_takes_every_parameter():
     model, _ = converted()
     by_name = dict(model.named_parameters())
@@ -251,7 +244,7 @@ def test_align_names_what_it_has_changed_in_several_optimizers_and_takes_every_p
     train(model, first, 1)
     second.step()
     for optimizer in (first, second):
-        lose_state(optimizer)
+        load_contiguous(model, optimizer)
     assert {(row.site, row.label) for row in align_optimizer_(model, [first, second])} == {
         ("volume.weight", "momentum_buffer"),
         *(

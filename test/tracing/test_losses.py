@@ -236,11 +236,10 @@ def test_mixed_convolutions_are_found_forward_and_backward():
 
 
 def test_a_format_that_is_gained_is_found_where_it_begins():
-    class LayerNorm(nn.Module):
-        def forward(self, x):
-            return F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]).permute(0, 3, 1, 2)
+    def norm(x):
+        return F.layer_norm(x.permute(0, 2, 3, 1), x.shape[1:2]).permute(0, 3, 1, 2)
 
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), LayerNorm(), nn.Conv2d(8, 8, 3), LayerNorm())
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Function(norm), nn.Conv2d(8, 8, 3), Function(norm))
     with nhwc.trace(model) as trace:
         model(torch.randn(2, 3, 8, 8))
     assert found(trace.gained) == [("1", "permute", "forward")]

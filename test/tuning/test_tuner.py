@@ -13,6 +13,7 @@ import torch
 from simulated_machine import Machine
 from snapshots import assert_unchanged, snapshot
 from torch import nn
+from user_code import Function
 
 import torch_nhwc as nhwc
 from torch_nhwc.tuning import Tuning
@@ -39,15 +40,9 @@ def x():
     return torch.randn(2, 3, 12, 12)
 
 
-class Reads(nn.Module):
-    """A convolution, and code of the user's that reads its output."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.conv, self.how = nn.Conv2d(3, 8, 3), how
-
-    def forward(self, x):
-        return self.how(self.conv(x))
+def read_by(how):
+    """Return a convolution, and code of the user's that reads its output."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), Function(how))
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -143,15 +138,15 @@ def test_an_interrupt_gives_the_best_so_far(model, x, monkeypatch):
 
 def test_a_plan_under_which_the_model_raises_or_computes_something_else_is_out(x, monkeypatch):
     Machine(monkeypatch, TIMES | {"full": 0.01, "weights only": 0.01})
-    tuning = nhwc.tune(Reads(lambda y: y.view(len(y), -1)), x)
+    tuning = nhwc.tune(read_by(lambda y: y.view(len(y), -1)), x)
     assert tuning.choice == "contiguous"
     assert "RuntimeError: view size is not compatible" in tuning.table[1].remark
     assert tuning.table[1].seconds is None
-    tuning = nhwc.tune(Reads(lambda y: y.as_strided((8,), (1,))), x)
+    tuning = nhwc.tune(read_by(lambda y: y.as_strided((8,), (1,))), x)
     assert tuning.choice == "contiguous"
     assert "weights only: ValueError: its output is off by" in " ".join(str(tuning).split())
     with pytest.raises(RuntimeError, match="invalid for input of size"):
-        nhwc.tune(Reads(lambda y: y.view(1, 2, 3)), x)
+        nhwc.tune(read_by(lambda y: y.view(1, 2, 3)), x)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +160,7 @@ def test_a_plan_under_which_the_model_raises_or_computes_something_else_is_out(x
 )
 def test_outputs_are_compared_if_possible(output, difference, x, monkeypatch):
     Machine(monkeypatch, TIMES | {"full": 0.08})
-    tuning = nhwc.tune(Reads(output), x)
+    tuning = nhwc.tune(read_by(output), x)
     assert (tuning.choice, tuning.table[2].difference) == ("full", difference)
 
 
@@ -199,12 +194,12 @@ def test_steps_are_taken_by_an_optimizer_of_the_given_kind(kind, groups, model, 
 
 def test_the_loss_is_the_outputs_own_or_the_callers_or_a_mean_of_squares(x):
     for output in (lambda y: {"loss": y.sum(), "logits": y}, lambda y: ([y, y.detach()], {"other": y}, None)):
-        nhwc.tune(Reads(output), x, mode="training", budget_seconds=0.05)
+        nhwc.tune(read_by(output), x, mode="training", budget_seconds=0.05)
     with pytest.raises(ValueError, match="in training mode the model has to return a tensor with a gradient"):
-        nhwc.tune(Reads(lambda y: y.detach()), x, mode="training")
+        nhwc.tune(read_by(lambda y: y.detach()), x, mode="training")
     seen = []
     loss = lambda y: seen.append(y) or y.sum()  # noqa: E731
-    nhwc.tune(Reads(lambda y: y), x, mode="training", loss=loss, budget_seconds=0.05)
+    nhwc.tune(read_by(lambda y: y), x, mode="training", loss=loss, budget_seconds=0.05)
     assert seen
 
 

@@ -167,11 +167,7 @@ class TestFaults:
         def view(x):
             return x.view(len(x), -1)[:, :64].reshape(-1, 8, 2, 4)
 
-        class Viewing(nn.Module):
-            def forward(self, x):
-                return view(x)
-
-        for model, path in ((Functions(view), ""), (sequence(Viewing()), "1")):
+        for model, path in ((Functions(view), ""), (sequence(Function(view)), "1")):
             first = verified(model).first
             assert (first.path, first.what, first.error) == (path, "forward", math.inf)
             assert first.note.startswith("RuntimeError: view size is not compatible")
@@ -304,11 +300,8 @@ def test_the_callers_autocast_region_holds_for_every_layer():
 
 
 def test_a_difference_of_rounding_errors_is_compared_with_a_noise_floor():
-    class Cancelling(nn.Module):
-        def forward(self, x):
-            return (x + 1e6).sum((2, 3)) - 1e6 * x[0, 0].numel()
-
-    verification = verified(sequence(Cancelling()), rtol=1e-9)
+    cancelling = Function(lambda x: (x + 1e6).sum((2, 3)) - 1e6 * x[0, 0].numel())
+    verification = verified(sequence(cancelling), rtol=1e-9)
     row = next(row for row in verification.rows if row.path == "1" and row.what == "output")
     assert row.verdict is Verdict.EQUAL
     assert row.floor > 1e-3
