@@ -20,9 +20,11 @@ def made(name, dtype, training):
     return model, tuple(each.to(dtype) if isinstance(each, torch.Tensor) else each for each in inputs)
 
 
-CASES = itertools.product(
-    ("UNet2DCondition", "AutoencoderKL", "monai.DynUNet"), (torch.float32, torch.bfloat16), (True, False)
-)
+CASES = [
+    *itertools.product(
+        ("UNet2DCondition", "AutoencoderKL", "monai.DynUNet"), (torch.float32, torch.bfloat16), (True, False)
+    )
+]
 
 
 @pytest.mark.exhaustive
