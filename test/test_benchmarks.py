@@ -256,31 +256,6 @@ def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
     assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
 
 
-METRICS = [metric for metrics in bench_counters.COUNTERS.values() for metric in metrics]
-NCU = f"""==PROF== Profiling "convert_tiles" - 0: 0%....100% - 1 pass
-"ID","Kernel Name","Grid Size",{",".join(f'"{metric}"' for metric in METRICS)}
-"","","","sector","sector","",""
-"0","void nhwc::cuda::detail::convert_tiles<...>(...)","(36, 1, 1)","36,864","36,900","9,216","9,216"
-"""
-COUNTED = [{"load_sectors": 36864, "store_sectors": 36900, "shared_passes": 18432}]
-
-
-@pytest.mark.parametrize(
-    ("output", "status", "expected"),
-    [
-        (NCU, 0, COUNTED),
-        ("==ERROR== ERR_NVGPUCTRPERM\n", 1, "ERR_NVGPUCTRPERM"),
-    ],
-)
-def test_the_profilers_table_is_read_or_its_error_reported(output, status, expected, monkeypatch):
-    monkeypatch.setattr(bench_counters, "CASES", bench_counters.CASES[:1])
-    monkeypatch.setattr(bench_counters.shutil, "which", lambda *name, **path: "ncu")
-    ran = SimpleNamespace(stdout=output, stderr="", returncode=status)
-    monkeypatch.setattr(bench_counters.subprocess, "run", lambda *command, **how: ran)
-    counts = bench_counters.read_counters()
-    assert counts == expected if expected is COUNTED else expected in counts
-
-
 # Layers and whole models
 
 
