@@ -13,10 +13,9 @@ from functools import partial
 import machine
 import torch
 from points import Point
-from stopwatch import Stopwatch, summary
+from stopwatch import Stopwatch, in_turns, summary
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import in_turns
 
 SHAPES = [(256, 64, 1, 1), (960, 1, 3, 3)]
 CALLS_OF_A_SAMPLE = 200

@@ -14,14 +14,13 @@ from typing import Any
 
 import machine
 import torch
-from stopwatch import summary
+from stopwatch import seconds_in_turns, summary
 from tables import table
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.running import seconds_in_turns
 
 BATCHES = 32
 Samples = list[Any]

@@ -11,10 +11,11 @@ from functools import partial
 
 import machine
 import torch
+from stopwatch import in_turns
 
 import torch_nhwc as nhwc
 from torch_nhwc.cli.models import MODELS, Example
-from torch_nhwc.running import call, compare, copy_model, in_turns, seconds
+from torch_nhwc.running import call, compare, copy_model, seconds
 
 
 @torch.no_grad()

@@ -14,12 +14,12 @@ import machine
 import torch
 from layout_models import first_tensor
 from models import MODELS
+from stopwatch import seconds_in_turns
 from tables import table
 from torch import nn
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import seconds_in_turns
 
 
 def many_layers() -> nn.Module:

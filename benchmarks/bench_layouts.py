@@ -21,11 +21,11 @@ from pathlib import Path
 import machine
 import torch
 from layout_models import GAINS_WITH_AMX, MODELS, LayoutModel, channels_last
-from stopwatch import summary
+from stopwatch import in_turns, summary
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import in_turns, seconds
+from torch_nhwc.running import seconds
 
 CONTIGUOUS, WEIGHTS, FULL, PRESERVED = "contiguous", "weights", "full", "preserved"
 COMPILED = {"compiled contiguous": CONTIGUOUS, "compiled preserved": PRESERVED}

@@ -25,8 +25,9 @@ import machine
 import torch
 from jobs import JOBS, memcpy
 from models import MODELS, SOURCES, moved_of, weights_of
+from stopwatch import in_turns
 
-from torch_nhwc.running import in_turns, seconds
+from torch_nhwc.running import seconds
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]

@@ -16,13 +16,12 @@ from typing import Any
 
 import machine
 import torch
-from stopwatch import summary
+from stopwatch import in_turns, summary
 from tables import table
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import in_turns
 
 BLOCKS = 20
 BAR = 40.0

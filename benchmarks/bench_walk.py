@@ -23,11 +23,10 @@ from pathlib import Path
 
 import machine
 import torch
-from stopwatch import summary
+from stopwatch import in_turns, seconds_in_turns, summary
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import in_turns, seconds_in_turns
 
 LAYERS = 2000
 SINGLE_LAYERS = 200

@@ -19,9 +19,7 @@ import machine
 import torch
 from jobs import compiled_clone
 from points import Point
-from stopwatch import Stopwatch, summary
-
-from torch_nhwc.running import in_turns
+from stopwatch import Stopwatch, in_turns, summary
 
 DTYPES = [torch.float32, torch.bfloat16, torch.uint8, torch.float64]
 SQUARES = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1024, 512, 3, 3), (1280, 1280, 3, 3)]

@@ -22,12 +22,11 @@ import shapes
 import torch
 from jobs import JOBS
 from models import MODELS, made, moved_of, weights_of
-from stopwatch import STOPWATCHES, Call, Stopwatch, interleaved, sets_beyond_cache, summary
+from stopwatch import STOPWATCHES, Call, Stopwatch, in_turns, interleaved, sets_beyond_cache, summary
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.running import in_turns
 
 DTYPES = [torch.float32, torch.bfloat16]
 

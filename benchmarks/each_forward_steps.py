@@ -14,11 +14,11 @@ import machine
 import torch
 from layout_models import first_tensor
 from models import MODELS, weights_of
+from stopwatch import seconds_in_turns
 from tables import table
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import seconds_in_turns
 
 BATCHES = (1, 8, 32)
 INPUTS = {

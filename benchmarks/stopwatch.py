@@ -8,15 +8,16 @@ cache holds them: `sets_beyond_cache` says how many.
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from torch_nhwc.running import in_turns, seconds
+from torch_nhwc.running import seconds
 
 Call = Callable[[], object]
+Sample = TypeVar("Sample")
 
 
 class Stopwatch:
@@ -130,6 +131,28 @@ def sets_beyond_cache(stopwatch: Stopwatch, bytes_of_a_set: int) -> int:
 
 def summary(values: Sequence[float]) -> dict[str, float]:
     return {"min": min(values), "median": statistics.median(values)}
+
+
+def in_turns(
+    measurements: Mapping[str, Callable[[], Sample]], samples: int, warm_up: int = 1
+) -> dict[str, list[Sample]]:
+    """Call each measurement once, then each again; return the samples without those of the rounds that warm up."""
+    taken: dict[str, list[Sample]] = {name: [] for name in measurements}
+    for _ in range(warm_up + samples):
+        for name, measure in measurements.items():
+            taken[name].append(measure())
+    return {name: values[warm_up:] for name, values in taken.items()}
+
+
+def seconds_in_turns(
+    preparations: Mapping[str, Callable[[], Call]], samples: int, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
+
+    def measure(prepare: Callable[[], Call]) -> float:
+        return seconds(prepare(), device)
+
+    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
 
 
 def interleaved(

@@ -62,3 +62,21 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def process_group(tmp_path_factory):
+    """Make a group of this process alone."""
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    torch.distributed.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def no_guard():
+    """Turn the step guard off, without which a step on state in another layout is wrong."""
+    from guarding import unguarded
+
+    with unguarded():
+        yield

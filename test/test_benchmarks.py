@@ -41,7 +41,7 @@ import report_tune
 import report_verify
 import shapes
 import shared_copy
-from stopwatch import STOPWATCHES
+from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
 
 POINTS = [
     cuda_weights.Point((4, 8, 3, 3), torch.float32),
@@ -92,6 +92,19 @@ def test_a_weight_on_the_cpu_is_measured_next_to_memcpy(point):
     measured = bench_weights.measure(point, samples=2)
     assert {"memcpy", "ours", "ours_fresh"} < measured["times"].keys()
     assert_times(measured["times"])
+
+
+def test_measurements_take_turns_after_a_round_that_does_not_count():
+    calls = []
+    taken = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 2)
+    assert calls == list("ababab")
+    assert taken == {"a": [3, 5], "b": [4, 6]}
+
+
+def test_each_sample_has_a_preparation_that_is_not_timed():
+    prepared = []
+    taken = seconds_in_turns({"job": lambda: prepared.append(None) or (lambda: None)}, samples=3)
+    assert (len(taken["job"]), len(prepared)) == (3, 4)
 
 
 def test_a_call_is_measured_next_to_the_clone_and_the_operator():
@@ -241,31 +254,6 @@ def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
     for row in models:
         assert row["launches"]["ours"]["kernels"] + row["launches"]["ours"]["copies"] <= 6
     assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
-
-
-METRICS = [metric for metrics in bench_counters.COUNTERS.values() for metric in metrics]
-NCU = f"""==PROF== Profiling "convert_tiles" - 0: 0%....100% - 1 pass
-"ID","Kernel Name","Grid Size",{",".join(f'"{metric}"' for metric in METRICS)}
-"","","","sector","sector","",""
-"0","void nhwc::cuda::detail::convert_tiles<...>(...)","(36, 1, 1)","36,864","36,900","9,216","9,216"
-"""
-COUNTED = [{"load_sectors": 36864, "store_sectors": 36900, "shared_passes": 18432}]
-
-
-@pytest.mark.parametrize(
-    ("output", "status", "expected"),
-    [
-        (NCU, 0, COUNTED),
-        ("==ERROR== ERR_NVGPUCTRPERM\n", 1, "ERR_NVGPUCTRPERM"),
-    ],
-)
-def test_the_profilers_table_is_read_or_its_error_reported(output, status, expected, monkeypatch):
-    monkeypatch.setattr(bench_counters, "CASES", bench_counters.CASES[:1])
-    monkeypatch.setattr(bench_counters.shutil, "which", lambda *name, **path: "ncu")
-    ran = SimpleNamespace(stdout=output, stderr="", returncode=status)
-    monkeypatch.setattr(bench_counters.subprocess, "run", lambda *command, **how: ran)
-    counts = bench_counters.read_counters()
-    assert counts == expected if expected is COUNTED else expected in counts
 
 
 # Layers and whole models

@@ -1,7 +1,6 @@
 """The functions of `torch_nhwc.functional`: signatures, which calls are PyTorch's, errors."""
 
 import inspect
-import warnings
 
 import pytest
 import torch
@@ -141,17 +140,6 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         lambda f: f.instance_norm(channels_last, torch.zeros(6), torch.ones(6), use_input_stats=False),
     ):
         torch.testing.assert_close(call(functional), call(F))
-
-
-@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
-def test_a_missing_dimension_gives_pytorch_s_warning(name):
-    x = torch.randn(IMAGE).to(memory_format=CL)
-    for module in (F, functional):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            getattr(module, name)(x)
-        assert [each.category for each in caught] == [UserWarning]
-        assert "Implicit dimension choice" in str(caught[0].message)
 
 
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")

@@ -10,7 +10,7 @@ PACKAGE = ROOT / "torch_nhwc"
 # A room is a file or a folder. It imports only rooms before it, and itself.
 ROOMS = [
     *("rendering", "serialization", "ops", "cpp_extension", "layout", "running", "functional", "nn", "sites"),
-    *("planning", "step_guard", "converting", "training", "checkpoint"),
+    *("planning", "converting", "training", "checkpoint"),
     *("tracing", "tuning", "verifying", "data", "integrations"),
     *("__init__", "cli", "__main__"),
 ]

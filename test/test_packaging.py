@@ -170,10 +170,3 @@ def test_an_environment_without_a_network_takes_what_is_there_and_names_what_is_
     failed = run(python, requirements, "test")
     assert failed.returncode == 1
     assert failed.stderr.endswith("missing: of-our-own-invention>=3: make it again where pip finds them\n")
-
-
-def test_without_compute_sanitizer_the_target_says_what_to_do():
-    command = ["make", "--dry-run", "--always-make", "sanitize-cuda", "SANITIZER="]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert run.returncode == 2
-    assert "compute-sanitizer is missing: install the CUDA toolkit, or name it by SANITIZER=" in run.stderr

@@ -9,12 +9,12 @@ import weakref
 
 import pytest
 import torch
-from guarding import hooks, unguarded
+from guarding import hooks, load_contiguous, unguarded
 from selection import exhaustive
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc import step_guard
+from torch_nhwc.converting import step_guard
 from torch_nhwc.training import set_step_guard
 
 CL = torch.channels_last
@@ -52,14 +52,6 @@ def train(model, optimizer, steps, seed=0, before_step=lambda: None):
 
 def values(model):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-
-
-def load_contiguous(model, optimizer):
-    """As a trainer does that resumes: a converted model, and the state of a contiguous one."""
-    state = copy.deepcopy(optimizer.state_dict())
-    for of_parameter in state["state"].values():
-        of_parameter.update({key: each.contiguous() for key, each in of_parameter.items()})
-    optimizer.load_state_dict(state)
 
 
 def contiguous_gradients(model):
@@ -110,20 +102,6 @@ def test_state_of_an_optimizer_that_was_not_given_follows_at_its_step(kind):
     make = FUSED["AdamW"]
     expected = run(make, lambda *_: None)
     torch.testing.assert_close(run(make, lambda model, _: CONVERSIONS[kind](model)), expected)
-
-
-@ignore_warnings
-@pytest.mark.usefixtures("no_converted_models")
-def test_an_optimizer_that_stepped_on_a_converted_model_steps_right_after_a_revert():
-    expected, model = network(), network()
-    plain, optimizer = (FUSED["AdamW"](each.parameters()) for each in (expected, model))
-    with nhwc.channels_last(model):
-        train(model, optimizer, 2)
-    assert model[0].weight.is_contiguous()
-    train(expected, plain, 2)
-    for each, its in ((expected, plain), (model, optimizer)):
-        train(each, its, 3, seed=1)
-    torch.testing.assert_close(values(model), values(expected))
 
 
 def test_it_warns_once_for_each_optimizer_and_says_what_and_how_many():
@@ -305,22 +283,6 @@ def test_state_that_cannot_follow_is_a_warning_and_the_step_goes_on():
     assert re.search("SGD: its state or gradients cannot get the strides.*not a leaf.*not fused", failed)
     assert "momentum_buffer had other strides than the parameters (1 of them)" in moved
     assert optimizer.state[model[2].weight]["momentum_buffer"].stride() == (72, 1, 24, 8)  # the others follow
-
-
-def test_warnings_that_are_errors_are_logged(caplog):
-    class Equal(torch.optim.AdamW):
-        """With an equality of its own, which the guard does not use."""
-
-        def __eq__(self, other):
-            return True
-
-    model = network()
-    nhwc.convert_(model)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        optimizer = Equal(model.parameters(), fused=True)
-        train(model, optimizer, 1, before_step=lambda: contiguous_gradients(model))
-    assert "Equal: grad had other strides than the parameters" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:torch_nhwc", "ignore:Dynamo")

@@ -5,7 +5,7 @@ import io
 
 import pytest
 import torch
-from guarding import unguarded
+from guarding import load_contiguous, unguarded
 from tied_network import LAST, SITES, Net, converted, network, said, strides, train
 from torch import nn
 from torch.nn.utils import vector_to_parameters
@@ -78,19 +78,12 @@ def test_check_looks_inside_of_wrappers():
 @pytest.mark.parametrize("call", [check, restore_], ids=lambda function: function.__name__)
 def test_a_model_that_differs_from_the_plan_is_an_error_that_names_the_site(call):
     _, plan = converted()
-    larger, missing, more = network(), network(), network()
-    larger.block = nn.Conv2d(4, 8, 3)
-    missing.stem = nn.Identity()
-    more.extra = nn.Conv2d(3, 4, 3)
-    for model, message in (
-        (larger, r"'block.weight' is \(8, 4, 3, 3\) of torch.float32, the plan has \(4, 4, 3, 3\)"),
-        (missing, "it has no 'stem.weight'"),
-        (more, "the plan does not know 'extra.weight'"),
-    ):
-        before = [p.data_ptr() for p in model.parameters()]
-        with pytest.raises(ValueError, match=message):
-            call(model, plan)
-        assert [p.data_ptr() for p in model.parameters()] == before
+    model = network()
+    model.stem = nn.Identity()
+    before = [p.data_ptr() for p in model.parameters()]
+    with pytest.raises(ValueError, match=r"it has no 'stem\.weight'"):
+        call(model, plan)
+    assert [p.data_ptr() for p in model.parameters()] == before
     report = nhwc.convert_(network())
     with pytest.raises(TypeError, match=r"^expected a Plan, got Report: pass report.plan$"):
         call(network(), report)
@@ -139,56 +132,21 @@ def test_h25_what_loses_the_format_is_listed_and_restored(lose):
         assert tensor.dtype == values[name].dtype
 
 
-def test_h25_gradients_optimizer_state_and_averaged_copies_follow():
-    model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
-    averaged = torch.optim.swa_utils.AveragedModel(model)
-    train(model, optimizer, 2)
-    averaged.update_parameters(model)
-    reference, state = copy.deepcopy(model), copy.deepcopy(optimizer.state_dict())
-    plan = nhwc.convert_(model, optimizer=optimizer, ema=averaged).plan
-    vectorised(model)
-    assert {each.what for each in check(model, plan, optimizer=optimizer, ema=averaged)} == {"weight"}
-    restore_(model, plan, optimizer=optimizer, ema=averaged)
-    assert check(model, plan, optimizer=optimizer, ema=averaged) == []
-    assert {row.site for row in align_optimizer_(model, optimizer)} <= {"head.weight"}  # no site of a plan
-
-    reference_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-2, fused=True)
-    reference_optimizer.load_state_dict(state)
-    ours, theirs = (train(m, o, 5) for m, o in ((model, optimizer), (reference, reference_optimizer)))
-    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
-
-
-class Nested(nn.Module):
-    """Takes its image in a dictionary."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = nn.Conv2d(3, 4, 3)
-
-    def forward(self, batch):
-        self.strides = batch["image"].stride()
-        return self.layer(batch["image"])
-
-
 def test_a_lost_hook_for_the_inputs_is_listed_and_restored():
-    model, x = Nested(), {"image": torch.randn(2, 3, 8, 8)}
+    model, other = (nn.Sequential(nn.Conv2d(3, 4, 3)) for _ in range(2))
     plan = nhwc.convert_(model, input_format="channels_last").plan
-    other = Nested()
     other.load_state_dict(model.state_dict(), assign=True)
     assert said(check(other, plan)) == [
         "the model has lost its hook that converts inputs to channels_last: restore_ registers it again"
     ]
     report = restore_(other, plan)
     assert check(other, plan) == []
-    other(x)
-    assert other.strides == (192, 1, 24, 3)
     before = list(other._forward_pre_hooks)
+    assert len(before) == 1
     restore_(other, plan)
     assert list(other._forward_pre_hooks) == before
     report.revert()
-    other(x)
-    assert other.strides == (192, 64, 8, 1)
+    assert not other._forward_pre_hooks
 
 
 def test_a_parametrized_layer_that_lost_its_last_step_is_listed_and_restored():
@@ -278,13 +236,6 @@ def test_h06_training_goes_on_from_a_checkpoint_in_the_other_layout(name, saves_
     torch.testing.assert_close(train(ours, our_optimizer, 10, seed=1), expected, rtol=1e-4, atol=1e-6)
 
 
-def lose_state(optimizer):
-    state = copy.deepcopy(optimizer.state_dict())
-    for of_parameter in state["state"].values():
-        of_parameter.update({key: each.contiguous() for key, each in of_parameter.items()})
-    optimizer.load_state_dict(state)
-
-
 def test_align_names_what_it_has_changed_in_several_optimizers_and_takes_every_parameter():
     model, _ = converted()
     by_name = dict(model.named_parameters())
@@ -293,7 +244,7 @@ def test_align_names_what_it_has_changed_in_several_optimizers_and_takes_every_p
     train(model, first, 1)
     second.step()
     for optimizer in (first, second):
-        lose_state(optimizer)
+        load_contiguous(model, optimizer)
     assert {(row.site, row.label) for row in align_optimizer_(model, [first, second])} == {
         ("volume.weight", "momentum_buffer"),
         *(
@@ -316,9 +267,3 @@ def test_align_leaves_sparse_gradients_and_state_of_other_shapes():
     model["layer"](torch.randn(1, 3, 5, 5)).sum().backward()
     factored.step()
     assert align_optimizer_(model, factored) == []
-
-
-def test_align_refuses_an_optimizer_of_another_model():
-    model, _ = converted()
-    with pytest.raises(ValueError, match="the SGD holds none of the model's parameters"):
-        align_optimizer_(model, torch.optim.SGD(network().parameters()))

@@ -1,6 +1,6 @@
 """Memory formats and strides, the conversion of a tensor to a format, and which tensors share memory."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -69,7 +69,7 @@ class Format(NamedTuple):
         if torch.compiler.is_compiling() or torch._C._is_tracing():  # sizes may be symbols, or tensors
             return _canonical_strides(shape, self.is_channels_last)
         try:
-            return _known_strides(shape, self.is_channels_last)
+            return known_strides(shape, self.is_channels_last)
         except TypeError:  # symbolic sizes have no hash
             return _canonical_strides(shape, self.is_channels_last)
 
@@ -91,7 +91,7 @@ def _canonical_strides(shape: torch.Size, channels_last: bool) -> Strides:
     return tuple(strides)
 
 
-_known_strides = lru_cache(4096)(_canonical_strides)  # a model has many weights of few shapes
+known_strides = lru_cache(4096)(_canonical_strides)  # a model has many weights of few shapes
 CONTIGUOUS = Format("contiguous_format")
 
 
@@ -174,29 +174,30 @@ def tied_by_view(tensors: Iterable[Tensor | None], weights: Iterable[Tensor | No
     known = {id(weight): weight for weight in weights if weight is not None}
     spans = []
     for tensor in {id(each): each for each in (*tensors, *known.values()) if each is not None}.values():
-        if _has_memory(tensor):
+        if type(tensor) is nn.Parameter or type(tensor) is Tensor:
             try:
-                size, start = _span(tensor), tensor.data_ptr()
-            except RuntimeError:  # a transform's, which has no memory
+                start = tensor.data_ptr()
+            except RuntimeError:  # a sparse tensor or a transform's, which have no memory
                 continue
-            if size and start:
+            if start and (size := _span(tensor)):
                 spans.append((start, start + size, tensor))
     spans.sort(key=itemgetter(0))
-    groups: list[list[Tensor]] = []  # of tensors that overlap, directly or through others
-    end = 0
-    for start, stop, tensor in spans:
-        if start < end:
-            groups[-1].append(tensor)
-        else:
-            groups.append([tensor])
-        end = max(end, stop)
     tied: set[int] = set()
-    for group in groups:
-        if len(group) > 1:
-            are_aliases = len({_alias_key(tensor) for tensor in group}) == 1
-            if not are_aliases or any(id(tensor) not in known for tensor in group):
-                tied.update(map(id, group))
-    return tied
+    first = end = 0  # of the present group, whose tensors overlap, directly or through others
+    for index, (start, stop, _) in enumerate(spans):
+        if start >= end:
+            tied |= _tied_in(spans[first:index], known) if index - first > 1 else set()
+            first = index
+        if stop > end:
+            end = stop
+    return tied | _tied_in(spans[first:], known)
+
+
+def _tied_in(group: Sequence[tuple[int, int, Tensor]], known: Container[int]) -> set[int]:
+    """Return the ids of tensors that overlap, unless all are exact aliases of each other and known."""
+    ids = {id(tensor) for _, _, tensor in group}
+    are_aliases = len({_alias_key(tensor) for _, _, tensor in group}) <= 1
+    return set() if len(ids) == 1 or (are_aliases and all(each in known for each in ids)) else ids
 
 
 def _alias_key(tensor: Tensor) -> tuple[object, ...]:

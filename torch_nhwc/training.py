@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from torch_nhwc.converting.conversion import apply
 from torch_nhwc.converting.report import Report
+from torch_nhwc.converting.step_guard import set_step_guard
 from torch_nhwc.layout import Format, Strides, has_strides, is_permuted
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.ops import Storage, set_strides_
-from torch_nhwc.planning.companions import Weight, find_apart, find_companions, held_by, is_plain, sources_of
+from torch_nhwc.planning.companions import Companion, Weight, find_companions, held_by, sources_of
 from torch_nhwc.planning.deciding import decide, has_lost_input_hook, match, match_layers
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
-from torch_nhwc.step_guard import set_step_guard
 
 __all__ = ["Deviation", "align_optimizer_", "check", "restore_", "set_step_guard"]
 
@@ -122,11 +122,9 @@ def restore_(
         plan: the plan of the conversion, `report.plan`.
         optimizer: one, or several, whose state follows.
         ema: averaged copies that follow, one or several, as `convert_` takes them.
-        storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as `convert_weights_` explains them. The default is
-            `"detach"` because `vector_to_parameters` leaves slices of one vector.
+        storage: as in `convert_weights_`; `"detach"` because `vector_to_parameters` leaves slices of one vector.
 
     Raises:
-        TypeError: `plan` is not a plan.
         ValueError: the model differs from the plan.
 
     Example:
@@ -148,10 +146,6 @@ def align_optimizer_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
     state differ, fused CPU optimizers give wrong updates, silently, and others are slow. All parameters are aligned,
     not only convolution weights.
 
-    Args:
-        model: the model that the optimizer optimizes.
-        optimizer: one, or several.
-
     Returns:
         The gradients and states that got other strides; an empty list if everything was in order.
 
@@ -167,9 +161,13 @@ def align_optimizer_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
         ['grad']
     """
     sources = sources_of(optimizer, None, model)
-    sources.check_optimizers(model)
-    weights = [Weight(name, each, each.stride()) for name, each in model.named_parameters() if is_plain(each)]
-    apart = find_apart(weights, sources)
+    sources.check_optimizers(model.parameters())
+    weights = [
+        Weight(name, each, each.stride())
+        for name, each in model.named_parameters()
+        if type(each) is nn.Parameter and each.layout is torch.strided and 0 not in each.stride()
+    ]
+    apart = [each for each in find_companions(weights, sources) if _is_apart(each)]
     strides = [companion.weight.strides for companion in apart]
     outcomes = set_strides_([companion.tensor for companion in apart], strides, storage="detach")
     return [
@@ -206,7 +204,7 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
         remark = f"has lost its hook that converts inputs to {plan.input_format}: restore_ registers it again"
         seen.add("", "input_hook", remark)
     sources = sources_of(optimizer, ema, model)
-    sources.check_optimizers(model, (weight.tensor for weight in weights))
+    sources.check_optimizers((*model.parameters(), *(weight.tensor for weight in weights)))
     permuted = {
         id(each.tensor)
         for each in weights
@@ -216,11 +214,18 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
         if wrappers.keeps_buckets(each) and not permuted.isdisjoint(held_by(each)):
             seen.add("", type(each).__name__, _KEEPS_BUCKETS)
     for companion in find_companions(weights, sources):
-        weight, tensor = companion.weight, companion.tensor
-        # PyTorch's own gradients and state may have other strides in dimensions of size 1, where no element differs.
-        if companion.reason is None and not has_strides(tensor, weight.strides):
-            seen.deviations.append(Deviation(weight.name, companion.label, tensor.stride(), weight.strides))
+        if _is_apart(companion):
+            own, expected = companion.tensor.stride(), companion.weight.strides
+            seen.deviations.append(Deviation(companion.weight.name, companion.label, own, expected))
     return seen
+
+
+def _is_apart(companion: Companion) -> bool:
+    """Return whether a companion should have the strides of its weight, and does not.
+
+    PyTorch's own gradients and state may have other strides in dimensions of size 1, where no element differs.
+    """
+    return companion.reason is None and not has_strides(companion.tensor, companion.weight.strides)
 
 
 def _look_at_weights(model: nn.Module, plan: Plan, seen: _Rank, has_ranks: bool) -> list[Weight]:

@@ -56,14 +56,6 @@ def test_h11_an_archive_computes_the_same_and_calls_no_operator_of_ours(tmp_path
     assert not any(b"ops.nhwc" in each for each in code)
 
 
-def test_the_constants_of_frozen_archives_convert(tmp_path):
-    _, path = archive(tmp_path, "frozen")
-    nhwc.convert_saved(path, path)
-    graph = torch.jit.load(path).graph
-    constants = [node.inputsAt(1).toIValue() for node in graph.findAllNodes("aten::conv2d")]
-    assert [each.stride() for each in constants] == [STRIDES, SITES["grouped.weight"]]
-
-
 class Attribute(nn.Module):
     """Convolves with a tensor that is neither a parameter nor a buffer."""
 
@@ -205,14 +197,6 @@ def test_an_archive_for_the_lite_interpreter_is_refused(tmp_path):
     torch.jit.script(nn.Conv2d(3, 4, 3))._save_for_lite_interpreter(str(tmp_path / "in.ptl"))
     with pytest.raises(ValueError, match="it is for the lite interpreter, whose bytecode would be lost"):
         nhwc.convert_saved(tmp_path / "in.ptl", tmp_path / "out.ptl")
-
-
-@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
-def test_an_archive_that_was_fused_for_onednn_cannot_be_loaded(tmp_path):
-    fused = torch.jit.optimize_for_inference(torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)).eval()))
-    fused.save(tmp_path / "fused.pt")
-    with pytest.raises(ValueError, match=r"fused.pt cannot be read as a TorchScript archive"):
-        nhwc.convert_saved(tmp_path / "fused.pt", tmp_path / "out.pt")
 
 
 def test_strict_refuses_what_is_computed_and_writes_nothing(tmp_path):

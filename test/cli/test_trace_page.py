@@ -10,8 +10,7 @@ from browser import opened_in_browser
 from torch import nn
 
 import torch_nhwc as nhwc
-from torch_nhwc import serialization
-from torch_nhwc.cli.trace_page import page_of, write_page
+from torch_nhwc.cli.trace_page import page_of
 from torch_nhwc.tracing import Trace
 
 HOSTILE = "</script><script>document.title='broken'</script>\"' onload=x <img src=http://example.invalid/x>"
@@ -88,22 +87,6 @@ def test_what_comes_from_a_model_is_text(trace):
     assert "<img" not in text
     assert text.count("<script>") == 1
     assert "onload=x" in re.sub(r"<[^>]*>", "", text)
-
-
-def test_a_page_is_written_whole_or_not_at_all(trace, tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("the disk is full")
-
-    path = tmp_path / "page.html"
-    path.write_text("before")
-    monkeypatch.setattr(serialization.os, "replace", fail)
-    with pytest.raises(OSError, match="full"):
-        write_page(trace, path)
-    monkeypatch.undo()
-    assert path.read_text() == "before"
-    write_page(trace, path)
-    assert path.read_text() == page_of(trace)
-    assert [each.name for each in tmp_path.iterdir()] == ["page.html"]
 
 
 # A person's actions, and what the page shows after them.

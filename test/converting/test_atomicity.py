@@ -10,7 +10,7 @@ from torch.nn.utils import parametrize, prune
 
 import torch_nhwc as nhwc
 from torch_nhwc.converting import edits
-from torch_nhwc.step_guard import is_watched
+from torch_nhwc.converting.step_guard import is_watched
 
 
 class Contiguous(nn.Module):

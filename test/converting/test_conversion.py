@@ -113,15 +113,6 @@ class TestRefusals:
             call(model, strict=True)
         assert_unchanged(model, before)
 
-    def test_that_are_errors_change_nothing(self):
-        model = nn.Sequential(nn.Conv2d(3, 3, 3), refused_view())
-        before = snapshot(model)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            with pytest.raises(UserWarning, match="1 of 2 sites"):
-                nhwc.convert_(model)
-        assert_unchanged(model, before)
-
 
 @pytest.mark.parametrize("call", ["convert_", "revert", "check"])
 def test_the_optimizer_of_another_model_is_refused(call):

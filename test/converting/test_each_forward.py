@@ -4,7 +4,8 @@ import copy
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+from bare_kernel import Kernel
+from snapshots import refused_view
 from torch import nn
 
 import torch_nhwc as nhwc
@@ -83,20 +84,6 @@ def test_nothing_but_classes_changes_and_a_second_call_nothing():
     assert kinds(model) == PLAIN
 
 
-def test_the_context_the_filter_and_the_rank():
-    model = network()
-    with nhwc.channels_last(model, each_forward=True, filter_fn=lambda _, path: path != "0") as report:
-        assert kinds(model) == [PLAIN[0], *EXCHANGED[1:]]
-        assert [row.reason for row in report.plan.rows] == [Reason.FILTERED, None]
-    assert kinds(model) == PLAIN
-    report = nhwc.convert_(model, "channels_last", each_forward=True)
-    assert [row.reason for row in report.plan.rows] == [None, Reason.OTHER_RANK]
-    nhwc.convert_(model, torch.contiguous_format).revert()
-    assert kinds(model) == [EXCHANGED[0], *PLAIN[1:]]
-    nhwc.convert_(model, torch.contiguous_format)
-    assert kinds(model) == PLAIN
-
-
 def test_averaged_copies_and_tied_weights_go_along():
     model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3))
     model[1].weight = model[0].weight
@@ -111,15 +98,6 @@ def test_averaged_copies_and_tied_weights_go_along():
     assert model[1].weight is model[0].weight
 
 
-class Raw(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = nn.Parameter(torch.randn(4, 3, 3, 3))
-
-    def forward(self, x):
-        return F.conv2d(x, self.kernel)
-
-
 class Rebuilt(nn.Conv2d):
     def __reduce__(self):
         return Rebuilt, (3, 4, 3)
@@ -128,12 +106,6 @@ class Rebuilt(nn.Conv2d):
 def replaced():
     layer = nn.Conv2d(3, 4, 3)
     layer.forward = layer.forward
-    return layer
-
-
-def part_of_a_buffer():
-    layer = nn.Conv2d(3, 4, 3, bias=False)
-    layer.weight.data = torch.zeros(2, 4, 3, 3, 3)[1]
     return layer
 
 
@@ -148,12 +120,12 @@ def not_a_leaf():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Raw, Reason.NOT_EXCHANGEABLE),
+        (Kernel, Reason.NOT_EXCHANGEABLE),
         (replaced, Reason.NOT_EXCHANGEABLE),
         (lambda: Rebuilt(3, 4, 3), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_EXCHANGEABLE),
         (lambda: torch.compile(nn.Conv2d(3, 4, 3)), Reason.COMPILED),
-        (part_of_a_buffer, None),
+        (refused_view, None),
         (not_a_leaf, None),
         (lambda: nn.Conv2d(3, 4, 3, device="meta"), None),
     ],
@@ -162,28 +134,6 @@ def not_a_leaf():
 @pytest.mark.filterwarnings("ignore:.*torch.jit", "ignore:torch_nhwc")
 def test_what_is_refused_and_what_is_not(make, reason):
     model = make()
-    example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Raw) else {}
+    example = {"example_inputs": torch.randn(1, 3, 5, 5)} if isinstance(model, Kernel) else {}
     (row,) = nhwc.convert_(model, each_forward=True, **example).plan.rows
     assert (row.action, row.reason) == (Action.REFUSE if reason else Action.EACH_FORWARD, reason)
-
-
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-def test_a_tensor_subclass_is_taken_where_it_takes_the_operator():
-    from torch.testing._internal.two_tensor import TwoTensor
-
-    class Refuses(TwoTensor):
-        @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
-            if "nhwc" in str(func):
-                raise NotImplementedError
-            return super().__torch_dispatch__(func, types, args, kwargs)
-
-    x = torch.randn(1, 3, 5, 5)
-    for kind, action in ((TwoTensor, Action.EACH_FORWARD), (Refuses, Action.REFUSE)):
-        layer = nn.Conv2d(3, 4, 3)
-        layer.weight = nn.Parameter(kind(layer.weight.detach(), layer.weight.detach() * 2))
-        expected = layer(x)
-        (row,) = nhwc.convert_(layer, each_forward=True).plan.rows
-        assert row.action is action
-        got = layer(x)
-        torch.testing.assert_close((got.a, got.b), (expected.a, expected.b))

@@ -1,17 +1,12 @@
 """`preserve=True`: layers are planned, replaced, reported, checked and restored with the weights."""
 
-import copy
-
 import pytest
-import torch
 from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Plan, Reason
-from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.planning import Action
 
-CL = torch.channels_last
 STOCK = [nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Conv2d, nn.GroupNorm]
 
 
@@ -91,53 +86,3 @@ class TestConvert:
         with nhwc.channels_last(model, preserve=True):
             assert is_replaced(model)
         assert types(model) == STOCK
-
-    def test_averaged_copies_are_replaced_and_restored(self):
-        model = network()
-        averaged = torch.optim.swa_utils.AveragedModel(model)
-        report = nhwc.convert_(model, ema=averaged, preserve=True)
-        assert is_replaced(averaged.module)
-        later = copy.deepcopy(model)
-        report.revert(ema=later)
-        assert types(model) == types(averaged.module) == types(later) == STOCK
-
-
-class TestRemarks:
-    """What a report says of the whole model."""
-
-    @pytest.mark.parametrize("norm", [nn.GroupNorm(2, 6), nn.InstanceNorm2d(6)], ids=lambda norm: type(norm).__name__)
-    def test_norms_that_stay_as_they_are_are_a_remark(self, norm):
-        reason = Reason.GROUP_NORM if isinstance(norm, nn.GroupNorm) else Reason.INSTANCE_NORM
-
-        def remarks(**options):
-            return nhwc.convert_(nn.Sequential(nn.Conv2d(3, 6, 3), copy.deepcopy(norm)), **options).remarks
-
-        assert remarks() == (reason.value,)
-        assert remarks(preserve=True) == (Reason.SAVED_WHOLE.value,)
-        keep = {"filter_fn": lambda module, _: isinstance(module, nn.Conv2d)}
-        assert remarks(preserve=True, **keep) == (reason.value,)
-        model = nn.Sequential(nn.Conv2d(3, 6, 3), copy.deepcopy(norm))
-        nhwc.convert_(model, preserve=True, filter_fn=lambda module, _: not isinstance(module, nn.Conv2d))
-        assert not nhwc.convert_(model).remarks
-
-
-def lazy_convolution():
-    return nn.Sequential(nn.Conv3d(3, 4, 1), nn.GELU(), nn.LazyConv3d(4, 1)), torch.randn(1, 3, 4, 4, 4)
-
-
-def lazy_norm():
-    return nn.Sequential(nn.Conv2d(3, 4, 1), nn.LazyInstanceNorm2d(affine=True), nn.GELU()), torch.randn(1, 3, 4, 4)
-
-
-@pytest.mark.parametrize("make", [lazy_convolution, lazy_norm])
-def test_lazy_layers_stay_as_they_are(make):
-    model, x = make()
-    with nhwc.channels_last(model, preserve=True) as report:
-        (lazy,) = (row for row in report.plan.layers if row.reason is Reason.LAZY_LAYER)
-        assert lazy.action is Action.KEEP
-        model(x)
-        assert type(model[int(lazy.path)]).__name__ == lazy.layer
-        assert not nhwc.check(model, report.plan)
-        nhwc.training.restore_(model, report.plan)
-        assert [row.action for row in nhwc.plan(model, preserve=True).layers if row.path == lazy.path] == ["exchange"]
-    assert not any(is_preserving(type(layer)) for layer in model)

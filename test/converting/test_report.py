@@ -60,23 +60,8 @@ def test_a_report_survives_json_and_then_belongs_to_no_model():
 def test_text_that_is_no_report_raises(old, new):
     text = nhwc.convert_(nn.Conv2d(3, 4, 3), input_format="channels_last").to_json()
     assert old in text
-    for changed in (text.replace(old, new), "[]", ""):
-        with pytest.raises(ValueError, match=r"expected what Report\.to_json writes"):
-            Report.from_json(changed)
-
-
-def test_a_report_is_copied_and_saved_with_the_module_that_keeps_it(tmp_path):
-    model, optimizer = trained()
-    model.report = report = nhwc.convert_(model, optimizer=optimizer, preserve=True, input_format="channels_last")
-    torch.save(model, tmp_path / "model.pt")
-    for other in (copy.deepcopy(model), torch.load(tmp_path / "model.pt", weights_only=False)):
-        assert other.report == report
-        assert not nhwc.check(other, other.report.plan)
-        with pytest.raises(RuntimeError, match="only the original can revert"):
-            other.report.revert()
-    copy.copy(report).revert()
-    assert type(model[2]) is nn.GroupNorm
-    assert model[0].weight.is_contiguous()
+    with pytest.raises(ValueError, match=r"expected what Report\.to_json writes"):
+        Report.from_json(text.replace(old, new))
 
 
 def three(*more):

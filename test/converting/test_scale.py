@@ -1,6 +1,7 @@
 """Large models: the walk is linear, and as deep as it needs to be."""
 
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -34,16 +35,22 @@ def calls_of(function):
     return count
 
 
-@pytest.mark.parametrize("with_state", [False, True])
-def test_work_grows_as_the_model_does(with_state):
+@pytest.mark.parametrize("state", [None, "of one optimizer", "of an optimizer for each parameter"])
+def test_work_grows_as_the_model_does(state):
     calls = []
     for count in (1_000, 10_000):
         model = wide(count)
         optimizer = None
-        if with_state:
+        if state is not None:
             for parameter in model.parameters():
                 parameter.grad = torch.ones_like(parameter)
-            optimizer = torch.optim.AdamW(model.parameters())
-            optimizer.step()
-        calls.append(calls_of(lambda model=model, optimizer=optimizer: nhwc.convert_(model, optimizer=optimizer)))
+            groups = [[each] for each in model.parameters()] if "each" in state else [model.parameters()]
+            optimizer = [torch.optim.AdamW(group) for group in groups]
+            for each in optimizer:
+                each.step()
+        done = []
+        convert = partial(nhwc.convert_, model, optimizer=optimizer)
+        calls.append(calls_of(lambda convert=convert, done=done: done.append(convert())))
+        [report] = done
+        assert len(report.companions) == (0 if state is None else 3 * len(report.rows))  # a gradient, and two averages
     assert calls[1] < 11 * calls[0]

@@ -1,5 +1,4 @@
-// Converts, trains, and runs a TorchScript archive, from C++ alone. Prints "ok" where everything agrees.
-#include <torch/script.h>
+// Converts weights, trains, and keeps activations channels-last, from C++ alone. Prints "ok" where everything agrees.
 #include <torch/torch.h>
 #include <torch_nhwc/functional.h>
 #include <torch_nhwc/ops.h>
@@ -70,22 +69,11 @@ void keeps_activations_channels_last() {
   check(x.grad().is_contiguous(format), "the gradient's format");
 }
 
-void trains_an_archive(const char* path) {
-  auto module = torch::jit::load(path);
-  const auto x = torch::randn({2, 3, 8, 8});
-  const auto out = module.forward({x}).toTensor();
-  out.sum().backward();
-  const auto weight = module.attr("weight").toTensor();
-  check(weight.grad().defined(), "the gradient of an archive");
-  check(torch::allclose(out, torch::conv2d(x, weight), 1e-4, 1e-5), "the output of an archive");
-}
-
 }  // namespace
 
-int main(int, char** arguments) {
+int main() {
   converts_and_differentiates();
   converts_a_module_in_place();
   keeps_activations_channels_last();
-  trains_an_archive(arguments[1]);
   std::cout << "ok\n";
 }

@@ -7,7 +7,6 @@ import torch
 from accelerate import Accelerator, cpu_offload
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, GradientState
-from guarding import unguarded
 from safetensors.torch import load_file
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, default_collate
@@ -25,13 +24,6 @@ def fresh_state():
     yield
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-
-
-@pytest.fixture
-def no_guard():
-    """Turn the step guard off, without which a step on state in another layout is wrong."""
-    with unguarded():
-        yield
 
 
 class Streamed(IterableDataset):

@@ -21,6 +21,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.strategies import FSDPStrategy
 from selection import some_of
 from torch import nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import torch_nhwc as nhwc
@@ -121,10 +122,7 @@ def assert_same_training(module, reference):
 
 
 def tensors_in(value):
-    if isinstance(value, torch.Tensor):
-        return [value]
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
-    return [tensor for each in values for tensor in tensors_in(each)]
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def assert_as_before(module, optimizers=()):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from guarding import unguarded
 from safetensors.torch import load_file
 from torch import nn
 from torch.nn import functional
@@ -81,13 +80,6 @@ def stem(trainer):
 
 def assert_equal_losses(losses, expected):
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.fixture
-def no_guard():
-    """Turn the step guard off, without which a step on state in another layout is wrong."""
-    with unguarded():
-        yield
 
 
 def test_it_trains_as_transformers_own_and_saves_contiguous_checkpoints(tmp_path):

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from losing_layers import known_subclass
 from reference import FORMATS
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
@@ -17,10 +18,6 @@ import torch_nhwc as nhwc
 from torch_nhwc.nn.class_swap import original_class, restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward
 from torch_nhwc.nn.replacements import Preserving
-
-
-def known_subclass():
-    return importlib.import_module("transformers.models.poolformer.modeling_poolformer").PoolFormerGroupNorm(6)
 
 
 def known_convolution():

@@ -13,6 +13,7 @@ from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 import pytest
 import reference
 import torch
+from exactness import CASTS
 from reference import ALL_DTYPES, DTYPES, FORMATS, canonical_strides, channels_last_of, random_weight
 from torch import nn
 
@@ -22,8 +23,6 @@ from torch_nhwc import Outcome
 CL = torch.channels_last
 FLAT = torch.contiguous_format
 SHAPES = [*reference.SHAPES, (8, 16, 3, 3), (7, 40, 5, 5), (2, 3, 150, 151)]
-CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
-CASTS += [(to, of) for of, to in CASTS]
 PROCESSORS = 4
 PLAIN_SHARED_BYTES = 48 << 10
 IS_CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
@@ -300,24 +299,6 @@ class Capsule:
         return self.tensor.__dlpack_device__()
 
 
-def test_what_cannot_be_done_in_place_is_refused():
-    good, held = parameter(), parameter()
-    part = nn.Parameter(torch.randn(2, 8, 16, 3, 3).to("cuda")[0])
-    view = held.detach()
-    untouched = Untouched(good, held, part, view)
-    untouched.after_failing("weight 1 of 2.*larger storage", nhwc.convert_weights_, [good, part])
-    untouched.after_failing("something else holds its storage", nhwc.convert_weights_, [good, held], storage="reuse")
-    assert take_launches() == []
-
-
-def test_pinned_weights_stay_pinned():
-    weight = nn.Parameter(torch.randn(8, 16, 3, 3).pin_memory())
-    expected = reference.convert_weight(of_host(weight))
-    assert nhwc.convert_weight_(weight) == Outcome.COPIED_FOREIGN
-    assert weight.is_pinned()
-    reference.assert_same(of_host(weight), expected)
-
-
 def test_gradients_follow_in_the_same_launch():
     weight = parameter()
     weight.grad = random_weight(weight.shape).to("cuda")
@@ -329,16 +310,6 @@ def test_gradients_follow_in_the_same_launch():
     assert gradient.data_ptr() == pointer
     for tensor, each in zip((weight, gradient), expected):
         reference.assert_same(of_host(tensor), each)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gradients_go_back_through_the_operator(dtype):
-    for device in ("cuda:0", "cuda:1"):
-        weight = parameter(device=device)
-        gradient = random_weight(weight.shape, dtype)
-        nhwc.convert_weight(weight, dtype=dtype).backward(gradient.to(memory_format=CL).to(device))
-        assert weight.grad.device == weight.device
-        reference.assert_same(of_host(weight.grad), reference.convert_weight(gradient, FLAT, torch.float32))
 
 
 @pytest.mark.parametrize(("driver", "launches"), [(12000, 10), (12010, 2), (13000, 2)])
@@ -403,55 +374,6 @@ def test_a_model_is_one_launch_there_and_back():
     assert [launch.weights for launch in take_launches()] == [4 * 3]
     assert model.layouts() == layouts
     assert_values_are_those_of(model, plain)
-
-
-def test_the_drop_ins():
-    plain = Model()
-    model = copy.deepcopy(plain).to("cuda")
-    nhwc.convert_conv2d_weight_memory_format(model, CL)
-    nhwc.convert_conv3d_weight_memory_format(model, torch.channels_last_3d)
-    assert [launch.weights for launch in take_launches()] == [3, 1]
-    assert_values_are_those_of(model, plain)
-    assert model.head[1].weight.stride() == canonical_strides((32, 16, 3, 3), CL)
-
-
-def test_a_model_over_the_host_and_both_devices():
-    plain = Model()
-    model = copy.deepcopy(plain)
-    model.body.to("cuda:0")
-    model.head[1:].to("cuda:1")
-    report = nhwc.convert_(model)
-    assert sorted((launch.device, launch.weights) for launch in take_launches()) == [(0, 2), (1, 2)]
-    assert_values_are_those_of(model, plain)
-    assert all(layer.weight.stride()[1] == 1 for layer in (*model.body[::2], *model.head))
-    report.revert()
-    assert model.layouts() == plain.layouts()
-    assert_values_are_those_of(model, plain)
-
-
-def test_a_deep_copy_converts_in_place_while_a_model_with_a_state_dict_does_not():
-    plain = Model()
-    model = plain.to("cuda")
-    twin, state = copy.deepcopy(model), model.state_dict()
-    for each, outcome in ((twin, Outcome.IN_PLACE), (model, Outcome.COPIED_HELD)):
-        assert nhwc.ops.plan_weights([each.body[0].weight]) == [outcome]
-        nhwc.convert_(each)
-    assert state["body.0.weight"].is_contiguous()
-    assert_values_are_those_of(model, twin.cpu())
-
-
-def test_in_inference_mode():
-    weight, values = parameter(), random_weight((8, 16, 3, 3))
-    expected = reference.convert_weight(of_host(weight))
-    with torch.inference_mode():
-        born_there = parameter_of(values)
-        assert nhwc.convert_weights_([weight, born_there]) == [Outcome.IN_PLACE] * 2
-        result = nhwc.convert_weight(weight, FLAT)
-    assert not weight.is_inference()
-    assert born_there.is_inference()
-    reference.assert_same(of_host(weight), expected)
-    reference.assert_same(of_host(born_there), reference.convert_weight(values))
-    reference.assert_same(of_host(result), expected.contiguous())
 
 
 class Graph:

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
 import torch
-from exactness import check
+from exactness import CASTS, check
 from reference import DTYPES, assert_same, random_weight
 
 import torch_nhwc as nhwc
@@ -20,8 +20,6 @@ SHAPES += [(70, 30, 1, 1), (70, 1, 3, 3), (2, 1, 40, 41), (1, 256, 5, 5), (0, 3,
 # Longer than shared memory: in place they go by way of global memory. Odd lengths, and more filters than blocks.
 LONG = [((2, 4096, 5, 5), torch.float32), ((2, 5001, 5, 5), torch.float32), ((2, 1031, 5, 5), torch.complex128)]
 LONG += [((2, 70001, 2, 2), torch.uint8), ((150, 1024, 8, 8), torch.float32)]
-CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
-CASTS += [(to, of) for of, to in CASTS]
 
 
 def main(device="cuda"):

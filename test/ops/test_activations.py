@@ -148,11 +148,6 @@ def test_gelu(shape, arrange, approximate):
         assert_like(lambda x: nhwc.gelu(x, approximate=approximate), stock, 3 * torch.randn(shape), dtype, arrange)
 
 
-def test_gelu_of_other_ranks_and_of_no_channels_is_pytorchs_own():
-    for values in (torch.randn(3), torch.randn(2, 3), channels_last(torch.randn(2, 0, 4, 5))):
-        assert_as_stock(nhwc.gelu, functional.gelu, values)
-
-
 PADS = [
     *(((2, 5, 8, 9), (1, 2, 3, 0)), ((2, 5, 8, 9), (9, 9, 8, 1)), ((2, 5, 8, 9), (-1, 2, 3, -2))),
     *(((1, 1, 8, 9), (1, 2, 3, 1)), ((2, 3, 1, 1), (1, 1, 0, 1)), ((2, 3, 4, 4), (0, 0, 0, 0))),
@@ -308,23 +303,18 @@ def test_products_are_as_precise_as_settings_require_of_convolutions():
 
 @pytest.mark.parametrize("shape", [(2, 1, 3, 4, 5), (2, 4, 1, 1, 1), (1, 4, 2, 1, 3)])
 def test_conv3d_of_one_channel_and_of_one_voxel(shape):
-    for outputs in (1, 3):
-        weight, bias = torch.randn(outputs, shape[1], 1, 1, 1), torch.randn(outputs)
+    for weight in (torch.randn(outputs, shape[1], 1, 1, 1) for outputs in (1, 3)):
         assert_like(
-            lambda x: nhwc.conv3d(x, weight, bias),
-            lambda x: functional.conv3d(x, weight.double(), bias.double()),
-            torch.randn(shape),
+            lambda x: nhwc.conv3d(x, weight), lambda x: functional.conv3d(x, weight.double()), torch.randn(shape)
         )
 
 
-@pytest.mark.parametrize("name", some_of(["one tap", "one tap, stride", "depth"], "depth"))
-def test_derivatives_and_contract_of_conv3d(name):
+@pytest.mark.parametrize("name", some_of(["one tap, stride", "depth"], "depth"))
+def test_second_derivatives_of_conv3d_by_its_weight(name):
     weight, bias, arguments = kernel_of(name, torch.double)
-    assert_differentiable(lambda x: nhwc.conv3d(x, weight, bias, **arguments), torch.randn(1, 4, 5, 3, 3))
-    values = channels_last(torch.randn(2, 4, 5, 5, 5)).double().requires_grad_()
+    values = channels_last(torch.randn(1, 4, 5, 3, 3)).double().requires_grad_()
     torch.autograd.gradgradcheck(
-        lambda w, b: nhwc.conv3d(values[:1, :, :, :3, :3], w, b, **arguments),
-        (weight.requires_grad_(), bias.requires_grad_()),
+        lambda x, w, b: nhwc.conv3d(x, w, b, **arguments),
+        (values, weight.requires_grad_(), bias.requires_grad_()),
         fast_mode=True,
     )
-    torch.library.opcheck(nhwc.conv3d.default, (values, weight, bias), arguments)

@@ -1,6 +1,5 @@
 """DDP, raw process groups and DTensor: what converts, and what is refused before it goes wrong."""
 
-import socket
 import subprocess
 import sys
 
@@ -14,10 +13,7 @@ import torch_nhwc as nhwc
 
 @pytest.fixture(scope="module", autouse=True)
 def process_group():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
@@ -75,16 +71,14 @@ def test_h31_a_weight_that_ddp_has_wrapped_is_refused():
     assert layer.weight.is_contiguous()
 
 
-def mesh():
-    return dist.init_device_mesh("cpu", (1,))
-
-
 @pytest.mark.parametrize("dimension", [None, 0, 1, 2])
 def test_a_dtensor_converts_shard_by_shard(dimension):
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     placement = Replicate() if dimension is None else Shard(dimension)
-    weight = distribute_tensor(torch.randn(4, 3, 3, 3), mesh(), [placement]).requires_grad_()
+    weight = distribute_tensor(
+        torch.randn(4, 3, 3, 3), dist.init_device_mesh("cpu", (1,)), [placement]
+    ).requires_grad_()
     out = nhwc.convert_weight(weight, dtype=torch.float64)
     assert out.placements == (placement,)
     assert out.stride() == out.to_local().stride() == (27, 1, 9, 3)

@@ -15,15 +15,14 @@ def own(tensor):
     return out.copy_(tensor)
 
 
-ODD = [source for source in SOURCES if source != "expanded"]
-
-
-@pytest.mark.parametrize("source", ODD)
+@pytest.mark.parametrize("source", [source for source in SOURCES if source != "expanded"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_a_conversion_is_undone_exactly(shape, source, device):
+def test_a_conversion_of_every_arrangement_is_undone_exactly(shape, source, device):
     weight = own(arrange(random_weight(shape, device=device), source))
     expected = weight.clone(), weight.stride()
-    nhwc.convert_weight_(weight, storage="detach")
+    (planned,) = nhwc.ops.plan_weights([weight], storage="detach")
+    assert nhwc.convert_weight_(weight, storage="detach") == planned
+    reference.assert_same(weight, reference.convert_weight(expected[0]))
     pointer = weight.data_ptr()
     (outcome,) = nhwc.ops.set_strides_([weight], [expected[1]])
     assert weight.stride() == expected[1]

@@ -33,16 +33,19 @@ class Layer(torch.nn.Module):
         return planned, done, again
 
 
+class Converts(torch.nn.Conv2d):
+    def forward(self, x):
+        return torch.nn.functional.conv2d(x, torch.ops.nhwc.convert_weight(self.weight))
+
+
+class ConvertsInPlace(torch.nn.Conv2d):
+    def forward(self, x):
+        torch.ops.nhwc.convert_weights_([self.weight])
+        return torch.nn.functional.conv2d(x, self.weight)
+
+
 def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
-    class Converts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = torch.nn.Parameter(torch.randn(4, 3, 3, 3))
-
-        def forward(self, x):
-            return torch.nn.functional.conv2d(x, torch.ops.nhwc.convert_weight(self.weight))
-
-    layer, x = Converts().eval(), torch.randn(2, 3, 8, 8)
+    layer, x = Converts(3, 4, 3).eval(), torch.randn(2, 3, 8, 8)
     traced = torch.jit.trace(layer, x)
     assert "nhwc::convert_weight" in str(traced.inlined_graph)
     frozen = torch.jit.freeze(torch.jit.script(layer))
@@ -52,19 +55,10 @@ def test_traced_and_frozen_modules_keep_the_operator_or_fold_it_right():
 
 
 def test_tracing_refuses_an_in_place_conversion_and_changes_nothing():
-    class Converts(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = torch.nn.Conv2d(3, 4, 3)
-
-        def forward(self, x):
-            torch.ops.nhwc.convert_weights_([self.layer.weight])
-            return self.layer(x)
-
-    module = Converts()
+    module = ConvertsInPlace(3, 4, 3)
     with pytest.raises(RuntimeError, match="nhwc::convert_weights_: the weight is traced"):
         torch.jit.trace(module, torch.randn(1, 3, 8, 8))
-    assert module.layer.weight.is_contiguous()
+    assert module.weight.is_contiguous()
 
 
 def test_a_saved_module_trains_where_only_the_library_is_loaded(tmp_path):

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ from torch.optim.swa_utils import AveragedModel
 
 import torch_nhwc as nhwc
 
-STOCK = nn.utils.convert_conv2d_weight_memory_format
 OPTIMIZERS = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9),
     "Adam": lambda p: torch.optim.Adam(p, lr=0.01),
@@ -181,74 +179,6 @@ def test_h28_averaged_copies_follow(kind):
         copied.update_parameters(model)
     report.revert()
     assert all(tensor.is_contiguous() for tensor, _ in before.values())
-
-
-KINDS = {
-    "SGD": partial(torch.optim.SGD, lr=0.05, momentum=0.9),
-    "Adam": partial(torch.optim.Adam, lr=0.01),
-    "AdamW": partial(torch.optim.AdamW, lr=0.01),
-    "Adagrad": partial(torch.optim.Adagrad, lr=0.05),
-}
-VARIANTS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-
-
-def losses_of_20_steps(make_optimizer, device, between=lambda model, optimizer: None):
-    """Twenty steps, with something done after the tenth."""
-    torch.manual_seed(0)
-    model = network().to(device)
-    optimizer = make_optimizer(model.parameters())
-    generator = torch.Generator().manual_seed(0)
-    losses = []
-    for step in range(20):
-        if step == 10:
-            between(model, optimizer)
-        losses.append(train_step(model, optimizer, generator))
-    return losses, [parameter.detach() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("kind", KINDS)
-def test_h06_converting_in_the_middle_of_training_changes_neither_losses_nor_parameters(kind, variant, device):
-    if (kind, variant, device) == ("Adagrad", "fused", "cuda"):
-        pytest.skip("PyTorch has no such optimizer")
-
-    make = partial(KINDS[kind], **VARIANTS[variant])
-    expected = losses_of_20_steps(make, device)
-    if variant == "fused" and device == "cpu":  # what plain PyTorch does
-        with unguarded():
-            wrong, _ = losses_of_20_steps(make, device, lambda model, _: STOCK(model, torch.channels_last))
-        assert wrong[:11] == pytest.approx(expected[0][:11], rel=1e-9)
-        assert wrong != pytest.approx(expected[0], rel=1e-4)
-    for between in (
-        lambda model, optimizer: nhwc.convert_(model, optimizer=optimizer),
-        lambda model, optimizer: nhwc.convert_(model, optimizer=optimizer).revert(optimizer),
-    ):
-        losses, parameters = losses_of_20_steps(make, device, between)
-        assert losses == pytest.approx(expected[0], rel=1e-9)
-        torch.testing.assert_close(parameters, expected[1])
-
-
-def test_one_optimizer_for_each_parameter_is_looked_at_once():
-    """As in "optimizer in backward": thousands of optimizers, and the work of each must not grow with their number."""
-
-    class CountingState(dict):
-        looked_at = 0
-
-        def get(self, *arguments):
-            CountingState.looked_at += 1
-            return super().get(*arguments)
-
-    model = nn.Sequential(*(nn.Conv2d(2, 2, 3) for _ in range(200)))
-    optimizers = [torch.optim.SGD([parameter], lr=0.1, momentum=0.9) for parameter in model.parameters()]
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.state = CountingState(optimizer.state)
-    report = nhwc.convert_(model, optimizer=optimizers)
-    assert len(report.companions) == 2 * 200
-    assert CountingState.looked_at == 200
-    assert optimizers[0].state[model[0].weight]["momentum_buffer"].stride() == (18, 1, 6, 2)
 
 
 def test_gradients_without_a_named_optimizer_are_a_warning():

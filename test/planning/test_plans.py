@@ -1,4 +1,4 @@
-"""Plans: what they hold, how they are written down, and what they apply to."""
+"""Plans: what they hold, how they are written down, what they apply to, and that `convert_` does what they say."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import torch_nhwc as nhwc
-from torch_nhwc import Outcome, Plan
+from torch_nhwc import Outcome, Plan, Reason
 from torch_nhwc.planning import Action
 
 CL = torch.channels_last
@@ -60,11 +60,6 @@ class TestPlan:
         assert read == plan
         assert read.digest == plan.digest
         assert str(read) == str(plan)
-
-    @pytest.mark.parametrize("text", ["", "3", "[]", "{}", '{"rows": [3], "memory_format": null, "digest": ""}'])
-    def test_of_text_that_is_no_plan_raises(self, text):
-        with pytest.raises(ValueError, match=r"expected what Plan\.to_json writes"):
-            Plan.from_json(text)
 
     def test_of_text_that_was_changed_raises(self):
         text = nhwc.plan(network()).to_json()
@@ -177,3 +172,62 @@ class TestPlan:
         for options in ({name: value} for name, value in own.items()):
             with pytest.raises(ValueError, match="a plan has its own memory format, filter and example inputs"):
                 nhwc.convert_(network(), plan=plan, **options)
+
+
+def trained(make_optimizer):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    optimizer = make_optimizer(model.parameters())
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.randn(2, 3, 8, 8)).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+    return model, optimizer
+
+
+def coded(model, optimizer):
+    """State in codes of a byte, which no layout can be given."""
+    optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(4, 3, 3, 3, dtype=torch.int8)
+
+
+@pytest.mark.filterwarnings("ignore:torch_nhwc")
+@pytest.mark.parametrize("storage", ["auto", "fresh", "reuse", "detach"])
+@pytest.mark.parametrize("scene", ["plain", "flattening", "coded", "held gradient"])
+def test_the_rows_are_those_of_the_conversion(scene, storage):
+    model, optimizer = trained(torch.optim.LBFGS if scene == "flattening" else torch.optim.Adam)
+    if scene == "coded":
+        coded(model, optimizer)
+    held = model[0].weight.grad.detach() if scene == "held gradient" else None
+    plan = nhwc.plan(model, optimizer=optimizer, storage=storage)
+    refused = {"flattening": Reason.FLATTENING_OPTIMIZER, "coded": Reason.STATE_IN_THE_WAY}.get(scene)
+    assert refused is None or plan.rows[0].reason is refused
+    report = nhwc.convert_(model, optimizer=optimizer, storage=storage)
+    assert report.plan == plan
+    report.revert()
+    report = nhwc.convert_(model, plan=plan, optimizer=optimizer)
+    assert (report.plan, report.plan.digest, report.plan.storage) == (plan, plan.digest, storage)
+    del held
+
+
+def test_storage_and_the_format_of_the_inputs_are_the_plans_unless_the_call_says_otherwise():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    plan = nhwc.plan(model, storage="fresh", input_format="channels_last")
+    read = Plan.from_json(plan.to_json())
+    assert (read.storage, read.input_format) == ("fresh", "channels_last")
+    report = nhwc.convert_(model, plan=read)
+    assert report.outcomes == (Outcome.COPIED,)
+    assert len(model._forward_pre_hooks) == 1
+    other = nn.Sequential(nn.Conv2d(3, 4, 3))
+    assert nhwc.convert_(other, plan=read, storage="auto").outcomes == (Outcome.IN_PLACE,)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+@pytest.mark.parametrize("verb", [nhwc.plan, nhwc.convert_])
+def test_a_torchscript_module_takes_no_hook_for_its_inputs(verb):
+    scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3)))
+    with pytest.raises(RuntimeError, match="takes no hook that converts its inputs to channels-last"):
+        verb(scripted, input_format="channels_last")
+    assert scripted.state_dict()["0.weight"].is_contiguous()

@@ -1,7 +1,6 @@
 """Layers that compute their weight: the weight that reaches the convolution is in format, and training is the same."""
 
 import pickle
-import threading
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ from comparison import (
 )
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
+from user_code import Locked
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome, Reason
@@ -233,18 +233,6 @@ def test_after_another_round_of_pruning_a_second_call_lays_out_the_weight(layer)
     nhwc.convert_(model)
     assert_weights_arrive_in(None, model, x)
     assert len(steps_of(model)) == (layer == "pointwise")
-
-
-class Locked(nn.Module):
-    """Cannot be copied, and so not evaluated on copies."""
-
-    def __init__(self):
-        super().__init__()
-        self.lock = threading.Lock()
-
-    def forward(self, weight):
-        with self.lock:
-            return 2 * weight
 
 
 def test_a_weight_that_cannot_be_computed_beforehand_is_refused_and_the_rest_converts():

@@ -2,14 +2,16 @@
 
 import copy
 import io
-import subprocess
-import sys
+import itertools
 
 import pytest
 import torch
+from bare_kernel import Kernels
 from comparison import assert_trains_alike, layouts, quiet, strides_in, tensors
+from saved_files import assert_run_elsewhere
 from torch import Tensor, nn
 from torch.nn import functional
+from user_code import Standardised
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
@@ -27,31 +29,6 @@ class Own(nn.Conv2d):
 
     def forward(self, x):
         return functional.conv2d(x, self.weight, self.bias, padding=1)
-
-
-class Kernels(nn.Module):
-    """Convolutions on parameters of its own, in a loop, in a branch, in a list, and in a method."""
-
-    def __init__(self):
-        super().__init__()
-        self.looped = nn.Parameter(torch.randn(3, 3, 3, 3))
-        self.branched = nn.Parameter(torch.randn(3, 3, 3, 3))
-        self.listed = nn.ParameterList([nn.Parameter(torch.randn(3, 4, 1, 3, 3))])
-        self.transposed = nn.Parameter(torch.randn(3, 4, 2, 3, 3))
-        self.register_buffer("blur", torch.rand(3, 1, 3, 3))
-        self.table = nn.Parameter(torch.randn(1, 3, 8, 8))
-
-    def back(self, x: Tensor, weight: Tensor) -> Tensor:
-        x = functional.conv_transpose3d(x, self.transposed, padding=(0, 1, 1))
-        return functional.conv3d(x, weight, padding=1)[:, :, 0]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for _ in range(2):
-            x = functional.conv2d(x, self.looped, padding=1)
-        if x.shape[0] > 1:
-            x = functional.conv2d(x, self.branched, padding=1) + self.table
-        x = functional.conv2d(x, self.blur, groups=3, padding=1)
-        return self.back(x.unsqueeze(2), self.listed[0])
 
 
 class Exported(nn.Module):
@@ -142,32 +119,15 @@ def test_h11_torchscript_converts_and_trains_on(name, compiler):
     assert_trains_alike(model, plain, lambda each: each(X))
 
 
-PROGRAM = """
-import sys, torch
-x, expected = torch.load("expected.pt")
-for name, (names, output) in expected.items():
-    model = torch.jit.load(name + ".pt")
-    torch.testing.assert_close(model(x), output, rtol=1e-9, atol=1e-9)
-    state = model.state_dict()
-    for each in names:
-        memory_format = torch.channels_last if state[each].dim() == 4 else torch.channels_last_3d
-        assert state[each].stride() == torch.empty(state[each].shape, memory_format=memory_format).stride(), each
-assert not any(name.startswith("torch_nhwc") for name in sys.modules)
-"""
-
-
 def test_converted_models_save_and_run_without_this_package(tmp_path):
     expected = {}
-    for name, (_, names) in MODELS.items():
-        for compiler in ("scripted", "traced"):
-            model = compiled(name, compiler)[0].eval()
-            nhwc.convert_(model, strict=True)
-            torch.jit.save(model, tmp_path / f"{name}-{compiler}.pt")
-            expected[f"{name}-{compiler}"] = names, model(X)
-    torch.save((X, expected), tmp_path / "expected.pt")
-    command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
-    assert done.returncode == 0, done.stderr
+    for name, compiler in itertools.product(MODELS, ("scripted", "traced")):
+        model = compiled(name, compiler)[0].eval()
+        rows = nhwc.convert_(model, strict=True).rows
+        torch.jit.save(model, tmp_path / f"{name}-{compiler}.pt")
+        strides = {row.full_name: row.target_strides for row in rows}
+        expected[f"{name}-{compiler}.pt"] = "archive", X, model(X).detach(), strides
+    assert_run_elsewhere(tmp_path, expected)
 
 
 def test_methods_that_forward_does_not_call_are_looked_through():
@@ -181,14 +141,6 @@ def test_a_module_traced_under_autocast_is_recognised():
     with quiet(), torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
         traced = torch.jit.trace(nn.Sequential(Own(3, 3, 3), model), X.float())
     assert [row.full_name for row in nhwc.plan(traced).rows] == ["0.weight", "1.0.weight", "1.3.weight"]
-
-
-class Standardised(nn.Conv2d):
-    """Computes its weight in forward."""
-
-    def forward(self, x):
-        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
-        return functional.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
 
 
 @pytest.mark.parametrize("compiler", COMPILERS)

@@ -1,6 +1,5 @@
 """Models that are wrapped or compiled already, and optimizers that need contiguous parameters."""
 
-import copy
 import warnings
 
 import pytest
@@ -11,14 +10,6 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import torch_nhwc as nhwc
-
-
-@pytest.fixture(scope="module")
-def process_group(tmp_path_factory):
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def network():
@@ -89,26 +80,6 @@ class DeepSpeedEngine(nn.Module):
 
 
 @pytest.mark.usefixtures("process_group")
-@pytest.mark.parametrize("wrap", [wrap for wrap, _ in list(WRAPPERS.values())[:5]])
-def test_what_is_wrapped_converts_its_weights_in_each_forward(wrap):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        wrapped = wrap(network()).eval()
-    before = layout(wrapped)
-    x = torch.randn(2, 3, 8, 8)
-    expected = wrapped(x)
-    report = nhwc.convert_(wrapped, each_forward=True, strict=True)
-    assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.EACH_FORWARD}
-    got = wrapped(x.to(memory_format=torch.channels_last))
-    torch.testing.assert_close(got, expected)
-    assert got.is_contiguous(memory_format=torch.channels_last)
-    got.sum().backward()
-    report.revert()
-    torch.testing.assert_close(wrapped(x), expected)
-    assert wrap is sharded or layout(wrapped) == before  # FSDP2 leaves the root's parameters gathered
-
-
-@pytest.mark.usefixtures("process_group")
 @pytest.mark.parametrize("name", ["DDP", "torch.compile", "Module.compile"])
 def test_what_was_converted_before_it_was_wrapped_is_in_order(name):
     model = network()
@@ -130,45 +101,6 @@ def test_a_weight_that_is_tied_to_a_compiled_layer_is_left_wherever_it_comes_fir
         report = nhwc.convert_(model)
     assert free.weight.is_contiguous()
     assert {row.action for row in report.plan.rows} == {nhwc.planning.Action.REFUSE}
-
-
-@pytest.mark.usefixtures("process_group")
-def test_convert_optimizer_wrap_compile_trains_as_without_converting():
-    x = torch.randn(6, 2, 3, 8, 8)
-    start = network().double()
-
-    def train(convert):
-        model = copy.deepcopy(start)
-        if convert:
-            nhwc.convert_(model, input_format="channels_last")
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-        wrapped = torch.compile(DistributedDataParallel(model), backend="aot_eager")
-        losses = []
-        for batch in x.double():
-            optimizer.zero_grad()
-            loss = wrapped(batch).square().mean()
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.item())
-        return losses
-
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*(Grad|bucket).*strides.*")
-        assert train(convert=True) == pytest.approx(train(convert=False), rel=1e-9)
-
-
-def offloaded(layer):
-    """As accelerate's cpu_offload leaves a layer: its values are with a hook, and the weight is on no device."""
-    layer._hf_hook = object()
-    layer.weight = nn.Parameter(layer.weight.to("meta"))
-    return layer
-
-
-def test_offloaded_weights_are_refused():
-    model = nn.Sequential(offloaded(nn.Conv2d(3, 4, 3)), nn.Conv2d(4, 4, 3))
-    with pytest.warns(UserWarning, match="kept elsewhere and restored before each forward"):
-        report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.rows] == [nhwc.Reason.OFFLOADED, None]
 
 
 # Optimizers that need contiguous parameters: their weights are refused, and the optimizer goes on.

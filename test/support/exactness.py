@@ -5,6 +5,9 @@ from reference import assert_same, bits, channels_last_of, convert_weight, rando
 
 import torch_nhwc as nhwc
 
+CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
+CASTS += [(to, of) for of, to in CASTS]
+
 
 def unaligned(weight):
     """Return the same weight at an address that is aligned to its elements and to nothing else."""

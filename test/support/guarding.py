@@ -1,5 +1,6 @@
-"""Turning the step guard off, to see what PyTorch does by itself, and whether the guard is installed."""
+"""What the step guard is for: turning it off, whether it is installed, and loading state of another layout."""
 
+import copy
 from contextlib import contextmanager
 
 from torch.optim import optimizer as torch_optimizer
@@ -25,3 +26,11 @@ def hooks():
         for hook in of_all.values()
         if hook.__module__.startswith("torch_nhwc")
     ]
+
+
+def load_contiguous(_, optimizer):
+    """As a trainer does that resumes: a converted model, and the state of a contiguous one."""
+    state = copy.deepcopy(optimizer.state_dict())
+    for of_parameter in state["state"].values():
+        of_parameter.update({key: each.contiguous() for key, each in of_parameter.items()})
+    optimizer.load_state_dict(state)

@@ -1,5 +1,7 @@
 """Layers that lose on channels-last, with odd arguments, and the shape of what each is given."""
 
+import importlib
+
 from torch import nn
 
 LAYERS = {
@@ -36,3 +38,7 @@ LAYERS = {
     "upsample": (lambda: nn.Upsample(scale_factor=(2, 1, 1.5)), (2, 6, 4, 5, 7)),
     "upsample_exact": (lambda: nn.Upsample(size=(3, 8, 9), mode="nearest-exact"), (2, 6, 4, 5, 7)),
 }
+
+
+def known_subclass():
+    return importlib.import_module("transformers.models.poolformer.modeling_poolformer").PoolFormerGroupNorm(6)

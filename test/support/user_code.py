@@ -1,6 +1,9 @@
-"""A module that runs a function, like the code of a model."""
+"""Modules like the code of a model."""
+
+import threading
 
 from torch import nn
+from torch.nn import functional
 
 
 class Function(nn.Module):
@@ -12,3 +15,22 @@ class Function(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+class Locked(nn.Module):
+    """A parametrization that cannot be copied, and so not evaluated on copies."""
+
+    def __init__(self):
+        super().__init__()
+        self.lock = threading.Lock()
+
+    def forward(self, weight):
+        return weight * 2
+
+
+class Standardised(nn.Conv2d):
+    """Computes its weight in forward, as ResNet-v2 of Big Transfer does."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        return functional.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)

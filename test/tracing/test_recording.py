@@ -144,16 +144,6 @@ def test_neither_rows_nor_memory_grow_with_steps(model, monkeypatch):
     assert {row.path for row in trace.losses} <= {"4", "5"}
 
 
-def test_an_optimizer_loses_nothing(model, x):
-    optimizer = torch.optim.Adam(model.parameters())
-    with nhwc.trace(model) as trace:
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(x).sum().backward()
-            optimizer.step()
-    assert {loss.path for loss in trace.losses} == {"4"}
-
-
 @pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Using `torch.compile")
 def test_what_cannot_be_seen_is_listed(x):
     scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d()))

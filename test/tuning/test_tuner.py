@@ -13,9 +13,11 @@ import torch
 from simulated_machine import Machine
 from snapshots import assert_unchanged, snapshot
 from torch import nn
+from user_code import Function
 
 import torch_nhwc as nhwc
 from torch_nhwc.tuning import Tuning
+from torch_nhwc.tuning.tuner import Race, interval
 
 TIMES = {"contiguous": 0.1, "weights only": 0.1, "full": 0.1, "full, preserved": 0.1}
 PLANS = {
@@ -38,15 +40,9 @@ def x():
     return torch.randn(2, 3, 12, 12)
 
 
-class Reads(nn.Module):
-    """A convolution, and code of the user's that reads its output."""
-
-    def __init__(self, how):
-        super().__init__()
-        self.conv, self.how = nn.Conv2d(3, 8, 3), how
-
-    def forward(self, x):
-        return self.how(self.conv(x))
+def read_by(how):
+    """Return a convolution, and code of the user's that reads its output."""
+    return nn.Sequential(nn.Conv2d(3, 8, 3), Function(how))
 
 
 @pytest.mark.parametrize("mode", ["inference", "training"])
@@ -142,15 +138,15 @@ def test_an_interrupt_gives_the_best_so_far(model, x, monkeypatch):
 
 def test_a_plan_under_which_the_model_raises_or_computes_something_else_is_out(x, monkeypatch):
     Machine(monkeypatch, TIMES | {"full": 0.01, "weights only": 0.01})
-    tuning = nhwc.tune(Reads(lambda y: y.view(len(y), -1)), x)
+    tuning = nhwc.tune(read_by(lambda y: y.view(len(y), -1)), x)
     assert tuning.choice == "contiguous"
     assert "RuntimeError: view size is not compatible" in tuning.table[1].remark
     assert tuning.table[1].seconds is None
-    tuning = nhwc.tune(Reads(lambda y: y.as_strided((8,), (1,))), x)
+    tuning = nhwc.tune(read_by(lambda y: y.as_strided((8,), (1,))), x)
     assert tuning.choice == "contiguous"
     assert "weights only: ValueError: its output is off by" in " ".join(str(tuning).split())
     with pytest.raises(RuntimeError, match="invalid for input of size"):
-        nhwc.tune(Reads(lambda y: y.view(1, 2, 3)), x)
+        nhwc.tune(read_by(lambda y: y.view(1, 2, 3)), x)
 
 
 @pytest.mark.parametrize(
@@ -164,7 +160,7 @@ def test_a_plan_under_which_the_model_raises_or_computes_something_else_is_out(x
 )
 def test_outputs_are_compared_if_possible(output, difference, x, monkeypatch):
     Machine(monkeypatch, TIMES | {"full": 0.08})
-    tuning = nhwc.tune(Reads(output), x)
+    tuning = nhwc.tune(read_by(output), x)
     assert (tuning.choice, tuning.table[2].difference) == ("full", difference)
 
 
@@ -198,12 +194,12 @@ def test_steps_are_taken_by_an_optimizer_of_the_given_kind(kind, groups, model, 
 
 def test_the_loss_is_the_outputs_own_or_the_callers_or_a_mean_of_squares(x):
     for output in (lambda y: {"loss": y.sum(), "logits": y}, lambda y: ([y, y.detach()], {"other": y}, None)):
-        nhwc.tune(Reads(output), x, mode="training", budget_seconds=0.05)
+        nhwc.tune(read_by(output), x, mode="training", budget_seconds=0.05)
     with pytest.raises(ValueError, match="in training mode the model has to return a tensor with a gradient"):
-        nhwc.tune(Reads(lambda y: y.detach()), x, mode="training")
+        nhwc.tune(read_by(lambda y: y.detach()), x, mode="training")
     seen = []
     loss = lambda y: seen.append(y) or y.sum()  # noqa: E731
-    nhwc.tune(Reads(lambda y: y), x, mode="training", loss=loss, budget_seconds=0.05)
+    nhwc.tune(read_by(lambda y: y), x, mode="training", loss=loss, budget_seconds=0.05)
     assert seen
 
 
@@ -293,17 +289,6 @@ def test_a_decision_is_written_and_read(tuning):
     assert [row["name"] for row in read["table"]] == list(PLANS)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"plan": {}}'])
-def test_a_text_that_is_no_decision_raises(text):
-    with pytest.raises(ValueError, match=r"Tuning.from_json: expected what Tuning.to_json writes"):
-        Tuning.from_json(text)
-
-
-def test_a_decision_whose_plan_was_changed_raises(tuning):
-    with pytest.raises(ValueError, match="the digest does not fit"):
-        Tuning.from_json(tuning.to_json().replace('"path": "3"', '"path": "4"'))
-
-
 def test_a_decision_from_elsewhere_warns_of_what_differs(tuning):
     threads = torch.get_num_threads()
     elsewhere = replace(
@@ -329,3 +314,51 @@ def test_printed_it_fits_a_terminal_of_80_columns(tuning, monkeypatch):
     assert "'full' is 1.2" in str(tuning)
     rows = (tuning.table[0], tuning.table[1]._replace(ratio=1.25, low=None, high=None))
     assert "0.80x unknown" in " ".join(str(replace(tuning, table=rows)).split())
+
+
+# The race: noise wins nothing.
+
+
+def raced(times, seed=0, noise=0.02, rounds=40, drift=1.0):
+    """Return a race of candidates that take so many seconds, with noise that only adds, on a slowing machine."""
+    chance = random.Random(seed)
+    race = Race(times)
+
+    def measure(name):
+        slowed = times[name] * drift**race.rounds
+        return slowed * (1 + abs(chance.gauss(0, noise))) * (3 if chance.random() < 0.05 else 1)
+
+    while race.rounds < rounds and not race.is_over():
+        race.run_round(measure)
+    return race
+
+
+def test_noise_wins_nothing():
+    winners = [raced(dict.fromkeys(["base", "a", "b", "c"], 1.0), seed, noise=0.05).winner() for seed in range(40)]
+    assert winners.count("base") >= 37
+
+
+@pytest.mark.parametrize(("slower", "answers"), [(1.3, ["base", "fast"]), (1.2, ["base", "base"])])
+def test_two_rounds_decide_only_if_both_are_far_apart(slower, answers):
+    race = Race(["base", "fast"])
+    for answer in answers:
+        race.run_round(lambda name: slower * (1 + race.rounds / 10) if name == "base" else 1.0)
+        assert race.winner() == answer
+
+
+def test_a_race_is_over_once_more_rounds_would_tell_nothing():
+    assert raced({"base": 1.0, "fast": 0.8}, noise=0.01, rounds=1000).rounds <= 12
+    assert raced({"base": 1.0, "same": 1.0}, noise=0.002, rounds=1000).rounds <= 40
+    assert raced({"base": 1.0, "slow": 2.0}, rounds=1000).rounds == 2
+
+
+def test_an_interval_holds_the_true_ratio_and_says_nothing_on_one_pair():
+    chance = random.Random(0)
+    inside = 0
+    for _ in range(300):
+        limits = interval([1.1 * (1 + chance.gauss(0, 0.03)) for _ in range(10)])
+        inside += limits.low < 1.1 < limits.high
+    assert inside >= 290
+    assert not interval([0.5]).is_faster
+    assert interval([0.5]).low == 0
+    assert interval([0.9] * 5).is_faster

@@ -31,11 +31,7 @@ def convert_inputs_(model: torch.jit.ScriptModule, ranks: list[int]) -> str:
     """Make forward convert its images and volumes to channels-last first; return the remark for the report.
 
     The signature of forward stays, and so does everything that the module holds. The module must not have run yet, and
-    no other object may have its class, as is true for a module that was just loaded.
-
-    Args:
-        model: A loaded module.
-        ranks: The ranks of inputs to convert; empty if no convolution takes such inputs.
+    no other object may have its class, as is true for a module that was just loaded. Without ranks nothing changes.
     """
     module = model._c
     if any(module._has_method(name) or module.hasattr(name) for name, _ in _METHODS.values()):

@@ -19,15 +19,15 @@ from torch.utils._pytree import tree_leaves
 from torch_nhwc.checkpoint.programs import ProgramTensors, convert_inputs_, note_strides
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
+from torch_nhwc.converting.step_guard import release
 from torch_nhwc.layout import Format
 from torch_nhwc.ops import set_strides_
-from torch_nhwc.planning.planner import plan
+from torch_nhwc.planning.deciding import plan
 from torch_nhwc.planning.plans import Options
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.serialization import write_whole
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Site, TensorContainer
-from torch_nhwc.step_guard import release
 
 
 def convert_saved(
@@ -148,8 +148,7 @@ class _Job:
                 )
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
-        for module in model.modules():
-            release(module)  # nothing is trained here
+        release(model.modules())  # nothing is trained here
         if left:
             self.remarks.append(
                 f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"

@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from torch_nhwc.converting.step_guard import watch_for_good
 from torch_nhwc.layout import Format, contiguous_copies
 from torch_nhwc.nn.hooks import ContiguousStateDict, state_dict_hook_key
 from torch_nhwc.ops import set_strides_
 from torch_nhwc.planning.plans import Action, Plan, expect_plan
-from torch_nhwc.step_guard import watch_for_good
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:

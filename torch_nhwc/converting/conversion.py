@@ -10,6 +10,7 @@ from torch import nn
 
 from torch_nhwc.converting.edits import change, warn_unshared
 from torch_nhwc.converting.report import Report
+from torch_nhwc.converting.step_guard import is_guarded
 from torch_nhwc.layout import Format
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
@@ -19,7 +20,6 @@ from torch_nhwc.planning.plans import SEEN_BY_EXAMPLE, Action, CompanionRow, Fil
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.step_guard import is_guarded
 
 
 def convert_(
@@ -116,16 +116,7 @@ def channels_last(model: nn.Module, **options: Any) -> Iterator[Report]:
 
 
 def apply(decisions: Decisions, strict: bool = False, start: float | None = None) -> Report:
-    """Do everything that was decided for a model, or nothing, and return the report.
-
-    Args:
-        decisions: What to do.
-        strict: As in `convert_`.
-        start: When the call began, by `time.perf_counter()`.
-
-    Raises:
-        RuntimeError: `strict`, and a weight was refused or there is none to convert; or the operators refuse a tensor.
-    """
+    """Do everything that was decided for a model, or nothing; `start` is when the call began."""
     start = time.perf_counter() if start is None else start
     # Before anything changes, since warnings may be errors.
     _warn_of_refused(decisions.rows, strict)
@@ -133,12 +124,12 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     _warn_of_unknown_optimizer(decisions)
     warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
     undo, new_bytes = change(decisions)
-    companions = tuple(
+    companions = [
         CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)
         for each in decisions.companions
-    )
+    ]
     seconds = time.perf_counter() - start
-    return Report(decisions.plan, companions, tuple(decisions.remarks), new_bytes, seconds, undo)
+    return Report(decisions.plan, tuple(companions), tuple(decisions.remarks), new_bytes, seconds, undo)
 
 
 def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:

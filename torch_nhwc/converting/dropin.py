@@ -154,16 +154,8 @@ def _clone_edits(weight: Tensor, site: Site, reason: Reason, wanted: Format) -> 
 
     The tensor's class makes the clone. Inner tensors that need not move stay where they are, and only their strides
     change. Strides, values, inner tensors and their strides are all compared, so that no clone is used that only claims
-    to be in the format.
-
-    Args:
-        weight: The weight of the site.
-        site: A site whose weight the operators do not take.
-        reason: Why.
-        wanted: The site's format.
-
-    Returns:
-        The edits, or a reason: `reason` if the clone is not right, another if something else owns what would change.
+    to be in the format. If the clone is not right, `reason` is returned, and another if something else owns what would
+    change.
     """
     if reason is Reason.WRAPPED:
         return [] if _is_in_format(weight, wanted) else reason

@@ -1,7 +1,7 @@
 """What a conversion changes, tensors and all else, in one commit; and how that is undone."""
 
 import weakref
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,8 +9,17 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from torch_nhwc.converting.step_guard import (
+    align_when_loaded,
+    is_aligned_when_loaded,
+    is_watched,
+    leave_as_loaded,
+    loading_optimizer,
+    release,
+    watch,
+)
 from torch_nhwc.layout import CONTIGUOUS, Strides, memory_id, tied_by_view
-from torch_nhwc.nn.class_swap import Swap, original_class, restore_class, swap_class, swapped_class
+from torch_nhwc.nn.class_swap import Swap, original_class, restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward, is_in_each_forward
 from torch_nhwc.nn.hooks import (
     ConvertWhenMaterialised,
@@ -30,15 +39,6 @@ from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Found, Site, walk
-from torch_nhwc.step_guard import (
-    align_when_loaded,
-    is_aligned_when_loaded,
-    is_watched,
-    leave_as_loaded,
-    loading_optimizer,
-    release,
-    watch,
-)
 
 _FRESH = (Outcome.COPIED, Outcome.COPIED_HELD, Outcome.COPIED_FOREIGN, Outcome.COPIED_SHARED)
 
@@ -128,7 +128,7 @@ class Undo(NamedTuple):
         for companion in decisions.companions:
             own = companion.tensor.stride()
             # The strides of expanded tensors cannot be restored.
-            if companion.reason is None and own != companion.weight.tensor.stride() and 0 not in own:
+            if companion.reason is None and own != companion.weight.strides_before and 0 not in own:
                 apart[companion.tensor] = own
         return cls(weakref.ref(decisions.found.model), decisions.sources.weakly(), apart, edits)
 
@@ -143,7 +143,7 @@ class Undo(NamedTuple):
         rows = [row for row in plan.rows if row.action in (Action.CONVERT, Action.RESTRIDE) or row.full_name in moved]
         # If only layers were replaced, the sites need not be found: a wrapper may have moved the layers since.
         found = match(plan, model, any_dtype=True) if rows or not self.edits else Found(model, [], set(), [])
-        sources.check_optimizers(model, (site.tensor for site in found.sites))
+        sources.check_optimizers((*model.parameters(), *found.weights) if sources.optimizers else ())
         weights = _weights_from(found, {row.full_name: row for row in rows})
         moving = [each for each in weights if each.tensor.stride() != each.strides]
         outcomes = outcomes_of([each.tensor for each in moving], [CONTIGUOUS] * len(moving), "auto")
@@ -151,7 +151,8 @@ class Undo(NamedTuple):
         companions = [each for each in find_companions(weights, sources) if each.reason is None]
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]
-        strides += [self.companions.get(companion.tensor, companion.weight.strides) for companion in companions]
+        apart = self.companions
+        strides += [(apart and apart.get(each.tensor)) or each.weight.strides for each in companions]
         # An optimizer goes on aligning what it loads: that may be a checkpoint from before the revert.
         edits = [edit.reverse for edit in reversed(self.edits) if edit.back is not leave_as_loaded]
         swapped = {row.path for row in plan.layers if row.action is Action.EXCHANGE}
@@ -162,7 +163,7 @@ class Undo(NamedTuple):
 
 def _weights_from(found: Found, rows: dict[str, PlanRow]) -> list[Weight]:
     """Return the weights to revert, with the strides from before; raise a RuntimeError for one that cannot be."""
-    tied = tied_by_view(found.tensors, [site.tensor for site in found.sites])
+    tied = tied_by_view(found.tensors, found.weights)
     weights = []
     for site in found.sites:
         row, tensor, reason = rows.get(site.full_name), site.tensor, site.reason
@@ -196,7 +197,8 @@ def _edits_of(decisions: Decisions) -> list[Edit]:
     found, wanted = decisions.found, decisions.options.format
     edits = _swaps(decisions) if wanted.is_channels_last else _restorations(decisions)
     # The step guard is installed while a layer of a model that trains is converted.
-    has_guard = wanted.is_channels_last and found.trains
+    is_guarded = wanted.is_channels_last and found.trains
+    watched: list[weakref.ref[nn.Module]] = []
     seen: set[int] = set()  # layers, since one with a computed weight may have several sites
     for site, row in zip(found.sites, decisions.rows):
         module = site.module
@@ -207,11 +209,17 @@ def _edits_of(decisions: Decisions) -> list[Edit]:
         seen.add(id(module))
         if site.name != "weight":
             edits += _steps(decisions, site, row)
-        if has_guard and not is_watched(module):
-            edits.append(Edit(weakref.ref(module), watch, release))
-        elif not wanted.is_channels_last and is_watched(module):
-            edits.append(Edit(weakref.ref(module), release, watch))
+        if (is_guarded or not wanted.is_channels_last) and is_watched(module) != is_guarded:
+            watched.append(weakref.ref(module))
+    if watched:
+        forth, back = (partial(_for_all, each, watched) for each in (watch, release))
+        edit = Edit(weakref.ref(found.model), forth, back)
+        edits.append(edit if is_guarded else edit.reverse)
     return edits + _loading(decisions.sources)
+
+
+def _for_all(function: Callable[[Iterable[Any]], object], layers: Iterable[weakref.ref[Any]], _: object) -> None:
+    function([layer for each in layers if (layer := each()) is not None])
 
 
 def _swaps(decisions: Decisions) -> list[Edit]:
@@ -230,7 +238,6 @@ def _swaps(decisions: Decisions) -> list[Edit]:
             swapped |= {id(each): each for each in (site.module, *sources.layers_at(site.path))}
     for each in swapped.values():
         if not is_in_each_forward(type(each)):
-            swapped_class(type(each), EachForward)  # if making the class fails, it fails before anything changes
             edits.append(_swap(each, EachForward))
     return edits + _input_hook(found.model, decisions.input_hook)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import TensorWeakRef
 
-from torch_nhwc.layout import CHANNELS_LAST, Strides, has_strides, memory_id
+from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, memory_id
 from torch_nhwc.ops import Outcome, plan_weights
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
@@ -34,6 +34,10 @@ class Weight:
     tensor: Tensor
     strides: Strides
     """The strides that the weight has or gets, and its companions with it."""
+    format: Format = CONTIGUOUS
+    """The format that these are the strides of."""
+    strides_before: Strides | None = None
+    """The weight's present strides, where they were looked up."""
 
 
 @dataclass(slots=True)
@@ -63,16 +67,11 @@ class Sources(NamedTuple):
     is_optimizer_unknown: bool = False
     """True if the caller has not said whether there is an optimizer."""
 
-    def check_optimizers(self, model: nn.Module, weights: Iterable[Tensor | None] = ()) -> None:
-        """Raise a ValueError for an optimizer that holds none of a model's parameters, so that no state would follow.
-
-        Args:
-            model: The model whose parameters they should be.
-            weights: The weights of its sites, which need not be registered parameters.
-        """
+    def check_optimizers(self, tensors: Iterable[Tensor | None]) -> None:
+        """Raise a ValueError for an optimizer that holds none of a model's tensors, so that no state would follow."""
         if not self.optimizers:
             return
-        of_model = {id(tensor) for tensors in (weights, model.parameters()) for tensor in tensors}
+        of_model = set(map(id, tensors))
         for each in self.optimizers:
             if held_by(each).isdisjoint(of_model):
                 raise ValueError(
@@ -142,15 +141,16 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
         # One of many optimizers may have a single parameter: not all weights are looked up in each.
         is_small = by_identity and len(states) < len(weights)
         for weight in filter(None, (by_identity.get(id(each)) for each in states)) if is_small else weights:
-            state = states.get(weight.tensor)
+            tensor = weight.tensor
+            state = states.get(tensor)
             if state is None:
                 continue
-            shape, dtype = weight.tensor.shape, weight.tensor.dtype
+            shape = tensor.shape
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
                 if type(value) is Tensor:
                     if value.dim() == 0:  # a count of steps
                         continue
-                    if value.dtype is dtype and value.shape == shape and _reason_to_stay(value) is None:
+                    if value.dtype not in _CODES and value.shape == shape and value.layout is torch.strided:
                         found.append(Companion(weight, key, value))
                         continue
                 found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
@@ -159,20 +159,9 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
     return found
 
 
-def find_apart(weights: Sequence[Weight], sources: Sources) -> list[Companion]:
-    """Return the companions that should have the strides of their weights, and do not."""
-    companions = find_companions(weights, sources)
-    return [each for each in companions if each.reason is None and not has_strides(each.tensor, each.weight.strides)]
-
-
 def held_by(optimizer: Any) -> set[int]:
     """Return the ids of an optimizer's parameters."""
     return {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-
-
-def is_plain(parameter: Tensor) -> bool:
-    """Return whether companions can have the strides of a parameter."""
-    return type(parameter) is nn.Parameter and parameter.layout == torch.strided and 0 not in parameter.stride()
 
 
 def _of_copy(weights: Sequence[Weight], copy: AveragedCopy) -> Iterator[Companion]:

@@ -3,24 +3,77 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, is_fake, is_permuted, memory_id, tied_by_view
+from torch_nhwc.layout import (
+    CHANNELS_LAST,
+    Format,
+    Strides,
+    is_fake,
+    is_permuted,
+    known_strides,
+    memory_id,
+    tied_by_view,
+)
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving, meets_small_input_rule
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
-from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions
-from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
+from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.finding import ReplaceableLayer, find, find_replaceable_layers, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
 from torch_nhwc.sites.site import Found, Site
+
+
+def plan(
+    model: nn.Module,
+    memory_format: torch.memory_format | str | None = None,
+    *,
+    optimizer: Any = None,
+    ema: Any = None,
+    filter_fn: FilterFunction | None = None,
+    example_inputs: Any = None,
+    storage: Storage | None = None,
+    input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
+    preserve: bool = True,
+    each_forward: bool = False,
+) -> Plan:
+    """Plan what a conversion would do to every convolution weight of a model, without writing anything.
+
+    `convert_` with the same arguments does what the plan says, and so does `convert_(model, plan=plan)`.
+
+    Args:
+        model: Any module, TorchScript modules included, or one layer.
+        memory_format: As in `convert_`, and so are all others.
+        optimizer: One or several, whose state would follow. A weight whose state cannot follow is refused.
+        ema: One or several averaged copies that would follow.
+        filter_fn: Called as `filter_fn(module, path)`; if it returns false, the layer is left out.
+        example_inputs: The model runs once on them, under `no_grad` and in its own mode, and every parameter that
+            reaches a convolution as its weight is a site; buffers and random generators are restored afterwards.
+        storage: As in `convert_weights_`; `None` is `"auto"`.
+        input_format: The format of the inputs that a hook would convert.
+        preserve: Whether layers that lose channels-last would be replaced.
+        each_forward: Whether layers would convert their weights in each forward.
+
+    Raises:
+        ValueError, TypeError: An argument is not valid, or an optimizer or an averaged copy is another model's.
+        RuntimeError: `input_format` for a TorchScript module, which takes no hook.
+
+    Example:
+        >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
+        >>> plan.bytes_to_move
+        864
+    """
+    options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
+    found = find(model, example_inputs)
+    return decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
 
 
 def decide(
@@ -32,19 +85,10 @@ def decide(
 ) -> "Decisions":
     """Decide what happens to every site, and to what goes with it; nothing is written.
 
-    Args:
-        found: The sites of the model. With a plan, in the order of its rows, as `match` returns them.
-        options: The options, checked.
-        sources: The optimizers and averaged copies that follow.
-        plan: A plan that says what is to change; what can be done is decided again.
-        with_gradients: Whether gradients are looked at if nothing else follows. A plan does not need that: the
-            operators' answers say already whether a gradient can follow.
-
-    Raises:
-        ValueError: An optimizer or an averaged copy is that of another model.
-        RuntimeError: A format of the inputs is requested, and the model takes no hook.
+    With a plan, `found` is what `match` returned for it, and what can be done is decided again. `with_gradients=False`
+    is for plans: the operators' answers say already whether a gradient can follow.
     """
-    sources.check_optimizers(found.model, (site.tensor for site in found.sites))
+    sources.check_optimizers((*found.tensors, *found.weights))
     rows, outcomes = _decide_sites(found, options, plan)
     _refuse_for_optimizers(found.sites, rows, options, sources)
     has_companions = with_gradients or sources.optimizers or sources.copies or options.storage == "reuse"
@@ -146,36 +190,37 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
     """Return a row for each site, and what the operators would do to each weight."""
     wanted, sites = options.format, found.sites
     formats = [site.format(wanted) for site in sites]
-    outcomes = outcomes_of([site.tensor for site in sites], formats, options.storage)
-    tied = tied_by_view(found.tensors, [site.tensor for site in sites])
+    outcomes = outcomes_of(found.weights, formats, options.storage)
+    tied = tied_by_view(found.tensors, found.weights)
     has_swapped = any(map(is_in_each_forward, found.module_types))
     ranks = [rank for rank in CHANNELS_LAST if wanted.serves(rank)]
-    targets: dict[torch.Size, Strides] = {}
+    asks_nothing_else = not (options.filter_fn or options.each_forward or has_swapped)
     first: dict[int, PlanRow] = {}  # the first row of each tensor
     remarks: dict[int, Reason | None] = {}
     rows: list[PlanRow] = []
     for index, (site, own, outcome) in enumerate(zip(sites, formats, outcomes)):
         tensor, key = site.tensor, id(site.tensor)
+        planned = plan.rows[index] if plan else None
+        # Most weights are plain, and need no table.
+        is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in _PLAIN
+        is_plain = is_plain and (planned is None or planned.changes or planned.reason is Reason.IN_FORMAT)
+        if is_plain and site.name == "weight" and site.rank in ranks and key not in tied and key not in first:
+            weight: Any = tensor
+            row = _row(site, *_PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
+            if not (weight.is_meta or 0 in weight.stride()):
+                first[key] = row
+                rows.append(row)
+                continue
         reason = options.skip_reason(site.module, site.path) or site.reason
         if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
             reason = None
         if key in tied and (reason is None or reason.kind is Kind.REMARK):
             reason = Reason.TIED_BY_VIEW
-        planned = plan.rows[index] if plan else None
         in_each_forward = planned.is_in_each_forward if planned else options.each_forward
         if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
             planned = None
         earlier = None if tensor is None else first.get(key)
-        # Most weights are plain, and need no table.
-        is_plain = reason is None and outcome in _PLAIN and own is wanted and site.name == "weight"
-        is_usual = is_plain and site.rank in ranks and not (earlier or planned or in_each_forward or has_swapped)
-        if is_usual and not (tensor.is_meta or 0 in tensor.stride()):  # type: ignore[union-attr]
-            shape = tensor.shape  # type: ignore[union-attr]
-            target = targets.get(shape)
-            if target is None:
-                target = targets[shape] = wanted.strides(shape)
-            row = _row(site, *_PLAIN[outcome], target)
-        elif planned:
+        if planned:
             action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
             row = _row(site, action, planned.reason, planned.target_strides)
         else:
@@ -242,11 +287,8 @@ class _Case:
         site, tensor = self.site, self.tensor
         if tensor is None or self.outcome is not Outcome.UNCHANGED:
             return False
-        # Offloading may restore other strides.
-        if site.reason is not Reason.OFFLOADED and not wrappers.is_offloaded(site.module, tensor):
-            return True
-        strides = wrappers.restored_strides(self.found.model, site.full_name, tensor)
-        return strides is None or strides == tensor.stride()
+        # Offloading restores strides that cannot be seen.
+        return site.reason is not Reason.OFFLOADED and not wrappers.is_offloaded(site.module, tensor)
 
     @property
     def is_swappable(self) -> bool:
@@ -398,14 +440,10 @@ def _refuse_for_optimizers(sites: Sequence[Site], rows: Sequence[PlanRow], optio
 def _decide_companions(
     sites: Sequence[Site], rows: Sequence[PlanRow], options: Options, sources: Sources
 ) -> list[Companion]:
-    """Return what follows the weights, and refuse each weight whose companions should change and cannot.
-
-    Raises:
-        ValueError: An averaged copy is that of another model.
-    """
+    """Return what follows the weights, and refuse each weight whose companions should change and cannot."""
     has_sources = bool(sources.optimizers or sources.copies)
     weights = [
-        Weight(row.full_name, site.tensor, row.target_strides)
+        Weight(row.full_name, site.tensor, row.target_strides, site.format(options.format), row.strides)
         for site, row in zip(sites, rows)
         if site.tensor is not None
         and row.target_strides is not None
@@ -416,10 +454,7 @@ def _decide_companions(
         return []
     companions = find_companions(weights, sources)
     apart = [each for each in companions if each.reason is None and each.tensor.stride() != each.weight.strides]
-    # A gradient or a state goes with its weight, whatever that weight's format is.
-    formats = [
-        CONTIGUOUS if each.weight.strides == CONTIGUOUS.strides(each.tensor.shape) else options.format for each in apart
-    ]
+    formats = [each.weight.format for each in apart]
     for companion, outcome in zip(apart, outcomes_of([each.tensor for each in apart], formats, options.storage)):
         if outcome is None or outcome.is_refusal:
             companion.reason = Reason.STATE_IN_THE_WAY
@@ -461,10 +496,6 @@ def _decide_input_hook(found: Found, options: Options) -> InputHook | None:
     An input of another rank than the convolutions' is no image or volume, for example a video of `[B, T, C, H, W]` for
     convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it whose width is
     strided: on some CPUs PyTorch computes those wrong where weight or input are channels-last.
-
-    Raises:
-        RuntimeError: A format of the inputs is requested, and the model takes no hook, or computes per-sample
-            gradients, which channels-last inputs make wrong.
     """
     present = input_hook(found.model)
     if options.input_format is None:
@@ -593,17 +624,7 @@ def _is_permuted(row: PlanRow) -> bool:
 
 
 def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
-    """Return the model's sites in the order of a plan's rows.
-
-    Args:
-        plan: A plan for the model, or for another instance of the same architecture.
-        model: The model to find the sites in.
-        any_dtype: Whether the weights may have another dtype than in the plan.
-
-    Raises:
-        TypeError: `plan` is not a plan, or `model` not a module.
-        ValueError: The model differs from the plan; the first site that differs is named.
-    """
+    """Return the model's sites in the order of a plan's rows, or raise a ValueError that names the first difference."""
     rows = expect_plan(plan).rows
     found = find(model)
     sites = {site.full_name: site for site in found.sites}
@@ -626,13 +647,10 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
 
 
 def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
-    """Return the model's layers that lose channels-last, in the order of a plan's rows; none if the plan has none.
+    """Return the model's layers that lose channels-last, in the order of a plan's rows, as `match` does for sites.
 
     A layer that is kept is not compared: it may have another class since, or be another layer. One that only training
     makes wrong need not be in the plan.
-
-    Raises:
-        ValueError: The model differs from the plan; the first replaced layer that differs is named.
     """
     if not plan.layers:
         return []

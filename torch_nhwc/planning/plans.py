@@ -97,19 +97,17 @@ class PlanRow:
     @property
     def takes_part(self) -> bool:
         """Return whether the weight is in the format in the end, and its companions with it."""
-        return (
-            self.target_strides is not None
-            and self.action is not Action.REFUSE
-            and self.reason is not Reason.FAKE
-            and self.reason is not Reason.TIED
-        )
+        return self.target_strides is not None and self.action is not _REFUSE and self.reason not in _NO_PART
 
     def refuse(self, reason: Reason | None, action: Action = Action.REFUSE) -> None:
         """Leave the weight as it is, for a reason that was found after the row was made."""
         self.action, self.reason, self.bytes_to_move = action, reason, 0
 
 
+# Constants, since looking up a member of an enumeration takes as long as the rest of these properties.
 _CHANGES = (Action.CONVERT, Action.RESTRIDE)
+_REFUSE = Action.REFUSE
+_NO_PART = (Reason.FAKE, Reason.TIED)
 
 
 class LayerRow(NamedTuple):
@@ -158,6 +156,7 @@ class CompanionRow(NamedTuple):
     """Why the tensor stays as it is."""
 
 
+FilterFunction = Callable[[nn.Module, str], bool]
 # Cached, since a model has few different dtypes and devices, and many weights.
 as_text = cache(str)
 
@@ -222,11 +221,7 @@ class Plan:
         return any(row.is_in_each_forward for row in self.rows)
 
     def options(self, storage: Storage | None = None, input_format: Any = None) -> "Options":
-        """Return the options that the plan was made with, with another storage or format of the inputs if given.
-
-        Raises:
-            ValueError: One of them is not valid.
-        """
+        """Return the options that the plan was made with, with another storage or format of the inputs if given."""
         storage, input_format = storage or self.storage, input_format or self.input_format
         return Options.of(self.memory_format, storage, None, input_format, self.preserve, self.each_forward)
 
@@ -264,19 +259,12 @@ class Plan:
 
 
 def expect_plan(plan: object) -> Plan:
-    """Return the plan itself.
-
-    Raises:
-        TypeError: It is anything else, for example a report.
-    """
+    """Return the plan itself, or raise a TypeError for anything else, for example a report."""
     if not isinstance(plan, Plan):
         holder = type(plan).__name__.lower() if isinstance(getattr(plan, "plan", None), Plan) else ""
         hint = f": pass {holder}.plan" if holder else ""
         raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
     return plan
-
-
-FilterFunction = Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -300,11 +288,7 @@ class Options:
         preserve: bool = True,
         each_forward: bool = False,
     ) -> "Options":
-        """Check the arguments of `plan` and `convert_`.
-
-        Raises:
-            ValueError, TypeError: One of them is not valid.
-        """
+        """Check the arguments of `plan` and `convert_`, and raise a ValueError or TypeError for one that is wrong."""
         wanted = Format.of(memory_format)
         input_name = None if input_format is None else str(input_format).removeprefix("torch.")
         if input_name not in (None, "channels_last", "channels_last_3d"):
@@ -377,16 +361,7 @@ def render(
     observed: bool,
     lines: Sequence[str] = (),
 ) -> str:
-    """Return the summary, the sites that need a look, the layers that lose channels-last, and more lines.
-
-    Args:
-        rows: The plan's rows.
-        layers: The plan's rows of layers.
-        memory_format: The plan's memory format.
-        is_done: Whether the plan has been carried out.
-        observed: Whether the model ran on example inputs.
-        lines: What else is to be said.
-    """
+    """Return the summary, the sites that need a look, the layers that lose channels-last, and more lines."""
     hint = "" if rows or observed else f" {SEEN_BY_EXAMPLE}."
     text = paragraphs([f"{summary(rows, memory_format, is_done)}.{hint}"])
     alike: dict[tuple[str, Reason], list[PlanRow]] = {}

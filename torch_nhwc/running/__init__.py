@@ -9,11 +9,9 @@ from torch_nhwc.running.calls import (
     copy_inputs,
     copy_model,
     evaluation_mode,
-    in_turns,
     preserved_state,
     run_once,
     seconds,
-    seconds_in_turns,
 )
 from torch_nhwc.running.comparison import (
     TOLERANCES,
@@ -38,13 +36,11 @@ __all__ = [
     "copy_inputs",
     "copy_model",
     "evaluation_mode",
-    "in_turns",
     "machine",
     "map_tensors",
     "preserved_state",
     "run_once",
     "seconds",
-    "seconds_in_turns",
     "tensors_in",
     "tolerance_of",
 ]

@@ -19,7 +19,6 @@ from torch_nhwc.running.comparison import map_tensors, tensors_in
 
 Model = TypeVar("Model", bound=nn.Module)
 Job = Callable[[], object]
-Sample = TypeVar("Sample")
 
 
 def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[Any]) -> Any:
@@ -30,11 +29,8 @@ def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[An
 
     Args:
         model: The model to run.
-        inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments.
+        inputs: See `arguments_of`.
         contexts: Context managers that are entered around the call alone.
-
-    Raises:
-        TypeError: A shape was given instead of tensors.
     """
     with ExitStack() as stack:
         draws = Draws()
@@ -56,10 +52,7 @@ def preserved_state(*models: nn.Module, must_rewind: Callable[[], bool] = lambda
 
     The generators are PyTorch's, Python's and NumPy's. A process has one of each for all threads: numbers that other
     threads draw meanwhile are drawn again. Autocast's cache of casted weights is cleared before and after the block.
-
-    Args:
-        models: The models.
-        must_rewind: Returns at the end of the block whether PyTorch's generators are restored.
+    `must_rewind` says at the end of the block whether PyTorch's generators are restored.
     """
     restoring = _generators(must_rewind)
     for model in models:
@@ -95,11 +88,9 @@ def call(model: nn.Module, inputs: Any) -> Any:
 
 
 def arguments_of(model: nn.Module, inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the positional and the keyword arguments.
+    """Return the positional and the keyword arguments in a model's inputs.
 
-    Args:
-        model: The model to be called.
-        inputs: A tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
+    These are a tensor, a tuple or list of positional arguments, or a mapping of keyword arguments.
 
     Raises:
         TypeError: The inputs are a shape: integers that the model does not take as arguments.
@@ -152,28 +143,6 @@ def seconds(job: Job, device: str = "cpu") -> float:
     taken = time.perf_counter() - start
     del result
     return taken
-
-
-def in_turns(
-    measurements: Mapping[str, Callable[[], Sample]], samples: int, warm_up: int = 1
-) -> dict[str, list[Sample]]:
-    """Call each measurement once, then each again; return the samples without those of the rounds that warm up."""
-    taken: dict[str, list[Sample]] = {name: [] for name in measurements}
-    for _ in range(warm_up + samples):
-        for name, measure in measurements.items():
-            taken[name].append(measure())
-    return {name: values[warm_up:] for name, values in taken.items()}
-
-
-def seconds_in_turns(
-    preparations: Mapping[str, Callable[[], Job]], samples: int, device: str = "cpu"
-) -> dict[str, list[float]]:
-    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
-
-    def measure(prepare: Callable[[], Job]) -> float:
-        return seconds(prepare(), device)
-
-    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]

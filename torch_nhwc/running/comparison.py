@@ -27,15 +27,9 @@ class Difference(NamedTuple):
 
 
 def compare(output: Any, reference: Any, *dtypes: torch.dtype) -> Difference:
-    """Return the largest difference of a model's output from its reference.
+    """Return the difference of the tensors that are farthest apart, compared with their tolerance.
 
-    Args:
-        output: A tensor, or containers of tensors.
-        reference: What the output should be.
-        dtypes: The dtypes in which the model computes; the coarsest one decides.
-
-    Returns:
-        The difference of the tensors that are farthest apart, compared with their tolerance.
+    The dtypes are those in which the model computes; the coarsest one decides.
     """
     ours, theirs = dict(tensors_in(output)), dict(tensors_in(reference))
     if ours.keys() != theirs.keys():
@@ -82,14 +76,9 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
 
 
 def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the tensors in nested containers.
+    """Yield the tensors in nested containers with their names, such as `output.images[0]` if the value is `output`.
 
-    Args:
-        value: A tensor, or lists, tuples, mappings, dataclasses and registered pytree nodes that contain tensors.
-        name: The name of the value.
-
-    Yields:
-        The name of each tensor, such as `output.images[0]`, and the tensor.
+    Containers are lists, tuples, mappings, dataclasses and registered pytree nodes.
     """
     if isinstance(value, Tensor):
         yield name, value
@@ -102,10 +91,6 @@ def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """Return nested containers with other tensors.
 
     A tensor that occurs several times is mapped once. A container without tensors is returned unchanged.
-
-    Args:
-        value: What `tensors_in` takes.
-        function: Returns the tensor that replaces a tensor.
     """
     done: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, which keeps its id from being used again
 
@@ -131,12 +116,8 @@ def rms(tensor: Tensor) -> Tensor:
 def distances(a: Tensor | None, b: Tensor | None, reduce: Callable[[Tensor], Tensor] = largest) -> Tensor:
     """Return how far elements at the same position are from each other.
 
-    Equal infinities and NaNs do not differ. Sums and norms of both tensors would not see a permutation.
-
-    Args:
-        a: A tensor; `None` stands for zeros.
-        b: Another tensor.
-        reduce: Makes a number for each channel of the differences.
+    Equal infinities and NaNs do not differ. Sums and norms of both tensors would not see a permutation. `None` stands
+    for zeros, and `reduce` makes a number for each channel of the differences.
     """
     if a is None or b is None:
         return magnitudes(a if b is None else b, reduce)

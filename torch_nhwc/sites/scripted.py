@@ -1,7 +1,7 @@
 """The convolution weights of a TorchScript module, by the original classes of its layers and by its graphs."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -65,44 +65,47 @@ def _layer(path: str, module: nn.Module) -> Iterator[Site]:
 def _reaching_a_convolution(path: str, module: Any) -> Iterator[tuple[str, Site]]:
     """Yield the weights in a module's graphs, each with the source line of its convolution."""
     count = 0
-    for method in module._c._method_names():
-        graph = module._c._get_method(method).graph.copy()
-        torch._C._jit_pass_inline(graph)
-        for node in (node for kind in OPERATORS for node in graph.findAllNodes(kind)):
-            rank = OPERATORS[node.kind()] or _length(node.inputsAt(3)) + 2
-            if rank not in (4, 5):
-                continue
-            weight, is_converted = _passed_on(node.inputsAt(1))
-            groups = node.inputsAt(_PLACE_OF_GROUPS.get(node.kind(), 6)).toIValue() or 0
-            names, kind = _attribute(weight, graph), weight.node().kind()
-            if names:
-                owner = module
-                for name in names[:-1]:
-                    owner = getattr(owner, name)
-                tensor, reason = getattr(owner, names[-1]), None
-                if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
-                    tensor, reason = None, Reason.PACKED
-                where, layer = ".".join(filter(None, (path, *names[:-1]))), owner.original_name
-                yield str(node.sourceRange()), Site(where, names[-1], layer, rank, groups, owner, tensor, reason)
-            elif names is None and not is_converted:
-                reason = _CONSTANTS.get(kind, Reason.ON_THE_FLY)
-                # The copy of the graph shares the module's constants.
-                tensor = weight.toIValue() if reason is None else None
-                name = f"<{'constant' if kind in _CONSTANTS else 'computed'} {count}>"
-                count += 1
-                site = Site(path, name, module.original_name, rank, groups, module, tensor, reason)
-                yield str(node.sourceRange()), site
+    for graph, node in _nodes(module, OPERATORS):
+        rank = OPERATORS[node.kind()] or _length(node.inputsAt(3)) + 2
+        if rank not in (4, 5):
+            continue
+        weight, is_converted = _passed_on(node.inputsAt(1))
+        groups = node.inputsAt(_PLACE_OF_GROUPS.get(node.kind(), 6)).toIValue() or 0
+        names, kind = _attribute(weight, graph), weight.node().kind()
+        if names:
+            owner = module
+            for name in names[:-1]:
+                owner = getattr(owner, name)
+            tensor, reason = getattr(owner, names[-1]), None
+            if isinstance(tensor, Tensor) and tensor.layout != torch.strided:
+                tensor, reason = None, Reason.PACKED
+            where, layer = ".".join(filter(None, (path, *names[:-1]))), owner.original_name
+            yield str(node.sourceRange()), Site(where, names[-1], layer, rank, groups, owner, tensor, reason)
+        elif names is None and not is_converted:
+            reason = _CONSTANTS.get(kind, Reason.ON_THE_FLY)
+            # The copy of the graph shares the module's constants.
+            tensor = weight.toIValue() if reason is None else None
+            name = f"<{'constant' if kind in _CONSTANTS else 'computed'} {count}>"
+            count += 1
+            site = Site(path, name, module.original_name, rank, groups, module, tensor, reason)
+            yield str(node.sourceRange()), site
 
 
 def _viewed(path: str, module: Any) -> set[str]:
     """Return the full names of the tensors that a module's graphs take a view of."""
     names: set[str] = set()
+    for graph, node in _nodes(module, _VIEWS):
+        names.add(".".join(filter(None, (path, *(_attribute(_passed_on(node.inputsAt(0))[0], graph) or ())))))
+    return names
+
+
+def _nodes(module: Any, kinds: Iterable[str]) -> Iterator[tuple[Any, Any]]:
+    """Yield the nodes of some kinds in a module's graphs, each with its graph."""
     for method in module._c._method_names():
         graph = module._c._get_method(method).graph.copy()
         torch._C._jit_pass_inline(graph)
-        for node in (node for kind in _VIEWS for node in graph.findAllNodes(kind)):
-            names.add(".".join(filter(None, (path, *(_attribute(_passed_on(node.inputsAt(0))[0], graph) or ())))))
-    return names
+        for kind in kinds:
+            yield from ((graph, node) for node in graph.findAllNodes(kind))
 
 
 def _passed_on(value: Any) -> tuple[Any, bool]:

@@ -38,8 +38,11 @@ class Site:
 
     def format(self, wanted: Format) -> Format:
         """Return the format that a requested one amounts to for this convolution."""
+        if self.groups != 1:
+            return wanted
         if self.name == "weight" or not hasattr(self.module, "in_channels"):
-            channels = 0 if self.tensor is None or self.tensor.dim() < 2 else self.tensor.shape[1]
+            shape = () if self.tensor is None else self.tensor.shape
+            channels = shape[1] if len(shape) > 1 else 0
         else:  # the originals of a computed weight may have other shapes, as the norms of weight_norm do
             of_filters = "out_channels" if getattr(self.module, "transposed", False) else "in_channels"
             channels = getattr(self.module, of_filters)
@@ -64,6 +67,11 @@ class Found(NamedTuple):
     """All parameters and buffers, sites or not."""
     observed: bool = False
     """True if the model ran on example inputs."""
+
+    @property
+    def weights(self) -> list[Tensor | None]:
+        """The tensor of each site."""
+        return [site.tensor for site in self.sites]
 
     @property
     def trains(self) -> bool:

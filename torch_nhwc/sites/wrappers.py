@@ -4,14 +4,12 @@ They are recognised by the names of their classes and attributes, without import
 """
 
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from torch_nhwc.layout import CONTIGUOUS, Strides
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
 
 
@@ -72,9 +70,11 @@ def reason_of(module: nn.Module) -> Reason | None:
         return Reason.PER_SAMPLE_GRADIENTS
     if own.keys().isdisjoint(("_hf_hook", "_diffusers_hook")):
         return None
-    restores_all = any(getattr(each, "place_submodules", False) for each in _offloading_hooks(module))
+    hook = own.get("_hf_hook")
+    offloading = (each for each in getattr(hook, "hooks", [hook]) if getattr(each, "offload", False))
+    restores_all = any(getattr(each, "place_submodules", False) for each in offloading)
     # Group offloading with streams keeps copies in memory, and without them on a disk or nowhere.
-    group = _offloading_group(module)
+    group = getattr(getattr(own.get("_diffusers_hook"), "hooks", {}).get("group_offloading"), "group", None)
     restores_all |= any(getattr(group, name, None) for name in ("cpu_param_dict", "offload_to_disk_path"))
     return Reason.OFFLOADED if restores_all else None
 
@@ -82,39 +82,6 @@ def reason_of(module: nn.Module) -> Reason | None:
 def is_offloaded(module: nn.Module, weight: Tensor) -> bool:
     """Return whether accelerate keeps a weight's values elsewhere, and restores them before each forward."""
     return weight.is_meta and "_hf_hook" in module.__dict__
-
-
-def restored_strides(model: nn.Module, full_name: str, weight: Tensor) -> Strides | None:
-    """Return the strides in which an offloaded weight is restored before each forward; `None` if they are unknown."""
-    module: Any = model
-    names = full_name.split(".")
-    for depth, name in enumerate(names):
-        group = _offloading_group(module)
-        if getattr(group, "offload_to_disk_path", None):
-            return CONTIGUOUS.strides(weight.shape)
-        copies = getattr(group, "cpu_param_dict", None) or {}
-        if weight in copies:
-            return copies[weight].stride()  # type: ignore[no-any-return]
-        for hook in _offloading_hooks(module):
-            with suppress(AttributeError, KeyError, OSError, TypeError):  # this may read from a disk
-                strides: Strides = hook.weights_map[".".join(names[depth:])].stride()
-                return strides
-        module = getattr(module, name, None)
-        if not isinstance(module, nn.Module):
-            break
-    return None
-
-
-def _offloading_hooks(module: nn.Module) -> list[Any]:
-    """Return accelerate's offloading hooks on a module."""
-    hook = module.__dict__.get("_hf_hook")
-    return [each for each in getattr(hook, "hooks", [hook]) if getattr(each, "offload", False)]
-
-
-def _offloading_group(module: nn.Module) -> Any:
-    """Return the group by which diffusers offloads a module, or `None`."""
-    hooks = getattr(module.__dict__.get("_diffusers_hook"), "hooks", {})
-    return getattr(hooks.get("group_offloading"), "group", None)
 
 
 # Optimizers that make one flat vector of their parameters, by the name of their class or of one of its bases.

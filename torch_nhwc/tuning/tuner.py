@@ -108,13 +108,7 @@ def tune(
 
 
 def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> dict[str, Plan]:
-    """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing.
-
-    Args:
-        model: The model to plan for.
-        example_inputs: What it runs on, to see which tensors reach its convolutions.
-        preserve: Whether layers that lose channels-last may be replaced.
-    """
+    """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing."""
 
     def planned(memory_format: torch.memory_format | None = None, preserve: bool = False, **options: Any) -> Plan:
         return plan(model, memory_format, example_inputs=example_inputs, preserve=preserve, **options)
@@ -272,9 +266,7 @@ class Race:
     def run_round(self, measure: Callable[[str], float], is_late: Callable[[], bool] = lambda: False) -> None:
         """Take one sample of each candidate, every other round in reverse order, and drop clearly slower ones.
 
-        Args:
-            measure: Takes a sample of the candidate with a name.
-            is_late: Whether the round ends before the next sample. The first round is never cut short.
+        The round ends before the next sample if it is late, but the first round is never cut short.
 
         Raises:
             Exception: What the baseline raised. Exceptions of other candidates are noted in `failures`.
@@ -352,9 +344,6 @@ def interval(ratios: Sequence[float]) -> Interval:
     This is the trimmed mean of the logarithms, without the lowest and the highest tenth, and the interval of Tukey and
     McLaughlin around it, so that one disturbed pair does not decide. It is 99 % because a race looks at its intervals
     more than once.
-
-    Args:
-        ratios: At least one.
     """
     logarithms = sorted(map(math.log, ratios))
     count = len(logarithms)

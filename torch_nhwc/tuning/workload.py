@@ -39,18 +39,9 @@ _CALLS = range(3, 50)
 
 @dataclass
 class Workload:
-    """A copy of a model, what it is called with, and how.
+    """A copy of a model, what it is called with, and how; without an optimizer, steps are left out.
 
     Each call gets a fresh copy of the inputs, to which a model may write.
-
-    Attributes:
-        model: The copy, in the mode that is timed.
-        inputs: The caller's example inputs.
-        mode: Whether calls without gradients are timed, or steps of training.
-        device: Where it runs.
-        autocast: The dtype of the autocast region, or `None`.
-        loss: Computes the loss from the model's output.
-        optimizer: Takes the steps; `None` leaves them out.
     """
 
     model: nn.Module
@@ -163,12 +154,6 @@ def tuning_copy(model: nn.Module, mode: Mode) -> nn.Module:
 
 def optimizer_for(copied: nn.Module, model: nn.Module, optimizer: Any) -> Any:
     """Return an optimizer for a copy of a model. Its steps do all their work, with a learning rate of zero.
-
-    Args:
-        copied: The copy.
-        model: The model whose parameters the caller's optimizer holds.
-        optimizer: The caller's optimizer, whose class and groups are used, or a function of parameters that makes one,
-            such as a class.
 
     Raises:
         ValueError: The optimizer holds none of the model's parameters, or is LBFGS.

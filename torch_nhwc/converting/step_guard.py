@@ -8,7 +8,7 @@ channels-last format, since loading, copying and casting replace the parameters 
 
 import logging
 import weakref
-from collections.abc import MutableMapping
+from collections.abc import Iterable, MutableMapping
 from functools import partial
 from typing import Any
 
@@ -48,12 +48,6 @@ def set_step_guard(enabled: bool) -> None:
     gives state and gradients the strides of their parameter, and warns once for each optimizer. It never raises. It
     does not see gradients that a closure or the optimizer's own step hooks assign.
 
-    Args:
-        enabled: whether the guard is on.
-
-    Raises:
-        TypeError: `enabled` is neither True nor False.
-
     Example:
         >>> torch_nhwc.training.set_step_guard(False)
         >>> torch_nhwc.training.set_step_guard(True)
@@ -70,11 +64,11 @@ def is_guarded() -> bool:
     return _is_enabled
 
 
-def watch(owner: nn.Module | Optimizer) -> None:
-    """Keep the guard installed until the owner is released; for good if it is deleted before that."""
-    if not is_watched(owner):
-        _watched[id(owner)] = weakref.ref(owner, partial(_watched.pop, id(owner)))
-        watch_for_good()
+def watch(owners: Iterable[nn.Module | Optimizer]) -> None:
+    """Keep the guard installed until these are released; for good if one is deleted before that."""
+    new = [each for each in owners if id(each) not in _watched]
+    _watched.update({id(each): weakref.ref(each, partial(_watched.pop, id(each))) for each in new})
+    _keep_installed_for(len(new))
 
 
 def is_watched(owner: nn.Module | Optimizer) -> bool:
@@ -82,20 +76,14 @@ def is_watched(owner: nn.Module | Optimizer) -> bool:
     return id(owner) in _watched
 
 
-def release(owner: nn.Module | Optimizer) -> None:
+def release(owners: Iterable[nn.Module | Optimizer]) -> None:
     """End what `watch` began."""
-    global _count
-    if is_watched(owner):
-        del _watched[id(owner)]
-        _count -= 1
-        _install_or_remove()
+    _keep_installed_for(-sum(_watched.pop(id(each), None) is not None for each in owners))
 
 
 def watch_for_good() -> None:
     """Keep the guard installed for the rest of the process: for converted weights whose layers are not known."""
-    global _count
-    _count += 1
-    _install_or_remove()
+    _keep_installed_for(1)
 
 
 def align_when_loaded(optimizer: Optimizer) -> None:
@@ -122,6 +110,12 @@ def loading_optimizer(optimizer: Any) -> Optimizer | None:
     return next((each for each in with_inner(optimizer) if hooks in getattr(each, "__dict__", {})), None)
 
 
+def _keep_installed_for(more: int) -> None:
+    global _count
+    _count += more
+    _install_or_remove()
+
+
 def _install_or_remove() -> None:
     is_needed = _is_enabled and _count > 0
     if is_needed and not _handles:
@@ -146,7 +140,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
         parameters = [each for each in _parameters(optimizer, groups) if each.is_cpu]
         moved = _align(optimizer, parameters, has_gradients=True)
         if parameters:
-            watch(optimizer)  # a revert does not know that its state has these strides now
+            watch([optimizer])  # a revert does not know that its state has these strides now
         if moved:
             count = len({id(parameter) for parameter, _ in moved})
             problem = (
