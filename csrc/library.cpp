@@ -21,6 +21,9 @@ TORCH_LIBRARY(nhwc, m) {
   m.def(
       "instance_norm(Tensor input, Tensor(a!)? running_mean=None, Tensor(b!)? running_var=None, Tensor? weight=None, "
       "Tensor? bias=None, bool use_input_stats=True, float momentum=0.1, float eps=1e-05) -> Tensor");
+  m.def(
+      "batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight=None, "
+      "Tensor? bias=None, bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor");
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
   m.def(
       "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, "
@@ -65,6 +68,14 @@ TORCH_LIBRARY(nhwc, m) {
       compliant);
   m.def(
       "native_group_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, int num_groups, "
+      "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
+      compliant);
+  m.def(
+      "native_batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, "
+      "Tensor? bias, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)",
+      compliant);
+  m.def(
+      "native_batch_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool training, "
       "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);

@@ -18,6 +18,7 @@ WIDE = (2, 18, 3, 5)  # of so many channels that softmax goes over a view
 CALLS = {
     "group_norm": [((3,), IMAGE), ((6,), VOLUME)],
     "instance_norm": [((), IMAGE), ((), VOLUME)],
+    "batch_norm": [((None, None, None, None, True), IMAGE), ((None, None, None, None, True), VOLUME)],
     "softmax": [((1,), IMAGE), ((-4,), VOLUME), ((1,), WIDE)],
     "log_softmax": [((1,), IMAGE), ((-3,), WIDE)],
     "gelu": [((), IMAGE), ((), VOLUME)],
@@ -138,6 +139,9 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         lambda f: f.group_norm(line, 2),
         lambda f: f.group_norm(line[..., 0], 2),
         lambda f: f.instance_norm(line),
+        lambda f: f.batch_norm(line, torch.zeros(6), torch.ones(6)),
+        lambda f: f.batch_norm(line[..., 0], None, None, training=True),
+        lambda f: f.batch_norm(channels_last, torch.zeros(6), torch.ones(6)),
         lambda f: f.instance_norm(channels_last, torch.zeros(6), torch.ones(6), use_input_stats=False),
     ):
         torch.testing.assert_close(call(functional), call(F))
@@ -159,6 +163,10 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.group_norm(torch.ones(1, 2, 1, 1), 2),
         lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 3),
         lambda f: f.instance_norm(torch.ones(2, 4, 1, 1)),
+        lambda f: f.batch_norm(torch.ones(1, 4, 1, 1), None, None, training=True),
+        lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), None, None),
+        lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), None, None, training=True, eps=-1.0),
+        lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), torch.ones(3), torch.ones(3)),
         lambda f: f.softmax(torch.ones(2, 4, 3, 3), 4),
         lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2.0),
         lambda f: f.gelu(torch.ones(2, 4, 3, 3), approximate="other"),

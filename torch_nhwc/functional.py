@@ -32,6 +32,7 @@ __all__ = [
     "adaptive_avg_pool3d",
     "adaptive_max_pool3d",
     "avg_pool3d",
+    "batch_norm",
     "conv2d",
     "conv3d",
     "conv_transpose2d",
@@ -107,6 +108,38 @@ def _with_contiguous_gradient(normed: Tensor) -> Tensor:
     """
     if normed.is_contiguous():
         normed = torch.ops.aten._unsafe_view(normed.flatten(), normed.size())
+    return normed
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.batch_norm`, whose sums over channels-last are inaccurate on a CPU.
+
+    The more rows there are, the larger PyTorch's error is: in training in everything, in evaluation in the gradients of
+    weight and bias. Ours is as accurate as PyTorch's on contiguous activations. Activations of few rows are PyTorch's.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.batch_norm(x, None, None, training=True).stride()
+        (128, 1, 32, 8)
+    """
+    if not is_scripting():
+        is_usual = _are((bool,), training) and _are(_NUMBER, momentum, eps)
+        if _is_pytorch_s(input, running_mean, running_var, weight, bias) or not is_usual:
+            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if input.dim() < 4 or eps <= 0.0:  # for its errors
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+    if training:
+        _verify_batch_size(input.size())
+    normed: Tensor = torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return normed
 
 

@@ -114,7 +114,8 @@ void set(const at::Tensor& statistics, int64_t index, double value) {
 }  // namespace
 
 void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd) {
+                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
+                const at::Tensor& variances) {
   const NormKernels& kernels = kernels_of(input.scalar_type());
   const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
   const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels, 0);
@@ -153,6 +154,7 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
         const int64_t group = piece.sample * shape.groups + first / of_group;
         set(mean, group, average);
         set(rstd, group, r);
+        if (variances.defined()) set(variances, group, variance);
       }
     }
     kernels.normalise(from + offset(piece), to + offset(piece), piece.rows, channels, m.spread(), a.spread(),
@@ -186,7 +188,8 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
 
 void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, const at::Tensor& input,
                          const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
-                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
+                         bool is_of_input) {
   const NormKernels& kernels = kernels_of(input.scalar_type());
   const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
   const std::vector<double> scale = doubles_of(weight, channels, 1);
@@ -204,7 +207,9 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   };
   Sums sums(shape, pieces);  // of the gradient, and of its products with the deviations from the mean
 
+  const bool needs_sums = is_of_input || grad_weight.defined() || grad_bias.defined();
   const auto sum = [&](const Piece& piece) {
+    if (!needs_sums) return;
     Parameters m = means_of(piece);
     std::vector<double> scratch(7 * kernels.period(channels));
     kernels.backward_sums(from_grad + offset(piece), from + offset(piece), piece.rows, channels, m.spread(),
@@ -227,6 +232,11 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
       }
     }
     const int64_t at = offset(piece);
+    if (!is_of_input) {  // the input takes no part, whatever is in it
+      Parameters zero(kernels, channels);
+      kernels.normalise(from_grad + at, to + at, piece.rows, channels, zero.spread(), a.spread(), zero.spread());
+      return;
+    }
     kernels.backward(from_grad + at, from + at, to + at, piece.rows, channels, m.spread(), a.spread(), p.spread(),
                      b.spread());
   };

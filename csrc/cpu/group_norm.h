@@ -12,13 +12,18 @@ struct GroupNormShape {
 
 /// Writes the normalised input, and each group's mean and reciprocal deviation, `[samples, groups]` of float, or of
 /// double for doubles. All are dense, and `out` has the strides of `input`. Weight and bias may have any floating-point
-/// dtype or be undefined.
+/// dtype or be undefined. `variance`, of doubles, gets each group's biased variance if it is defined.
+///
+/// With one sample of all rows and a group for each channel this is batch norm.
 void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd);
+                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
+                const at::Tensor& variance = {});
 
-/// Writes the gradients that are defined; those of weight and bias are doubles.
+/// Writes the gradients that are defined; those of weight and bias are doubles. If `is_of_input` is false, mean and
+/// deviation do not depend on the input, as in batch norm's evaluation mode.
 void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, const at::Tensor& input,
                          const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
-                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias);
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
+                         bool is_of_input = true);
 
 }  // namespace nhwc::cpu

@@ -55,6 +55,8 @@ void keeps_activations_channels_last() {
   const auto dense = x.detach().contiguous();
   expect(ours::group_norm(x, 2, ones, ones), torch::group_norm(dense, 2, ones, ones), "group norm");
   expect(ours::instance_norm(x), torch::group_norm(dense, 4), "instance norm");
+  expect(ours::batch_norm(x, {}, {}, ones, ones, true),
+         torch::batch_norm(dense, ones, ones, {}, {}, true, 0, 1e-5, false), "batch norm");
   expect(ours::gelu(x), torch::gelu(dense), "gelu");
   expect(ours::avg_pool3d(x, 2), torch::avg_pool3d(dense, 2), "avg_pool3d");
   expect(ours::adaptive_avg_pool3d(x, std::array<c10::SymInt, 3>{2, 2, 2}),

@@ -16,7 +16,10 @@ from torch import nn
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import KNOWN_SUBCLASSES, REPLACEMENTS, Preserving, is_preserving, replacement_for
 
-SOME = some_of(LAYERS, "group_norm", "instance_norm_3d", "softmax", "avg_pool", "circular_conv", "one_tap", "upsample")
+SOME = some_of(
+    LAYERS,
+    *("group_norm", "instance_norm_3d", "batch_norm", "softmax", "avg_pool", "circular_conv", "one_tap", "upsample"),
+)
 
 
 def pair(name, dtype=torch.float32):

@@ -9,6 +9,9 @@ LAYERS = {
     "group_norm_3d": (lambda: nn.GroupNorm(1, 6, eps=1e-3, affine=False), (1, 6, 3, 5, 7)),
     "instance_norm": (lambda: nn.InstanceNorm2d(6), (1, 6, 5, 7)),
     "instance_norm_3d": (lambda: nn.InstanceNorm3d(6, affine=True, track_running_stats=True), (2, 6, 3, 5, 7)),
+    # With so many rows that PyTorch's kernel would not stay.
+    "batch_norm": (lambda: nn.BatchNorm2d(6), (2, 6, 24, 24)),
+    "batch_norm_3d": (lambda: nn.BatchNorm3d(6, eps=1e-3, momentum=None), (2, 6, 3, 16, 16)),
     "gelu": (lambda: nn.GELU(), (2, 6, 5, 7)),
     "gelu_tanh": (lambda: nn.GELU("tanh"), (2, 6, 3, 5, 7)),
     "softmax": (lambda: nn.Softmax(1), (2, 6, 3, 5, 7)),

@@ -69,6 +69,36 @@ class PreservingInstanceNorm3d(Preserving, nn.InstanceNorm3d):
     _apply_instance_norm = PreservingInstanceNorm2d._apply_instance_norm
 
 
+class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
+    """`BatchNorm2d` that is accurate on channels-last."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)
+        factor = 0.0 if self.momentum is None else self.momentum
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:  # the average of all batches
+                factor = 1.0 / float(self.num_batches_tracked)
+        has_statistics = self.running_mean is not None or self.running_var is not None
+        is_tracked = self.track_running_stats or not self.training
+        return functional.batch_norm(
+            input,
+            self.running_mean if is_tracked else None,
+            self.running_var if is_tracked else None,
+            self.weight,
+            self.bias,
+            self.training or not has_statistics,
+            factor,
+            self.eps,
+        )
+
+
+class PreservingBatchNorm3d(Preserving, nn.BatchNorm3d):
+    """`BatchNorm3d` that is accurate on channels-last."""
+
+    forward = PreservingBatchNorm2d.forward
+
+
 class PreservingGELU(Preserving, nn.GELU):
     """`GELU` that reads memory in order."""
 
@@ -263,10 +293,13 @@ def _has_one_tap(layer: Any) -> bool:
 
 def meets_small_input_rule(layer: Any) -> bool:
     """Return whether a convolution may get a wrong weight gradient on small inputs, in either format, on some CPUs."""
-    has_taps = any(size > 1 for size in layer.kernel_size)
-    # Looked at by name, since a parametrized weight is computed when it is read.
-    weights = [parameter for name, parameter in layer.named_parameters() if name != "bias"]
-    return bool(layer.training and has_taps and any(weight.requires_grad for weight in weights))
+    if not (layer.training and max(layer.kernel_size) > 1):
+        return False
+    weight = layer._parameters.get("weight")
+    if weight is not None:
+        return bool(weight.requires_grad)
+    # A parametrized weight would be computed if it were read.
+    return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
 
 
 def meets_strided_rule(layer: Any) -> bool:
@@ -292,6 +325,11 @@ def _is_nearest(layer: Any) -> bool:
     return layer.mode in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
 
 
+def takes_statistics(layer: Any) -> bool:
+    """Return whether a batch norm normalises by the statistics of its input; its output is right otherwise."""
+    return layer.training or (layer.running_mean is None and layer.running_var is None)
+
+
 def _always(layer: Any) -> bool:
     return True
 
@@ -310,6 +348,7 @@ class Replacement(NamedTuple):
 
 
 _NORM = "the gradient where the batch is 1; the format; and speed, forward and backward"
+_SUMS = "accuracy in training, forward and backward, the more the larger the activation is"
 _POOL = "the format, forward and backward, and with it speed"
 _PADDING = "the format and speed forward"
 _SPEED = "speed, forward and backward"
@@ -321,6 +360,8 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     ),
     nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _NORM),
     nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _NORM),
+    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS, takes_statistics),
+    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS, takes_statistics),
     nn.GELU: Replacement(PreservingGELU, _SPEED),
     nn.Softmax: Replacement(PreservingSoftmax, _POOL, serves=_is_over_channels),
     nn.Softmax2d: Replacement(PreservingSoftmax2d, _POOL),
@@ -342,18 +383,6 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
 
 # The names of the classes of which every layer is replaced.
 ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is _always)
-
-
-def meets_small_input_rule(layer):
-    return False
-
-
-def meets_strided_rule(layer):
-    return False
-
-
-def has_batch_statistics(layer):
-    return False
 
 
 # Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.

@@ -13,13 +13,13 @@ from torch.nn.parameter import is_lazy
 from torch_nhwc.nn.class_swap import original_class
 from torch_nhwc.nn.replacements import (
     Replacement,
-    has_batch_statistics,
     is_known,
     is_patched,
     is_preserving,
     meets_small_input_rule,
     meets_strided_rule,
     replacement_for,
+    takes_statistics,
 )
 from torch_nhwc.sites import computed_weights, observed, scripted
 from torch_nhwc.sites.reasons import Reason
@@ -147,12 +147,14 @@ class ReplaceableLayer(NamedTuple):
     """What PyTorch computes wrong in it."""
 
 
+_CONVOLUTIONS = tuple(layer for layers in LAYERS.values() for layer in layers)
 # What PyTorch computes wrong in a layer. The layer alone decides, and not the machine: ranks and saved plans agree.
-_FAULTS: tuple[tuple[Callable[[Any], bool], Reason], ...] = (
-    (meets_strided_rule, Reason.STRIDED_POINTWISE),
-    (meets_small_input_rule, Reason.SMALL_INPUTS),
-    (has_batch_statistics, Reason.BATCH_STATISTICS),
+_FAULTS: tuple[tuple[tuple[type, ...], Callable[[Any], bool], Reason], ...] = (
+    (_CONVOLUTIONS, meets_strided_rule, Reason.STRIDED_POINTWISE),
+    (_CONVOLUTIONS, meets_small_input_rule, Reason.SMALL_INPUTS),
+    ((nn.BatchNorm2d, nn.BatchNorm3d), takes_statistics, Reason.BATCH_STATISTICS),
 )
+_GRADIENT = "the right gradient of its weight, on some CPUs"
 
 
 def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> list[ReplaceableLayer]:
@@ -178,16 +180,27 @@ def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> l
         replacement = replacements[layer_type]
         if replacement is None:
             continue
-        fault = next((reason for holds, reason in _FAULTS if _holds(holds, module)), None)
+        fault = _fault_of(module)
         # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
-        if fault or is_preserving(layer_type) or path in planned or _holds(replacement.concerns, module):
+        loses = _holds(replacement.concerns, module)
+        if loses or fault or is_preserving(layer_type) or path in planned:
             original = original_class(layer_type)
             device = device or _device_of(modules)
             reason = _reason_of(module, original, replacement, device)
+            if reason is Reason.OTHER_ARGUMENTS and fault is not None:
+                reason = None  # nothing is gained, but it is right
             if wrapped is not None and reason is not Reason.EXCHANGED:
                 reason = wrapped
-            found.append(ReplaceableLayer(path, module, original.__name__, replacement.loses, reason, fault))
+            what = replacement.loses if loses or not isinstance(module, _CONVOLUTIONS) else _GRADIENT
+            found.append(ReplaceableLayer(path, module, original.__name__, what, reason, fault))
     return found
+
+
+def _fault_of(module: nn.Module) -> Reason | None:
+    for layers, has_fault, reason in _FAULTS:
+        if isinstance(module, layers) and _holds(has_fault, module):
+            return reason
+    return None
 
 
 def _holds(predicate: Callable[[Any], bool], layer: nn.Module) -> bool:

@@ -11,7 +11,7 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-constexpr int rows_at_once = 8;  // the periods that share one load of parameters and sums
+constexpr int most_rows_at_once = 8;  // the periods that share one load of parameters and sums
 
 template <typename Element>
 std::int64_t period_of(std::int64_t channels) {
@@ -37,32 +37,58 @@ void fold(const Real<Element>* sums, std::int64_t period, std::int64_t channels,
   }
 }
 
-/// Prefetches the next rows: several rows are read at once, which processors do not foresee.
-NHWC_ALWAYS_INLINE void prefetch(const void* next) { __builtin_prefetch(next); }
+/// Prefetches what fills a pair of registers.
+template <typename Element>
+NHWC_ALWAYS_INLINE void prefetch(const Element* next) {
+  constexpr int line = 64, bytes = static_cast<int>(pair_size<Element> * sizeof(Element));
+  for (int at = 0; at < bytes; at += line) __builtin_prefetch(reinterpret_cast<const char*>(next) + at);
+}
+
+/// Returns whether rows are read in order although several are read at once. Processors foresee that, and it is slower
+/// to prefetch than not.
+template <typename Element>
+bool is_in_order(std::int64_t channels) {
+  return period_of<Element>(channels) == pair_size<Element>;
+}
 
 /// Calls `pairs(at, step, k)` for pairs of registers, `step` elements apart, and `single(at, k)` for the elements of
-/// the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`.
-template <typename Element, typename Pairs, typename Single>
+/// the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`. The template
+/// arguments of `pairs` are the number of rows and whether it prefetches the next ones.
+template <typename Element, int rows_at_once, bool prefetches, typename Pairs, typename Single>
 NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, const Pairs& pairs, const Single& single) {
   const std::int64_t period = period_of<Element>(channels), rows = period / channels;
   std::int64_t row = 0;
   for (; row + rows_at_once * rows <= count; row += rows_at_once * rows) {
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<rows_at_once>(row * channels + k, period, k);
+      pairs.template operator()<rows_at_once, prefetches>(row * channels + k, period, k);
     }
   }
   for (; row + rows <= count; row += rows) {
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<1>(row * channels + k, period, k);
+      pairs.template operator()<1, prefetches>(row * channels + k, period, k);
     }
   }
   for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * channels + k, slot_of<Element>(k));
 }
 
+/// Calls the same in a pass that writes rows. Short ones are best written nearly in order.
+template <typename Element, typename Pairs, typename Single>
+NHWC_ALWAYS_INLINE void for_each_written(std::int64_t count, std::int64_t channels, const Pairs& pairs,
+                                         const Single& single) {
+  if (is_in_order<Element>(channels)) {
+    for_each<Element, most_rows_at_once, false>(count, channels, pairs, single);
+  } else if (period_of<Element>(channels) * static_cast<std::int64_t>(sizeof(Element)) <= 256) {
+    for_each<Element, most_rows_at_once / 2, false>(count, channels, pairs, single);
+  } else {
+    for_each<Element, most_rows_at_once, true>(count, channels, pairs, single);
+  }
+}
+
 /// Returns the rows of a block: enough that the work per block is negligible.
 template <typename Element>
 std::int64_t block_rows(std::int64_t channels) {
-  const std::int64_t multiple = rows_at_once * (period_of<Element>(channels) / channels), wanted = 32768 / channels;
+  const std::int64_t multiple = most_rows_at_once * (period_of<Element>(channels) / channels),
+                     wanted = 32768 / channels;
   return (wanted < 256 ? 256 : wanted) / multiple * multiple + multiple;
 }
 
@@ -88,13 +114,13 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, c
   constexpr int lanes = VectorOf<Number>::lanes;
   const std::int64_t period = period_of<Element>(channels);
   for (std::int64_t k = 0; k < period; ++k) sum[k] = square[k] = lost[k] = lost[period + k] = 0;
-  for_each<Element>(
+  for_each<Element, most_rows_at_once, true>(
       count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> origin = load_pair(shift + k);
         Pair<Number> sums{}, squares{};
         for (int row = 0; row < periods; ++row) {
-          prefetch(rows + at + (row + periods) * step);
+          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> value = load_pair(rows + at + row * step);
           const Vector<Number> first = value.first - origin.first, second = value.second - origin.second;
           sums.first += first;
@@ -174,12 +200,12 @@ void normalise(const void* data, void* out, std::int64_t count, std::int64_t cha
   auto* to = static_cast<Element*>(out);
   const auto *mean = static_cast<const Number*>(means), *scale = static_cast<const Number*>(scales),
              *shift = static_cast<const Number*>(shifts);
-  for_each<Element>(
+  for_each_written<Element>(
       count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(scale + k), b = load_pair(shift + k);
         for (int row = 0; row < periods; ++row) {
-          prefetch(rows + at + (row + periods) * step);
+          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> x = load_pair(rows + at + row * step);
           store_pair(to + at + row * step, Pair<Number>{(x.first - m.first) * a.first + b.first,
                                                         (x.second - m.second) * a.second + b.second});
@@ -206,30 +232,33 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
     const std::int64_t taken = begin + block < count ? block : count - begin;
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
     for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = lost[k] = lost[period + k] = 0;
-    for_each<Element>(
-        taken, channels,
-        [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
-          const Pair<Number> m = load_pair(mean + k);
-          Pair<Number> s{}, p{};
-          for (int row = 0; row < periods; ++row) {
-            prefetch(g + at + (row + periods) * step);
-            prefetch(x + at + (row + periods) * step);
-            const Pair<Number> from = load_pair(g + at + row * step), value = load_pair(x + at + row * step);
-            s.first += from.first;
-            s.second += from.second;
-            p.first += from.first * (value.first - m.first);
-            p.second += from.second * (value.second - m.second);
-          }
-          add(sums + k, lost + k, s.first);
-          add(sums + k + lanes, lost + k + lanes, s.second);
-          add(products + k, lost + period + k, p.first);
-          add(products + k + lanes, lost + period + k + lanes, p.second);
-        },
-        [=](std::int64_t at, std::int64_t k) {
-          const Number value = load_one(g + at);
-          sums[k] += value;
-          products[k] += value * (load_one(x + at) - mean[k]);
-        });
+    const auto add_pairs = [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      const Pair<Number> m = load_pair(mean + k);
+      Pair<Number> s{}, p{};
+      for (int row = 0; row < periods; ++row) {
+        if constexpr (prefetches) prefetch(g + at + (row + periods) * step);
+        if constexpr (prefetches) prefetch(x + at + (row + periods) * step);
+        const Pair<Number> from = load_pair(g + at + row * step), value = load_pair(x + at + row * step);
+        s.first += from.first;
+        s.second += from.second;
+        p.first += from.first * (value.first - m.first);
+        p.second += from.second * (value.second - m.second);
+      }
+      add(sums + k, lost + k, s.first);
+      add(sums + k + lanes, lost + k + lanes, s.second);
+      add(products + k, lost + period + k, p.first);
+      add(products + k + lanes, lost + period + k + lanes, p.second);
+    };
+    const auto add_one = [=](std::int64_t at, std::int64_t k) {
+      const Number value = load_one(g + at);
+      sums[k] += value;
+      products[k] += value * (load_one(x + at) - mean[k]);
+    };
+    if (is_in_order<Element>(channels)) {
+      for_each<Element, most_rows_at_once, false>(taken, channels, add_pairs, add_one);
+    } else {
+      for_each<Element, most_rows_at_once, true>(taken, channels, add_pairs, add_one);
+    }
     make_up(sums, lost, period);
     make_up(products, lost + period, period);
     fold<Element>(sums, period, channels, folded);
@@ -248,14 +277,14 @@ void backward(const void* gradient, const void* data, void* out, std::int64_t co
   auto* to = static_cast<Element*>(out);
   const auto *mean = static_cast<const Number*>(means), *by_grad = static_cast<const Number*>(of_grads),
              *by_row = static_cast<const Number*>(of_rows), *shift = static_cast<const Number*>(shifts);
-  for_each<Element>(
+  for_each_written<Element>(
       count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(by_grad + k), p = load_pair(by_row + k),
                            b = load_pair(shift + k);
         for (int row = 0; row < periods; ++row) {
-          prefetch(grad + at + (row + periods) * step);
-          prefetch(rows + at + (row + periods) * step);
+          if constexpr (prefetches) prefetch(grad + at + (row + periods) * step);
+          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> g = load_pair(grad + at + row * step), x = load_pair(rows + at + row * step);
           store_pair(to + at + row * step,
                      Pair<Number>{g.first * a.first + ((x.first - m.first) * p.first + b.first),

@@ -35,6 +35,17 @@ inline at::Tensor instance_norm(const at::Tensor& input, const OptionalTensor& r
   return op.call(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps);
 }
 
+/// Computes batch norm. In training, running statistics are updated if there are any; otherwise they are used.
+inline at::Tensor batch_norm(const at::Tensor& input, const OptionalTensor& running_mean,
+                             const OptionalTensor& running_var, const OptionalTensor& weight = {},
+                             const OptionalTensor& bias = {}, bool training = false, double momentum = 0.1,
+                             double eps = 1e-5) {
+  using Signature = at::Tensor(const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                               const OptionalTensor&, bool, double, double);
+  static const auto op = ops_detail::find<Signature>("nhwc::batch_norm");
+  return op.call(input, running_mean, running_var, weight, bias, training, momentum, eps);
+}
+
 /// Computes GELU; `approximate` is "none" or "tanh".
 inline at::Tensor gelu(const at::Tensor& input, std::string_view approximate = "none") {
   using Signature = at::Tensor(const at::Tensor&, c10::string_view);

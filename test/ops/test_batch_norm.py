@@ -1,0 +1,451 @@
+"""Batch norm on channels-last: values, running statistics, every kind of derivative, formats, accuracy, errors."""
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import FORMATS, canonical, channels_last
+from selection import some_of
+from torch.func import functional_call, grad, jvp, vmap
+
+from torch_nhwc.nn.class_swap import swap_class
+from torch_nhwc.nn.replacements import Preserving
+
+ops = torch.ops.nhwc
+# So many rows a thread are computed by our kernels: a batch and a volume, channels that fill registers or do not.
+SHAPES = [
+    (2, 8, 24, 24),
+    (3, 20, 31, 17),
+    (1, 33, 600, 1),
+    (600, 5, 1, 1),
+    (1, 64, 8, 9, 10),
+    (2, 3, 12, 7, 9),
+    (4, 320, 18, 18),
+]
+DTYPES = {
+    "float32": (torch.float32, torch.float32),
+    "bfloat16": (torch.bfloat16, torch.bfloat16),
+    "float16": (torch.float16, torch.float16),
+    "float64": (torch.float64, torch.float64),
+    "bfloat16 with float32": (torch.bfloat16, torch.float32),
+    "float16 with float32": (torch.float16, torch.float32),
+}
+NAMES = ("output", "running mean", "running variance", "input's gradient", "weight's gradient", "bias's gradient")
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Run on one thread: the rows a thread decide whose kernel runs."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tensors(shape, dtype=torch.float32, parameters=None, mean=0.0):
+    """Return an input, running statistics, a weight, a bias and a gradient."""
+    x, gradient = (torch.randn(shape) + mean).to(dtype), torch.randn(shape).to(dtype)
+    numbers = torch.randn(shape[1]), torch.rand(shape[1]) + 0.5, 1 + 0.1 * torch.randn(shape[1]), torch.randn(shape[1])
+    return x, *(each.to(parameters or dtype) for each in numbers), gradient
+
+
+def results(norm, x, running_mean, running_var, weight, bias, gradient, training=True, momentum=0.3, eps=1e-5):
+    """Return what `NAMES` names, after one call on copies of the running statistics."""
+    running = [None if each is None else each.clone() for each in (running_mean, running_var)]
+    leaves = [each.detach().requires_grad_() for each in (x, weight, bias)]
+    out = norm(leaves[0], *running, *leaves[1:], training, momentum, eps)
+    return [out.detach(), *running, *torch.autograd.grad(out, leaves, gradient)]
+
+
+def error(value, exact):
+    """Return the difference in units of the exact value, both by their norms."""
+    return float((value.double() - exact).norm() / exact.norm().clamp_min(1e-300))
+
+
+def of_three(given, **options):
+    """Return the results of ours on channels-last, of PyTorch's on contiguous, and of that in float64."""
+    x, *numbers, gradient = given
+    norm = ops.batch_norm if options.get("training", True) else native  # which leaves evaluation to more rows
+    ours = results(norm, channels_last(x), *numbers, channels_last(gradient), **options)
+    stock = results(F.batch_norm, *given, **options)
+    exact = results(F.batch_norm, *(each.double() for each in given), **options)
+    return ours, stock, exact
+
+
+def native(x, mean, variance, weight=None, bias=None, training=False, momentum=0.1, eps=1e-5):
+    """Call our kernels for any number of rows."""
+    return ops.native_batch_norm(x, mean, variance, weight, bias, training, momentum, eps)[0]
+
+
+def is_ours(out):
+    return out.grad_fn.name() == "NhwcBatchNormBackward"
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("dtypes", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_values_statistics_and_gradients(shape, dtypes, training):
+    given = tensors(shape, *DTYPES[dtypes])
+    ours, stock, exact = of_three(given, training=training)
+    for index in (0, 3):
+        assert ours[index].stride() == canonical(shape)
+    assert is_ours(ops.batch_norm(channels_last(given[0]).requires_grad_(), *given[1:5], True))
+    for name, own, other, right in zip(NAMES, ours, stock, exact, strict=True):
+        assert own.dtype == other.dtype, name
+        least = 1e-13 if given[0].dtype == torch.float64 else torch.finfo(own.dtype).eps / 2
+        assert error(own, right) <= 2 * error(other, right) + least, name
+
+
+@pytest.mark.parametrize("corner", [False, True])
+@pytest.mark.parametrize("mean", some_of([1, 10, 100, 1000], 1, 100))
+def test_as_accurate_as_contiguous_far_from_zero(mean, corner):
+    for shape in ((2, 16, 24, 24, 24), (4, 64, 40, 40), (2, 3, 250, 200)):
+        given = tensors(shape, mean=float(mean))
+        if corner:
+            given[0].flatten(2)[..., 0] = 0
+        for name, own, other, right in zip(NAMES, *of_three(given), strict=True):
+            assert error(own, right) <= 2 * error(other, right) + torch.finfo(torch.float32).eps / 2, name
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_more_rows_make_no_larger_error(training):
+    """PyTorch's are off by 1e-5 to 1e-3 here: in evaluation the gradients of the parameters, in training everything."""
+    x, *numbers, gradient = tensors((1, 4, 512, 1024), mean=1.0)
+    ours = results(ops.batch_norm, channels_last(x), *numbers, channels_last(gradient), training=training)
+    exact = results(F.batch_norm, *(each.double() for each in (x, *numbers, gradient)), training=training)
+    assert all(error(own, right) < 2e-6 for own, right in zip(ours, exact, strict=True))
+
+
+@pytest.mark.parametrize(("rows", "training"), [(256, True), (511, True), (32767, False)])
+@pytest.mark.parametrize("mean", [0, 1])
+def test_pytorch_s_kernel_is_accurate_where_it_stays(rows, training, mean):
+    for gradients_mean in (0, 1):  # of 1: the gradient of the weight is a small difference of large numbers
+        x, *numbers, gradient = tensors((1, 16, rows, 1), mean=float(mean))
+        numbers[0] = numbers[0] * 0 + mean
+        given = (x, *numbers, gradient + gradients_mean)
+        x = channels_last(x)
+        assert not is_ours(ops.batch_norm(x.requires_grad_(), *numbers, training))
+        stock = results(ops.batch_norm, x, *numbers, channels_last(given[-1]), training=training)
+        exact = results(F.batch_norm, *(each.double() for each in given), training=training)
+        assert all(error(own, right) < 1e-5 for own, right in zip(stock, exact, strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_missing_parameters_and_statistics(training):
+    x, mean, variance, weight, bias, gradient = tensors((2, 12, 20, 20))
+    for has_weight, has_bias, is_tracked in itertools.product([False, True], repeat=3):
+        if not (training or is_tracked):
+            continue
+        numbers = [each if is_tracked else None for each in (mean, variance)]
+        numbers += [weight if has_weight else None, bias if has_bias else None]
+        runs = []
+        for norm, arrange in ((native, channels_last), (F.batch_norm, torch.clone)):
+            given = arrange(x).detach().requires_grad_()
+            own = [None if each is None else each.clone() for each in numbers]
+            out = norm(given, *own, training, 0.2, 1e-3)
+            assert is_ours(out) == (norm is native)
+            out.backward(arrange(gradient))
+            runs.append((out, given.grad, *own))
+        torch.testing.assert_close(*runs)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_only_the_needed_gradients_are_computed(training):
+    x, *numbers, gradient = tensors((2, 8, 20, 20))
+    x, gradient = channels_last(x), channels_last(gradient)
+    all_of_them = results(native, x, *numbers, gradient, training=training)[3:]
+    for wanted in itertools.product([False, True], repeat=3):
+        given = [each.clone().requires_grad_(want) for each, want in zip((x, *numbers[2:]), wanted)]
+        out = native(given[0], *numbers[:2], *given[1:], training, 0.0)
+        assert out.requires_grad == any(wanted)
+        if any(wanted):
+            out.backward(gradient)
+        for each, want, expected in zip(given, wanted, all_of_them):
+            assert (each.grad is not None) == want
+            assert not want or torch.equal(each.grad, expected)
+
+
+def test_evaluation_gives_pytorch_s_output_and_a_gradient_without_the_input():
+    x, *numbers, gradient = tensors((2, 8, 20, 20))
+    x, gradient = channels_last(x), channels_last(gradient)
+    x[0, 3, 2, 2], x[1, 6, 1, 1] = torch.nan, torch.inf
+    expected = F.batch_norm(x, *numbers)
+    out = native(x.requires_grad_(), *numbers)
+    for each in (out, ops.batch_norm(x.detach(), *numbers)):  # the latter by PyTorch's operator
+        torch.testing.assert_close(each, expected, rtol=0, atol=0, equal_nan=True)
+    out.backward(gradient)
+    assert x.grad.isfinite().all()
+    exact = gradient.double() * (numbers[2] / (numbers[1].double() + 1e-5).sqrt()).view(1, 8, 1, 1)
+    assert error(x.grad, exact) < 1e-7
+
+
+def test_training_between_forward_and_backward_of_evaluation_changes_no_gradient():
+    x, mean, variance, weight, bias, gradient = tensors((2, 8, 20, 20))
+    x = channels_last(x)
+    leaf = weight.clone().requires_grad_()
+    (expected,) = torch.autograd.grad(native(x, mean, variance, leaf, bias), leaf, gradient)
+    out, versions = native(x, mean, variance, leaf, bias), (mean._version, variance._version)
+    ops.batch_norm(x + 3, mean, variance, leaf, bias, True)
+    assert (mean._version, variance._version) == versions  # PyTorch's operator increments none either
+    (found,) = torch.autograd.grad(out, leaf, gradient)
+    assert torch.equal(found, expected)
+
+
+def test_not_a_number_stays_within_its_channel():
+    x, *numbers, _ = tensors((2, 8, 20, 20))
+    x[0, 3, 2, 2], x[1, 6, 1, 1] = torch.nan, torch.inf
+    out, stock = ops.batch_norm(channels_last(x), *numbers, True), F.batch_norm(x, *numbers, True)
+    assert torch.equal(out.isnan(), stock.isnan())
+    assert out.isnan().flatten(2).all(2).sum() == 4
+
+
+def test_constant_channels():
+    x = torch.full((2, 8, 20, 20), 0.1)
+    x[:, 4:] = 1e4
+    x.requires_grad_()
+    running = torch.zeros(8), torch.ones(8)
+    out = ops.batch_norm(channels_last(x), *running, None, None, True, 1.0)
+    assert out.abs().max() < 1e-3
+    torch.testing.assert_close(running, (x[0, :, 0, 0].detach(), torch.zeros(8)), atol=1e-10, rtol=1e-6)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_every_derivative(training):
+    x, *numbers, _ = (each.double() for each in tensors((2, 3, 3, 2)))
+
+    def norm(x, weight, bias):
+        return native(x, numbers[0].clone(), numbers[1].clone(), weight, bias, training)
+
+    given = tuple(each.requires_grad_() for each in (channels_last(x), *numbers[2:]))
+    assert torch.autograd.gradcheck(norm, given, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(norm, given, check_fwd_over_rev=True)
+
+
+def test_transforms_of_torch_func():
+    x, _, _, weight, bias, _ = (each.double() for each in tensors((3, 4, 20, 20)))
+    x = channels_last(x)
+
+    def loss(norm):
+        return lambda x, w: (norm(x, None, None, w, bias, True) ** 3).sum()
+
+    ours, stock = loss(ops.batch_norm), loss(F.batch_norm)
+    dense = x.contiguous()
+    torch.testing.assert_close(grad(ours, argnums=(0, 1))(x, weight), grad(stock, argnums=(0, 1))(dense, weight))
+    tangents = (torch.randn_like(x), torch.randn_like(weight))
+    torch.testing.assert_close(jvp(ours, (x, weight), tangents), jvp(stock, (dense, weight), tangents))
+
+    def second(loss, x):
+        return grad(lambda w: grad(loss, argnums=1)(x, w).sum())(weight)
+
+    torch.testing.assert_close(second(ours, x), second(stock, dense))
+    batch = channels_last(torch.randn(6, 4, 20, 20).double()).unflatten(0, (3, 2))
+    for in_dims in ((0, None), (0, 0)):
+        w = weight if in_dims[1] is None else weight.expand(3, -1).clone()
+        by_ours, by_stock = (vmap(grad(each, argnums=(0, 1)), in_dims)(batch, w) for each in (ours, stock))
+        torch.testing.assert_close(by_ours, by_stock)
+
+
+def test_models_of_several_weights_under_vmap():
+    """As `torch.func.stack_module_state` is used: parameters and running statistics are batched."""
+    layers = [torch.nn.BatchNorm2d(4).double() for _ in range(3)]
+    state = {name: torch.stack([layer.state_dict()[name] for layer in layers]) for name in layers[0].state_dict()}
+    x = channels_last(torch.randn(2, 4, 20, 20).double())
+
+    def call(norm):
+        mine = {name: each.clone() for name, each in state.items()}
+
+        def one(m, v, w, b):
+            return norm(x, m, v, w, b, True, 0.1, 1e-5)
+
+        out = vmap(one)(*(mine[name] for name in ("running_mean", "running_var", "weight", "bias")))
+        return out, mine
+
+    torch.testing.assert_close(call(ops.batch_norm), call(F.batch_norm))
+    assert functional_call(layers[0], {}, (x,)).shape == x.shape
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize(("shape", "dtypes"), [((2, 8, 20, 20), "float32"), ((1, 8, 9, 8, 9), "bfloat16 with float32")])
+def test_opcheck(shape, dtypes, requires_grad, training):
+    x, *numbers, gradient = tensors(shape, *DTYPES[dtypes])
+    x = channels_last(x).requires_grad_(requires_grad)
+    weight, bias = (each.requires_grad_(requires_grad) for each in numbers[2:])
+    given = (x, *numbers[:2], weight, bias, training, 0.1, 1e-5)
+    # Schemas with optional buffers that are written are not for functionalization.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
+    torch.library.opcheck(ops.native_batch_norm.default, given, test_utils=checks)
+    torch.library.opcheck(ops.batch_norm.default, given, test_utils=checks[:2])
+    _, mean, rstd = ops.native_batch_norm(x.detach(), *numbers[:2], weight, bias, training, 0.1, 1e-5)
+    torch.library.opcheck(
+        ops.native_batch_norm_backward.default,
+        (
+            channels_last(gradient),
+            x.detach(),
+            mean.detach(),
+            rstd.detach(),
+            weight.detach(),
+            training,
+            1e-5,
+            [True] * 3,
+        ),
+    )
+
+
+@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (1, 8, 2, 3, 2), (2, 8, 1, 1), (2, 1, 3, 4)], ids=str)
+def test_meta_tensors_have_the_strides_of_real_ones(shape):
+    given = (None, None, None, None, True, 0.1, 1e-5)
+    x = channels_last(torch.randn(shape))
+    real, meta = ops.native_batch_norm(x, *given), ops.native_batch_norm(x.to("meta"), *given)
+    for one, other in zip(real, meta):
+        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
+    assert real[0].stride() == canonical(shape)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_other_devices_get_the_same_from_pytorchs_own_kernels(training):
+    """The kernels of all devices that are no CPU, run here on the tensors of one."""
+    x, *numbers, gradient = tensors((2, 8, 4, 5))
+    x, gradient = channels_last(x), channels_last(gradient)
+    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    runs = []
+    for call in (ops.native_batch_norm, lambda *each: ops.native_batch_norm.default.redispatch(elsewhere, *each)):
+        running = [each.clone() for each in numbers[:2]]
+        runs.append((*call(x, *running, *numbers[2:], training, 0.1, 1e-5), *running))
+    here, there = runs
+    torch.testing.assert_close(here, there)
+    assert there[0].stride() == here[0].stride()
+    given = (gradient, x, *here[1:3], numbers[2], training, 1e-5, [True, True, True])
+    here = ops.native_batch_norm_backward(*given)
+    there = ops.native_batch_norm_backward.default.redispatch(elsewhere, *given)
+    torch.testing.assert_close(here, there)
+    assert there[0].stride() == here[0].stride()
+
+
+def test_everything_else_goes_to_pytorch():
+    x, *numbers, _ = tensors((2, 8, 24, 25))
+    last = channels_last(x)
+    small = channels_last(torch.randn(2, 8, 4, 5))
+    others = [x, x.transpose(2, 3), last[:, :, ::2, ::2], small, small.double()]
+    for each in [*others, torch.randn(2, 8), torch.randn(2, 8, 700), torch.empty(0, 8, 40, 50)]:
+        numbers = [number.to(each.dtype) for number in numbers]
+        ours, stock = (
+            norm(each.clone(memory_format=torch.preserve_format).requires_grad_(), *numbers, True)
+            for norm in (ops.batch_norm, F.batch_norm)
+        )
+        assert torch.equal(ours, stock)
+        assert ours.stride() == stock.stride()
+        assert not is_ours(ours)
+    with torch.device("meta"):
+        assert ops.batch_norm(torch.empty_like(last, device="meta"), None, None, None, None, True).is_meta
+
+
+def test_part_of_a_larger_activation():
+    whole = channels_last(torch.randn(2, 16, 20, 20))
+    part = whole[:, :8].requires_grad_()
+    out = ops.batch_norm(part, None, None, None, None, True)
+    torch.testing.assert_close(out, F.batch_norm(part.contiguous(), None, None, training=True))
+    assert is_ours(out)
+    assert out.stride() == canonical(part.shape)
+
+
+def test_a_contiguous_gradient_and_a_change_in_place():
+    x, *numbers, gradient = tensors((2, 8, 20, 20))
+    leaf = channels_last(x).requires_grad_()
+    out = ops.batch_norm(leaf, *numbers, True)
+    assert not out._is_view()
+    F.relu_(out).backward(gradient)
+    assert leaf.grad.stride() == canonical(x.shape)
+    expected = x.requires_grad_()
+    F.relu(F.batch_norm(expected, *numbers, True)).backward(gradient)
+    torch.testing.assert_close(leaf.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    inner = channels_last(x).detach().requires_grad_() * 1
+    out = ops.batch_norm(inner, *numbers, True)
+    inner.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("shape", [(1, 64, 48, 48), (1, 16, 24, 24, 24), (5, 32, 40, 40)], ids=str)
+def test_threads_give_the_same_numbers_every_time(shape):
+    x, *numbers, gradient = tensors(shape, mean=10.0)
+    x, gradient = channels_last(x), channels_last(gradient)
+    by_threads = {}
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        runs = [results(ops.batch_norm, x, *numbers, gradient) for _ in range(2)]
+        assert all(torch.equal(a, b) for a, b in zip(*runs))
+        by_threads[threads] = runs[0]
+    for own in by_threads.values():
+        torch.testing.assert_close(own, by_threads[1], rtol=1e-5, atol=1e-4)
+
+
+def test_rows_for_each_thread_and_channels_decide():
+    for threads, channels, rows, training in (
+        (1, 8, 512, True),
+        (2, 8, 1024, True),
+        (1, 600, 600, True),
+        (1, 2, 32768, False),
+    ):
+        torch.set_num_threads(threads)
+        running = torch.zeros(channels), torch.ones(channels)
+        for taken in (rows, rows - 1):
+            x = channels_last(torch.randn(1, channels, taken, 1)).requires_grad_()
+            assert is_ours(ops.batch_norm(x, *running, None, None, training)) == (taken == rows)
+
+
+@pytest.mark.parametrize("momentum", [0.1, None, 0.0, 1.0])
+@pytest.mark.parametrize("track", [True, False])
+@pytest.mark.parametrize("kind", [torch.nn.BatchNorm2d, torch.nn.BatchNorm3d])
+def test_layers_count_batches_and_average_as_pytorch_s(kind, track, momentum):
+    shape = (2, 6, 20, 20) if kind is torch.nn.BatchNorm2d else (2, 6, 3, 16, 16)
+    ours, stock = (kind(6, momentum=momentum, track_running_stats=track, eps=1e-3) for _ in range(2))
+    swap_class(ours, Preserving)
+    for step in range(4):
+        x = torch.randn(shape) * 2 + step
+        for layer in (ours, stock):
+            layer.train(step != 2)
+        torch.testing.assert_close(ours(channels_last(x)), stock(x))
+        torch.testing.assert_close(ours.state_dict(), stock.state_dict())
+    assert ours(channels_last(x)).is_contiguous(memory_format=FORMATS[x.dim()])
+    voxel = torch.randn(1, 6, *(1,) * (x.dim() - 2))
+    for text, given in (("expected [45]D input", torch.randn(2, 6)), ("more than 1 value per channel", voxel)):
+        for layer in (ours, stock):
+            with pytest.raises(ValueError, match=text):
+                layer.train()(given)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda x, c: (x[0], None, None, None, None, True, 0.1, 1e-5), "expected an input of 4 or 5 dimensions, got 3"),
+        (lambda x, c: (x[:0], None, None, None, None, True, 0.1, 1e-5), "an input with elements"),
+        (lambda x, c: (x, c, c, torch.ones(7), None, True, 0.1, 1e-5), "running statistics of 8 elements"),
+        (lambda x, c: (x, c, c, c.double(), None, True, 0.1, 1e-5), "running statistics of Float"),
+        (lambda x, c: (x.half(), c, c, c.half(), None, True, 0.1, 1e-5), "or all of float for an input of half"),
+        (lambda x, c: (x, c, None, None, None, True, 0.1, 1e-5), "both running statistics, or in training none"),
+        (lambda x, c: (x, None, None, None, None, False, 0.1, 1e-5), "both running statistics, or in training none"),
+    ],
+)
+def test_bad_input_of_the_native_operator(given, text):
+    with pytest.raises(RuntimeError, match=text):
+        ops.native_batch_norm(*given(channels_last(torch.randn(2, 8, 4, 5)), torch.ones(8)))
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (lambda x, c: (x, c[:7], c, None, None, True), "running_mean should contain 8 elements not 7"),
+        (lambda x, c: (x, None, None, None, None, False), "running_mean must be defined in evaluation mode"),
+        (lambda x, c: (x, c, None, None, None, True), "must either both be None or neither|should contain"),
+        (lambda x, c: (x, c, c, c[:7], None, True), "weight should contain 8 elements not 7"),
+        (lambda x, c: (x.half(), c, c, c.half(), None, True), "mixed dtype|expected scalar type"),
+        (lambda x, c: (x.int(), None, None, None, None, True), "not implemented for 'Int'"),
+    ],
+)
+def test_errors_are_pytorchs(given, text):
+    arguments = given(channels_last(torch.randn(2, 8, 24, 25)), torch.ones(8))
+    for norm in (ops.batch_norm, F.batch_norm):
+        with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=text):
+            norm(*arguments)
