@@ -30,8 +30,28 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> (Tensor, Tensor)", compliant);
   m.def("pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
   m.def(
+      "conv2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "
+      "SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
+      compliant);
+  m.def(
+      "conv2d.padding(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, str padding=\"valid\", "
+      "SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
+      compliant);
+  m.def(
       "conv3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
       "SymInt[3] dilation=1, SymInt groups=1) -> Tensor",
+      compliant);
+  m.def(
+      "conv3d.padding(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, str padding=\"valid\", "
+      "SymInt[3] dilation=1, SymInt groups=1) -> Tensor",
+      compliant);
+  m.def(
+      "conv_transpose2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "
+      "SymInt[2] output_padding=0, SymInt groups=1, SymInt[2] dilation=1) -> Tensor",
+      compliant);
+  m.def(
+      "conv_transpose3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
+      "SymInt[3] output_padding=0, SymInt groups=1, SymInt[3] dilation=1) -> Tensor",
       compliant);
   m.def(
       "upsample_nearest3d(Tensor input, SymInt[]? output_size=None, float[]? scale_factors=None, *, "

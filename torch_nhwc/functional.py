@@ -11,7 +11,12 @@ from typing import TYPE_CHECKING, Any, Optional, cast
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
-from torch._jit_internal import BroadcastingList3, boolean_dispatched, is_scripting  # type: ignore[attr-defined]
+from torch._jit_internal import (  # type: ignore[attr-defined]
+    BroadcastingList2,
+    BroadcastingList3,
+    boolean_dispatched,
+    is_scripting,
+)
 from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]
 from torch.nn.modules.utils import _list_with_default
 
@@ -27,7 +32,10 @@ __all__ = [
     "adaptive_avg_pool3d",
     "adaptive_max_pool3d",
     "avg_pool3d",
+    "conv2d",
     "conv3d",
+    "conv_transpose2d",
+    "conv_transpose3d",
     "cross_entropy",
     "gelu",
     "group_norm",
@@ -310,6 +318,33 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
     return padded
 
 
+def conv2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: BroadcastingList2[int] = 1,
+    padding: BroadcastingList2[int] = 0,
+    dilation: BroadcastingList2[int] = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.conv2d`, which computes some shapes wrong on a CPU, without an error.
+
+    These are weight gradients where every position of the kernel has a tap in the padding, weight gradients of strided
+    kernels of one tap, and outputs of one column from filters of one channel.
+
+    Example:
+        >>> x = torch.randn(2, 8, 2, 2).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.conv2d(x, torch.randn(3, 8, 5, 5), padding=2).stride()
+        (12, 1, 6, 3)
+    """
+    if not is_scripting():
+        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 2, None):
+            return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
+    convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
+    return convolved
+
+
 def conv3d(
     input: Tensor,
     weight: Tensor,
@@ -319,7 +354,10 @@ def conv3d(
     dilation: BroadcastingList3[int] = 1,
     groups: int = 1,
 ) -> Tensor:
-    """Stand in for `torch.nn.functional.conv3d`, which is many times slower on channels-last for kernels of one tap.
+    """Stand in for `torch.nn.functional.conv3d`, which computes some shapes wrong on a CPU, as `conv2d` does.
+
+    PyTorch's is also many times slower on channels-last for kernels of one tap, and loses the format of a single sample
+    in float32.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
@@ -327,27 +365,125 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        is_usual = weight is not None and _are_sizes(stride, dilation) and _are((int,), groups)
-        if is_usual and isinstance(padding, str):
-            numbers = None if _is_pytorch_s(weight) else _padding_in_numbers(padding, weight, stride, dilation)
-            if numbers is None:
-                return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
-            padding = numbers
-        if _is_pytorch_s(input, weight, bias) or not (is_usual and _are_sizes(padding)):
+        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 3, None):
             return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
-        stride, padding, dilation = _as_three(stride), _as_three(padding), _as_three(dilation)
+        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
 
 
-def _padding_in_numbers(padding: str, weight: Tensor, stride: Any, dilation: Any) -> list[int] | None:
-    """Return the padding that a name means; `None` where it differs between the two sides, or is an error."""
-    if padding == "valid":
-        return [0, 0, 0]
-    strides, dilations = list(_as_three(stride)), list(_as_three(dilation))
-    both = [step * (size - 1) for step, size in zip(dilations, weight.shape[2:])]
-    is_even = padding == "same" and strides == [1, 1, 1] and len(both) == 3 and not any(each % 2 for each in both)
-    return [each // 2 for each in both] if is_even else None
+def conv_transpose2d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: BroadcastingList2[int] = 1,
+    padding: BroadcastingList2[int] = 0,
+    output_padding: BroadcastingList2[int] = 0,
+    groups: int = 1,
+    dilation: BroadcastingList2[int] = 1,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.conv_transpose2d`, whose gradients are wrong for some shapes on a CPU.
+
+    Example:
+        >>> x = torch.randn(2, 8, 2, 2).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.conv_transpose2d(x, torch.randn(8, 3, 5, 5), padding=2).stride()
+        (12, 1, 6, 3)
+    """
+    if not is_scripting():
+        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 2, output_padding):
+            return F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
+        output_padding = _as_many(output_padding, 2)
+    convolved: Tensor = torch.ops.nhwc.conv_transpose2d(
+        input, weight, bias, stride, padding, output_padding, groups, dilation
+    )
+    return convolved
+
+
+def conv_transpose3d(
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: BroadcastingList3[int] = 1,
+    padding: BroadcastingList3[int] = 0,
+    output_padding: BroadcastingList3[int] = 0,
+    groups: int = 1,
+    dilation: BroadcastingList3[int] = 1,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.conv_transpose3d`, whose gradients are wrong for some shapes on a CPU.
+
+    PyTorch's also loses the format of a single sample in float32.
+
+    Example:
+        >>> x = torch.randn(1, 8, 2, 2, 2).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.conv_transpose3d(x, torch.randn(8, 3, 2, 2, 2), stride=2).stride()
+        (192, 1, 48, 12, 3)
+    """
+    if not is_scripting():
+        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 3, output_padding):
+            return F.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
+        output_padding = _as_many(output_padding, 3)
+    convolved: Tensor = torch.ops.nhwc.conv_transpose3d(
+        input, weight, bias, stride, padding, output_padding, groups, dilation
+    )
+    return convolved
+
+
+def _is_right_in_pytorch(
+    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, axes: int, output_padding: Any
+) -> bool:
+    """Return whether PyTorch computes a convolution right on every machine, and keeps the format.
+
+    This saves the call of the operator, which looks at the machine and at the rest. While a compiler traces, the
+    operator is only called for shapes at fault, and consists of PyTorch's own in the compiled graph.
+    """
+    if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
+        return True
+    kernel, sizes = weight.shape, input.shape
+    if len(kernel) != axes + 2 or torch.compiler.is_exporting():
+        return True
+    is_compiled = torch.compiler.is_compiling()
+    if not is_compiled:
+        if torch._C._is_tracing():  # for inputs of other sizes, too
+            return torch.onnx.is_in_onnx_export()
+        if axes == 3 and _is_channels_last(input):
+            return False
+    has_gradient, has_one_channel = torch.is_grad_enabled(), kernel[1] == 1
+    if not has_gradient and not has_one_channel:
+        return True
+    if type(stride) is not tuple or type(padding) is not tuple or type(dilation) is not tuple:
+        if not _are_sizes(stride, dilation, count=axes) or not (
+            type(padding) is str or _are_sizes(padding, count=axes)
+        ):
+            return True
+        stride, dilation = _as_many(stride, axes), _as_many(dilation, axes)
+        if padding == "same":  # at the beginning, where it is at least as small as at the end
+            padding = [step * (size - 1) // 2 for step, size in zip(dilation, kernel[2:])]
+        elif type(padding) is str:
+            padding = 0
+        padding = _as_many(padding, axes)
+    if has_one_channel and stride[-1] > 1:
+        reach = dilation[-1] * (kernel[-1] - 1)
+        if sizes[-1] == 1 if output_padding is not None else sizes[-1] + 2 * padding[-1] - reach <= stride[-1]:
+            return False
+    elif axes == 2 and output_padding is None and kernel[2] == 1 and kernel[3] == 1 and 1 < kernel[1] < 8:
+        if stride[0] > 1 or stride[1] > 1:
+            return False
+    if not any(padding) or not (has_gradient or axes == 3):
+        return True
+    more = None if output_padding is None else _as_many(output_padding, axes)
+    for axis in range(-axes, 0):
+        pad, step, size = padding[axis], stride[axis], sizes[axis]
+        if pad and step:
+            # From the first position that is not in the padding, the kernel reaches beyond the end, or there is none.
+            first = -(-pad // step)
+            if more is None:
+                if first * step - pad + dilation[axis] * (kernel[axis] - 1) >= size:
+                    return False
+            elif first >= size or first * step + pad > (size - 1) * step + more[axis]:
+                return False
+    return True
 
 
 def interpolate(
@@ -383,6 +519,7 @@ _NONE = type(None)
 _NUMBER = (int, float)
 # A call with tensors of other classes is for them to interpret.
 _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
+_TENSORS = frozenset((Tensor, nn.Parameter))
 
 
 def _is_pytorch_s(*tensors: Any) -> bool:
@@ -414,7 +551,11 @@ def _are_output_sizes(output_size: Any) -> bool:
 
 def _as_three(value: Any) -> Any:
     """Return one number as three: the operators take no single one where a size may be symbolic."""
-    return [value] * 3 if isinstance(value, int) else value
+    return _as_many(value, 3)
+
+
+def _as_many(value: Any, count: int) -> Any:
+    return [value] * count if isinstance(value, int) else value
 
 
 def _three_numbers(value: Any, kinds: tuple[type, ...]) -> list[Any] | None:

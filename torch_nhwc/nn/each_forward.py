@@ -67,7 +67,10 @@ _CONVOLUTIONS: dict[Any, int] = {
     F.conv3d: 6,
     F.conv_transpose2d: 6,
     F.conv_transpose3d: 6,
+    torch.ops.nhwc.conv2d: 6,
     torch.ops.nhwc.conv3d: 6,
+    torch.ops.nhwc.conv_transpose2d: 6,
+    torch.ops.nhwc.conv_transpose3d: 6,
     torch.convolution: 8,
 }
 

@@ -7,6 +7,7 @@ method that calls the function at fault, and calls the one of `torch_nhwc.functi
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
@@ -156,29 +157,74 @@ class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
 
 
 class PreservingConv2d(Preserving, nn.Conv2d):
-    """`Conv2d` with a circular padding that reads memory in order."""
-
-    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.padding_mode == "zeros":  # set after the swap
-            return F.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
-        return F.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
-
-
-class PreservingConv3d(Preserving, nn.Conv3d):
-    """`Conv3d` of one tap in the plane, or with circular padding."""
+    """`Conv2d` whose numbers are right for every shape, with a circular padding that reads memory in order."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
-            input = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
-            padding = 0, 0, 0
-        elif isinstance(self.padding, str):
-            if self.kernel_size != (1, 1, 1):  # set after the swap
-                return F.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-            padding = 0, 0, 0  # whatever the name, for one tap
-        else:
-            padding = self.padding  # type: ignore[assignment]
-        return functional.conv3d(input, weight, bias, self.stride, padding, self.dilation, self.groups)
+            padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+            return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
+        if not is_scripting():
+            return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        # In TorchScript a padding by name has a type of its own.
+        convolved: Tensor = torch.ops.nhwc.conv2d(
+            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        return convolved
+
+
+class PreservingConv3d(Preserving, nn.Conv3d):
+    """`Conv3d` whose numbers are right for every shape, and which is fast with one tap in the plane."""
+
+    def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.padding_mode != "zeros":
+            padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
+            return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
+        if not is_scripting():
+            return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        convolved: Tensor = torch.ops.nhwc.conv3d(
+            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
+        )
+        return convolved
+
+
+class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
+    """`ConvTranspose2d` whose gradients are right for every shape."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
+        output_padding = self._output_padding(
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            2,
+            self.dilation,  # type: ignore[arg-type]
+        )
+        return functional.conv_transpose2d(
+            input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation
+        )
+
+
+class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
+    """`ConvTranspose3d` whose gradients are right for every shape."""
+
+    def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
+        if self.padding_mode != "zeros":
+            raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
+        output_padding = self._output_padding(
+            input,
+            output_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
+            3,
+            self.dilation,  # type: ignore[arg-type]
+        )
+        return functional.conv_transpose3d(
+            input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation
+        )
 
 
 class PreservingUpsample(Preserving, nn.Upsample):
@@ -215,6 +261,24 @@ def _has_one_tap(layer: Any) -> bool:
     return layer.padding_mode == "zeros" and in_plane and along_depth
 
 
+def meets_small_input_rule(layer: Any) -> bool:
+    """Return whether a convolution may get a wrong weight gradient on small inputs, in either format, on some CPUs."""
+    has_taps = any(size > 1 for size in layer.kernel_size)
+    # Looked at by name, since a parametrized weight is computed when it is read.
+    weights = [parameter for name, parameter in layer.named_parameters() if name != "bias"]
+    return bool(layer.training and has_taps and any(weight.requires_grad for weight in weights))
+
+
+def meets_strided_rule(layer: Any) -> bool:
+    """Return whether a convolution may get a wrong weight gradient once it is channels-last, on some CPUs."""
+    is_strided_tap = isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.stride != (1, 1)
+    return is_strided_tap and 2 <= layer.in_channels // layer.groups <= 7
+
+
+def _never(layer: Any) -> bool:
+    return False
+
+
 def _is_circular(layer: Any) -> bool:
     return bool(layer.padding_mode == "circular")
 
@@ -249,6 +313,7 @@ _NORM = "the gradient where the batch is 1; the format; and speed, forward and b
 _POOL = "the format, forward and backward, and with it speed"
 _PADDING = "the format and speed forward"
 _SPEED = "speed, forward and backward"
+_GRADIENT = "the right gradient of the weight, on inputs smaller than the kernel"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(
         PreservingGroupNorm,
@@ -270,6 +335,8 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Conv3d: Replacement(
         PreservingConv3d, _SPEED, lambda layer: _is_circular(layer) or _has_one_tap(layer), _is_unpadded
     ),
+    nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _GRADIENT, _never),
+    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _GRADIENT, _never),
     nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
 }
 
@@ -303,6 +370,8 @@ def _methods_of(layer_type: type) -> list[object]:
     return [getattr(layer_type, name, None) for name in _METHODS]
 
 
+_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 # As PyTorch has them: a package may replace one, for all layers of a class.
 _ORIGINAL_METHODS = {layer_type: _methods_of(layer_type) for layer_type in REPLACEMENTS}
 
@@ -313,8 +382,14 @@ def replacement_for(layer_type: type) -> Replacement | None:
 
 
 def is_known(layer_type: type) -> bool:
-    """Return whether a swap is right for a class: it is one of the table, or a known subclass."""
-    return layer_type in REPLACEMENTS or f"{layer_type.__module__}.{layer_type.__qualname__}" in KNOWN_SUBCLASSES
+    """Return whether a swap is right for a class: it is one of the table, or a subclass that is known to be fit.
+
+    A convolution's is if it has PyTorch's own methods.
+    """
+    if layer_type in REPLACEMENTS or f"{layer_type.__module__}.{layer_type.__qualname__}" in KNOWN_SUBCLASSES:
+        return True
+    bases = [base for base in layer_type.__mro__ if base in _CONVOLUTIONS]
+    return any(_methods_of(layer_type) == _ORIGINAL_METHODS[base] for base in bases)
 
 
 def is_patched(layer: nn.Module, layer_type: type) -> bool:

@@ -30,7 +30,10 @@ inline constexpr ScriptConvolution script_convolutions[] = {
     {"aten::conv_transpose2d", 6},
     {"aten::conv_transpose3d", 6},
     {"aten::_convolution_mode", 6},
+    {"nhwc::conv2d", 6},
     {"nhwc::conv3d", 6},
+    {"nhwc::conv_transpose2d", 6},
+    {"nhwc::conv_transpose3d", 6},
     {"aten::convolution", 8},
     {"aten::_convolution", 8},
 };

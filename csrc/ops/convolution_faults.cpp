@@ -1,0 +1,69 @@
+#include "ops/convolution_faults.h"
+
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdlib>
+#include <string>
+
+namespace nhwc {
+namespace {
+
+enum class Isa { unknown, below_avx512, avx512 };
+
+// The table of faults. `mended_in` is the first version of PyTorch (major * 100 + minor) whose oneDNN is right, and 0
+// where no such version is known: 2.13.0 and 2.15.0 have all of them.
+struct Fault {
+  Isa isa;
+  int mended_in;
+};
+constexpr Fault small_inputs = {Isa::avx512, 0};
+constexpr Fault strided_columns = {Isa::avx512, 0};
+constexpr Fault strided_taps = {Isa::below_avx512, 0};
+
+// Returns the bound that oneDNN reads from the environment when it is first used: the first variable that is not empty,
+// in lower case.
+std::string bound_of_environment() {
+  for (const char* name : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
+    const char* value = std::getenv(name);
+    std::string bound = value ? value : "";
+    std::transform(bound.begin(), bound.end(), bound.begin(), [](unsigned char c) { return std::tolower(c); });
+    if (!bound.empty()) return bound;
+  }
+  return "";
+}
+
+Isa isa_of_onednn() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  const std::string bound = bound_of_environment();
+  for (const char* lower : {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"}) {
+    if (bound == lower) return Isa::below_avx512;
+  }
+  return has_avx512 ? Isa::avx512 : Isa::below_avx512;
+#else
+  return Isa::unknown;
+#endif
+}
+
+bool is_expected(const Fault& fault, Isa isa) {
+  constexpr int version = TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR;
+  if (fault.mended_in != 0 && version >= fault.mended_in) return false;
+  return isa == Isa::unknown || isa == fault.isa;
+}
+
+}  // namespace
+
+const ConvolutionFaults& convolution_faults() {
+  static const ConvolutionFaults faults = [] {
+    const Isa isa = isa_of_onednn();
+    return ConvolutionFaults{is_expected(small_inputs, isa), is_expected(strided_columns, isa),
+                             is_expected(strided_taps, isa)};
+  }();
+  return faults;
+}
+
+}  // namespace nhwc

@@ -1,0 +1,22 @@
+// What PyTorch's CPU convolutions compute wrong, and whether this machine and this PyTorch do.
+#pragma once
+
+namespace nhwc {
+
+/// The convolutions that oneDNN computes wrong. Where nothing was measured, all of them are expected.
+struct ConvolutionFaults {
+  /// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or
+  /// the heap is damaged. With filters of one channel, 3D outputs are wrong too.
+  bool small_inputs;
+  /// Filters of one channel, a strided width, and a result of width 1: outputs are memory that nobody wrote.
+  bool strided_columns;
+  /// 2D kernels of one tap with strides, on 2 to 7 channels in channels-last: the weight's gradient is wrong, or the
+  /// heap is damaged.
+  bool strided_taps;
+};
+
+/// Returns the faults to be expected, by the PyTorch that the library was built for and by the instruction sets that
+/// oneDNN uses, which the environment may bound.
+const ConvolutionFaults& convolution_faults();
+
+}  // namespace nhwc

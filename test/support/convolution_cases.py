@@ -1,0 +1,161 @@
+"""Convolutions that PyTorch computes wrong on some CPUs, and random ones.
+
+As a script, for a process of its own:
+
+    python convolution_cases.py named {ours,pytorch}            # runs each case in a fork, which may die
+    python convolution_cases.py random {ours,pytorch} SEED COUNT
+
+It prints the cases whose outputs or gradients are wrong, with the largest relative error against float64.
+"""
+
+import os
+import random
+import sys
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import channels_last
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TOLERANCES = {F32: 1e-4, BF16: 3e-2, F16: 1e-2}
+
+
+class Case(NamedTuple):
+    """A call: the function's name, the shapes, the arguments after the bias, and what requires a gradient."""
+
+    name: str
+    input: tuple[int, ...]
+    weight: tuple[int, ...]
+    arguments: tuple[Any, ...]
+    dtype: torch.dtype = F32
+    required: str = "xw"
+    formats: tuple[bool, bool] = (True, True)  # whether input and weight are channels-last
+
+
+# Where the weight's gradient is wrong.
+SMALL_INPUTS = [
+    Case("conv3d", (2, 16, 2, 2, 2), (16, 16, 3, 3, 3), (1, 1), BF16),
+    Case("conv3d", (2, 16, 4, 4, 4), (16, 16, 5, 5, 5), (1, 2), BF16),
+    Case("conv3d", (2, 16, 7, 7, 7), (16, 16, 7, 7, 7), (2, 3)),
+    Case("conv_transpose3d", (2, 64, 4, 4, 4), (64, 1, 7, 7, 7), (2, 3, 0, 64)),
+    Case("conv3d", (2, 16, 5, 5, 5), (16, 16, 7, 7, 7), (2, 3)),
+]
+# Where the outputs are.
+ONE_COLUMN = [
+    Case("conv2d", (2, 4, 7, 2), (96, 1, 3, 7), ((1, 2), (1, 3), 1, 4), BF16, ""),
+    Case("conv2d", (2, 4, 5, 2), (8, 1, 2, 2), ((1, 2), 0, 1, 4), BF16, ""),
+    Case("conv2d", (2, 8, 3, 2), (16, 1, 5, 5), ((1, 2), 2, 1, 8), BF16, ""),
+    Case("conv2d", (3, 1, 6, 5), (2, 1, 2, 7), ((1, 2), 1), F32, ""),
+    Case("conv3d", (3, 1, 8, 10, 4), (8, 1, 7, 3, 4), ((1, 1, 3), 0, (1, 2, 1)), F32, ""),
+    Case("conv3d", (3, 16, 1, 7, 1), (64, 1, 7, 2, 7), (1, (3, 0, 3), 1, 16), BF16, ""),
+]
+# Where the weight's gradient is wrong without AVX-512, on two threads; on one, the heap is damaged.
+STRIDED_TAPS = [
+    Case("conv2d", (4, 4, 56, 56), (64, 4, 1, 1), (2,)),
+    Case("conv2d", (2, 3, 32, 32), (16, 3, 1, 1), (2, 1), F32, "xw", (True, False)),
+    Case("conv2d", (3, 14, 17, 17), (32, 7, 1, 1), ((2, 1), 0, 1, 2), F32, "w"),
+]
+NAMED = [*SMALL_INPUTS, *ONE_COLUMN, *STRIDED_TAPS]
+
+
+def meets_input(size: int, positions: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
+    """Return whether some tap of the kernel meets an input, along one axis, at some position."""
+    return any(0 <= q * stride - padding + t * dilation < size for q in range(positions) for t in range(kernel))
+
+
+def random_case(draw: random.Random) -> Case:
+    """Return a case of any kind, small enough that every fault is among a few hundred.
+
+    Those that are only padding along an axis are left out: oneDNN's forward may end the process.
+    """
+    axes, is_transposed, is_depthwise = draw.choice([2, 3]), draw.random() < 0.3, draw.random() < 0.35
+    groups = draw.choice([1, 1, 2, 4, 8, 16])
+    channels, outputs = (draw.choice([1, 2, 3, 4, 8, 16]) for _ in range(2))
+    if is_depthwise:
+        channels, outputs = 1, 1 if is_transposed else outputs
+    most = draw.choice([1, 3, 5, 7])
+    kernel = [draw.randint(1, most) for _ in range(axes)]
+    stride = [draw.choice([1, 1, 2, 3]) for _ in range(axes)]
+    dilation = [draw.choice([1, 1, 1, 2]) for _ in range(axes)]
+    has_padding = draw.random() < 0.7
+    padding = [draw.randint(0, (k * d + 1) // 2) if has_padding else 0 for k, d in zip(kernel, dilation)]
+    required, dtype = draw.choice(["xw", "xw", "x", ""]), draw.choice([F32, F32, BF16, BF16, F16])
+    formats, samples = (draw.random() < 0.7, draw.random() < 0.7), draw.choice([1, 2, 3])
+    if is_transposed:
+        more = [draw.randint(0, max(s, d) - 1) if draw.random() < 0.3 else 0 for s, d in zip(stride, dilation)]
+        sizes = [draw.randint(1, 6) for _ in range(axes)]
+        shape = (samples, channels * groups, *sizes)
+        out = [
+            (n - 1) * s - 2 * p + d * (k - 1) + m + 1
+            for n, s, p, d, k, m in zip(sizes, stride, padding, dilation, kernel, more)
+        ]
+        if min(out) < 1 or not all(map(meets_input, out, sizes, kernel, stride, padding, dilation)):
+            return random_case(draw)
+        arguments: tuple[Any, ...] = (stride, padding, more, groups, dilation)
+        return Case(f"conv_transpose{axes}d", shape, (shape[1], outputs, *kernel), arguments, dtype, required, formats)
+    sizes = [
+        max(1, d * (k - 1) + 1 - 2 * p) + draw.choice([0, 0, 0, 1, 2, 5]) for k, d, p in zip(kernel, dilation, padding)
+    ]
+    out = [(n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in zip(sizes, padding, dilation, kernel, stride)]
+    if not all(map(meets_input, sizes, out, kernel, stride, padding, dilation)):
+        return random_case(draw)
+    weight = (outputs * groups, channels, *kernel)
+    arguments = (stride, padding, dilation, groups)
+    return Case(f"conv{axes}d", (samples, channels * groups, *sizes), weight, arguments, dtype, required, formats)
+
+
+def tensors_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return an input and a weight."""
+    made = [torch.randn(shape).to(case.dtype) for shape in (case.input, case.weight)]
+    laid_out = [channels_last(each) if wanted else each for each, wanted in zip(made, case.formats)]
+    return tuple(each.detach().requires_grad_(name in case.required) for each, name in zip(laid_out, "xw"))  # type: ignore[return-value]
+
+
+def error_of(case: Case, functions: Any) -> float:
+    """Return the largest error of the output and the gradients, in units of what is allowed for the dtype."""
+    x, w = tensors_of(case)
+    exact = [each.detach().double().requires_grad_() for each in (x, w)]
+    expected = getattr(F, case.name)(*exact, None, *case.arguments)
+    gradient = torch.randn(expected.shape).to(case.dtype)
+    out = getattr(functions, case.name)(x, w, None, *case.arguments)
+    pairs = [(out, expected)]
+    if case.required:
+        leaves = [each for each in (x, w) if each.requires_grad]
+        wanted = [real for each, real in zip((x, w), exact) if each.requires_grad]
+        found = torch.autograd.grad(out, leaves, gradient)
+        pairs += zip(found, torch.autograd.grad(expected, wanted, gradient.double()))
+    pairs = [(got.detach().double(), real.detach()) for got, real in pairs]
+    errors = [float((got - real).norm() / real.norm().clamp_min(1e-6)) for got, real in pairs]
+    worst = max(float("inf") if error != error else error for error in errors)
+    return worst / TOLERANCES[case.dtype]
+
+
+def in_fork(case: Case, functions: Any) -> bool:
+    """Return whether a case is right, in a process that may die."""
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if all(error_of(case, functions) <= 1 for _ in range(4)) else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def main(kind: str, whose: str, seed: str = "0", count: str = "0") -> None:
+    torch.set_num_threads(1)
+    torch.manual_seed(int(seed))
+    functions: Any = F
+    if whose == "ours":
+        from torch_nhwc import functional as functions
+    if kind == "named":
+        for index, case in enumerate(NAMED):
+            if not in_fork(case, functions):
+                print(f"wrong: {index} {case}", flush=True)
+        return
+    draw = random.Random(int(seed))
+    for _ in range(int(count)):
+        case = random_case(draw)
+        if not error_of(case, functions) <= 1:
+            print(f"wrong: {case}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
