@@ -23,6 +23,7 @@ import bench_guard
 import bench_layers
 import bench_layouts
 import bench_models
+import bench_overhead
 import bench_trace
 import bench_tune
 import bench_verify
@@ -111,6 +112,12 @@ def test_a_call_is_measured_next_to_the_clone_and_the_operator():
     measured = [bench_calls.measure((4, 1, 3, 3), requires_grad, samples=2) for requires_grad in (False, True)]
     rows = report.calls({"results": measured}).splitlines()[2:]
     assert [row.split(" | ")[1] for row in rows] == ["no", "yes"]
+
+
+def test_a_replaced_convolution_is_measured_next_to_pytorch_s():
+    rows = bench_overhead.measure("Conv2d 3x3", rounds=2)
+    assert [row["mode"] for row in rows] == ["forward", "forward with backward"]
+    assert all(row["stock"] > 0 and row["replaced"] > 0 for row in rows)
 
 
 @pytest.mark.cuda

@@ -1,4 +1,6 @@
-"""Convolutions that PyTorch computes wrong on some CPUs, and random ones. As a script, for a process of its own:
+"""Convolutions that PyTorch computes wrong on some CPUs, and random ones.
+
+As a script, for a process of its own:
 
     python convolution_cases.py named {ours,pytorch}            # runs each case in a fork, which may die
     python convolution_cases.py random {ours,pytorch} SEED COUNT
@@ -138,7 +140,7 @@ def in_fork(case: Case, functions: Any) -> bool:
 
 
 def main(kind: str, whose: str, seed: str = "0", count: str = "0") -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     torch.manual_seed(int(seed))
     functions: Any = F
     if whose == "ours":

@@ -194,7 +194,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
         if not is_scripting():
-            return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
+            return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         # In TorchScript a padding by name has a type of its own.
         convolved: Tensor = torch.ops.nhwc.conv2d(
             input, weight, bias, self.stride, self.padding, self.dilation, self.groups
@@ -210,7 +210,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
-            return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)  # type: ignore[arg-type]
+            return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         convolved: Tensor = torch.ops.nhwc.conv3d(
             input, weight, bias, self.stride, self.padding, self.dilation, self.groups
         )
@@ -226,9 +226,9 @@ class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
         output_padding = self._output_padding(
             input,
             output_size,
-            self.stride,
-            self.padding,
-            self.kernel_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
             2,
             self.dilation,  # type: ignore[arg-type]
         )
@@ -246,9 +246,9 @@ class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
         output_padding = self._output_padding(
             input,
             output_size,
-            self.stride,
-            self.padding,
-            self.kernel_size,
+            self.stride,  # type: ignore[arg-type]
+            self.padding,  # type: ignore[arg-type]
+            self.kernel_size,  # type: ignore[arg-type]
             3,
             self.dilation,  # type: ignore[arg-type]
         )

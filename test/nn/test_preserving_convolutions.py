@@ -1,0 +1,120 @@
+"""Replaced convolutions, with everything that may be done to a layer; on small inputs, where PyTorch's are wrong."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from activations import channels_last
+from torch import nn
+
+from torch_nhwc.nn.class_swap import restore_class, swap_class
+from torch_nhwc.nn.each_forward import EachForward
+from torch_nhwc.nn.replacements import Preserving, is_known, meets_small_input_rule, meets_strided_rule
+
+LAYERS = {
+    "conv2d": (lambda: nn.Conv2d(4, 6, 5, padding=2), (2, 4, 2, 3)),
+    "same": (lambda: nn.Conv2d(4, 6, (4, 5), padding="same"), (2, 4, 2, 3)),
+    "circular": (lambda: nn.Conv2d(4, 6, 3, padding=1, padding_mode="circular"), (2, 4, 2, 3)),
+    "conv3d": (lambda: nn.Conv3d(4, 6, 3, padding=1, groups=2), (2, 4, 2, 1, 2)),
+    "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 6, 5, padding=2), (2, 4, 2, 3)),
+    "conv_transpose3d": (lambda: nn.ConvTranspose3d(4, 6, 3, 2, 1), (2, 4, 2, 1, 2)),
+}
+
+
+def saved_and_loaded(layer):
+    buffer = io.BytesIO()
+    torch.save(layer, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+def with_loaded_state(layer):
+    other = copy.deepcopy(layer)
+    nn.init.zeros_(other.weight)
+    other.load_state_dict(layer.state_dict())
+    return other
+
+
+def each_forward(layer):
+    swap_class(layer, EachForward)
+    return layer
+
+
+WAYS = {
+    "alone": lambda layer: layer,
+    "copied": copy.deepcopy,
+    "pickled": lambda layer: pickle.loads(pickle.dumps(layer)),
+    "saved": saved_and_loaded,
+    "state dict": with_loaded_state,
+    "scripted": torch.jit.script,
+    "each forward": each_forward,
+    "parametrized": nn.utils.parametrizations.weight_norm,
+}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("way", [*WAYS, "traced"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradients_are_right_whatever_is_done_to_a_layer(name, way):
+    make, shape = LAYERS[name]
+    stock = make()
+    x = channels_last(torch.randn(shape))
+    exact = copy.deepcopy(stock).double()
+    swap_class(stock, Preserving)
+    layer = torch.jit.trace(stock, x, check_trace=False) if way == "traced" else WAYS[way](stock)
+    out, expected = layer(x), exact(x.double())
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    gradient = torch.randn_like(expected)
+    out.backward(gradient.to(out.dtype))
+    expected.backward(gradient)
+    if way != "parametrized":
+        torch.testing.assert_close(layer.weight.grad.double(), exact.weight.grad, rtol=1e-4, atol=1e-4)
+    assert torch.isfinite(next(layer.parameters()).grad).all()
+
+
+def test_output_sizes_of_a_transposed_convolution():
+    layer = nn.ConvTranspose2d(4, 6, 3, 2, 1)
+    x = torch.randn(2, 4, 3, 3)
+    expected = layer(x, output_size=[6, 6])
+    swap_class(layer, Preserving)
+    assert torch.equal(layer(x, output_size=[6, 6]), expected)
+    restore_class(layer, Preserving)
+    assert type(layer) is nn.ConvTranspose2d
+
+
+def test_a_lazy_layer_becomes_a_replaced_one():
+    layer = nn.LazyConv2d(6, 5, padding=2)
+    swap_class(layer, Preserving)
+    layer(torch.randn(2, 4, 2, 3)).sum().backward()
+    assert type(layer).__name__ == "PreservingConv2d"
+
+
+def test_rules_follow_from_the_layer_alone():
+    layer = nn.Conv3d(4, 4, 3, padding=1)
+    assert meets_small_input_rule(layer)
+    assert meets_small_input_rule(nn.utils.parametrizations.weight_norm(nn.ConvTranspose2d(4, 4, 3)))
+    assert not meets_small_input_rule(copy.deepcopy(layer).eval())
+    assert not meets_small_input_rule(copy.deepcopy(layer).requires_grad_(False))
+    assert not meets_small_input_rule(nn.Conv2d(4, 4, 1, stride=2))
+    assert meets_strided_rule(nn.Conv2d(3, 4, 1, stride=2))
+    assert meets_strided_rule(nn.Conv2d(14, 4, 1, stride=(1, 2), groups=2).eval())
+    for layer in (nn.Conv2d(8, 4, 1, 2), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 2, 2), nn.Conv3d(3, 4, 1, 2)):
+        assert not meets_strided_rule(layer)
+    assert not meets_strided_rule(nn.ConvTranspose2d(3, 4, 1, 2))
+
+
+def test_subclasses_are_replaced_if_their_methods_are_pytorch_s():
+    class Named(nn.Conv2d):
+        pass
+
+    class Standardized(nn.Conv2d):
+        def _conv_forward(self, input, weight, bias):
+            return super()._conv_forward(input, weight - weight.mean(), bias)
+
+    class Doubled(nn.ConvTranspose2d):
+        def forward(self, input, output_size=None):
+            return 2 * super().forward(input, output_size)
+
+    assert [is_known(each) for each in (Named, Standardized, Doubled)] == [True, False, False]
