@@ -258,11 +258,6 @@ def _is_nearest(layer: Any) -> bool:
     return layer.mode in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
 
 
-def _takes_statistics(layer: Any) -> bool:
-    """Return whether a batch norm normalises by the statistics of its input; its output is right otherwise."""
-    return layer.training or (layer.running_mean is None and layer.running_var is None)
-
-
 def _always(layer: Any) -> bool:
     return True
 
@@ -292,8 +287,9 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     ),
     nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _NORM),
     nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _NORM),
-    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS, _takes_statistics),
-    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS, _takes_statistics),
+    # Whether in training or not: models are planned, converted and tuned in either mode, and trained later.
+    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS),
+    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS),
     nn.GELU: Replacement(PreservingGELU, _SPEED),
     nn.Softmax: Replacement(PreservingSoftmax, _POOL, serves=_is_over_channels),
     nn.Softmax2d: Replacement(PreservingSoftmax2d, _POOL),
