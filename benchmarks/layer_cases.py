@@ -68,6 +68,8 @@ def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
         found[STOCK_OVER_OURS] = 5
     if case.layer == "group_norm" and not is_float and mode == BACKWARD:
         found[STOCK_OVER_OURS] = 8
+    if case.layer == "batch_norm":
+        found[STOCK_OVER_OURS] = 1
     if case.layer in POOLS:
         found[OVER_CONTIGUOUS] = 0.5
     if case.layer == "conv3d" and is_float and case.arguments.endswith("1x1x1"):
@@ -83,6 +85,10 @@ def group_norm(groups: int, functions: ModuleType, x: Tensor, weight: Tensor, bi
 
 def instance_norm(functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return functions.instance_norm(x, weight=weight, bias=bias)
+
+
+def batch_norm(functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functions.batch_norm(x, None, None, weight, bias, training=True)
 
 
 def over_channels(layer: str, functions: ModuleType, x: Tensor) -> Tensor:
@@ -122,6 +128,12 @@ def norm_cases() -> Iterator[Case]:
     yield Case("group_norm", "8", narrow, partial(group_norm, 8), ((16,),) * 2)
     for shape in ((1, 64, 64, 64), (1, 32, 48, 48, 48)):
         yield Case("instance_norm", "affine", shape, instance_norm, ((shape[1],),) * 2)
+    # Few rows and many, few channels and many, within each cache and beyond.
+    for shape in (
+        *((4, 16, 32, 32), (4, 512, 16, 16), (8, 256, 28, 28), (32, 64, 56, 56), (32, 8, 112, 112)),
+        *((2, 64, 32, 32, 32), (2, 16, 64, 64, 64), (1, 32, 96, 96, 96)),
+    ):
+        yield Case("batch_norm", "training", shape, batch_norm, ((shape[1],),) * 2, is_quick=shape == (4, 16, 32, 32))
 
 
 def channel_cases() -> Iterator[Case]:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 
 import torch
-from layer_cases import FUNCTIONS, Call, Case, group_norm, instance_norm
+from layer_cases import FUNCTIONS, Call, Case, batch_norm, group_norm, instance_norm
 from layout_models import channels_last
 from torch import Tensor
 from torch.nn import functional as stock
@@ -15,6 +15,8 @@ CASES = [
     Case("group_norm", "4", (2, 16, 24, 24, 24), partial(group_norm, 4), ((16,),) * 2),
     Case("instance_norm", "affine", (2, 16, 64, 64), instance_norm, ((16,),) * 2),
     Case("instance_norm", "affine", (2, 16, 24, 24, 24), instance_norm, ((16,),) * 2),
+    Case("batch_norm", "training", (2, 16, 64, 64), batch_norm, ((16,),) * 2),
+    Case("batch_norm", "training", (2, 16, 64, 64, 64), batch_norm, ((16,),) * 2),
 ]
 NAMES = ("out", "dx", "dw", "db")
 # So many times the error of PyTorch's on contiguous, at most.

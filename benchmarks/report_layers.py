@@ -8,6 +8,7 @@ Row = dict
 GROUPS = {
     "group_norm": "group norm",
     "instance_norm": "instance norm",
+    "batch_norm": "batch norm in training",
     "avg_pool3d": "3D pools",
     "adaptive_avg_pool3d": "3D pools",
     "adaptive_max_pool3d": "3D pools",

@@ -124,7 +124,8 @@ def batch_norm(
     """Stand in for `torch.nn.functional.batch_norm`, whose sums over channels-last are inaccurate on a CPU.
 
     The more rows there are, the larger PyTorch's error is: in training in everything, in evaluation in the gradients of
-    weight and bias. Ours is as accurate as PyTorch's on contiguous activations. Activations of few rows are PyTorch's.
+    weight and bias. Ours is as accurate as PyTorch's on contiguous activations. PyTorch's own kernel stays where there
+    are few rows, which are the pixels or voxels of all samples.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
