@@ -104,9 +104,12 @@ def no_whole_kernel(case: Case) -> bool:
 
 
 def strided_pointwise(case: Case) -> bool:
-    """Return whether a 1x1 convolution of fewer channels than a block of oneDNN's, 8 or 16, skips pixels."""
-    is_pointwise = len(case.size) == 2 and not case.transposed and set(case.kernel) == {1}
-    return is_pointwise and max(case.stride) > 1 and case.in_channels // case.groups < 16
+    """Return whether a 1x1 convolution of fewer channels than a block of oneDNN's, 8 or 16, skips pixels.
+
+    They are the channels of what is larger: the input, or the output of a transposed convolution.
+    """
+    channels = (case.out_channels if case.transposed else case.in_channels) // case.groups
+    return len(case.size) == 2 and set(case.kernel) == {1} and max(case.stride) > 1 and channels < 16
 
 
 def one_channel(case: Case) -> bool:
@@ -193,7 +196,12 @@ def explicit(case: Case, x: Any, weight: Any, bias: Any) -> Any:
         return plain(case, x, weight, bias)
     unpadded = case._replace(padding=(0,) * len(case.size))
     if case.transposed:
-        y = plain(unpadded, x, weight, bias)
+        if strided_pointwise(case):  # What `output_padding` adds has no taps.
+            y = plain(unpadded._replace(output_padding=(0, 0)), x, weight, None)
+            y = pad(y, (0, case.output_padding[1], 0, case.output_padding[0]))
+            y = y if bias is None else y + bias.view(-1, 1, 1)
+        else:
+            y = plain(unpadded, x, weight, bias)
         for axis, (padding, size) in enumerate(zip(case.padding, case.output)):
             y = y.narrow(2 + axis, padding, size)
         return y
