@@ -17,7 +17,7 @@ export PATH := $(PATH):$(abspath $(bin))$(beside)
 compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive lint planted-bugs docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive lint planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -46,6 +46,12 @@ lint: $(VENV)/has-lint $(VENV)/built
 # `make test`; it needs a working tree without changes and green tests, and leaves the tree as it was.
 planted-bugs: $(VENV)/has-test $(VENV)/built
 	$(bin)/python tools/planted_bugs.py
+
+# Random convolutions that PyTorch computes wrong, on this CPU and as on one without AVX-512: for a new version of torch,
+# some minutes on two cores. Not a part of `make test`. `--python` of the script names another environment.
+search-convolutions: $(VENV)/built
+	$(bin)/python tools/search_convolutions.py
+	$(bin)/python tools/search_convolutions.py --isa AVX2
 
 # What the documents take from the code and from the benchmarks' results.
 docs: $(VENV)/has-test $(VENV)/built
