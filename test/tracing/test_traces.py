@@ -36,6 +36,7 @@ def test_a_trace_survives_json(trace):
         ("[]", "dict"),
         ('{"version": 2}', "version"),
         ("{}", "operators"),
+        ('{"operators": {"forward": 0}}', "operators of both phases"),
         ('{"operators": {"forward": 0, "backward": 0}, "unseen": [{"path": ""}]}', "why"),
     ],
 )
