@@ -17,7 +17,7 @@ export PATH := $(PATH):$(abspath $(bin))$(beside)
 compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive lint planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive lint fuzz planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -52,6 +52,11 @@ planted-bugs: $(VENV)/has-test $(VENV)/built
 search-convolutions: $(VENV)/built
 	$(bin)/python tools/search_convolutions.py
 	$(bin)/python tools/search_convolutions.py --isa AVX2
+
+# Generated cases at scale, with a crash as a result: two hours in full on an idle core. FUZZ="--scale 0.01" runs fewer,
+# FUZZ="--models 100 --seed 3" those of one part; tools/fuzz says what the parts are.
+fuzz: $(VENV)/built
+	$(bin)/python tools/fuzz $(FUZZ)
 
 # What the documents take from the code and from the benchmarks' results.
 docs: $(VENV)/has-test $(VENV)/built

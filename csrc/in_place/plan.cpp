@@ -1,5 +1,7 @@
 #include "in_place/plan.h"
 
+#include <algorithm>
+
 #include "layout/arguments.h"
 
 namespace nhwc {
@@ -44,6 +46,9 @@ std::vector<WeightPlan> plan_strides(const char* op, at::TensorList weights, at:
     TORCH_CHECK(strides.size() >= dim, argument, ": there are fewer strides than dimensions");
     const at::IntArrayRef requested = strides.slice(0, dim);
     strides = strides.slice(dim);
+    // PyTorch has none, not even where they are never used: of dimensions of size 1, and of empty tensors.
+    const bool is_negative = std::any_of(requested.begin(), requested.end(), [](int64_t stride) { return stride < 0; });
+    TORCH_CHECK(!is_negative, argument, ": expected no negative strides, got ", requested, " for ", describe(weight));
     TORCH_CHECK(is_non_overlapping(weight.sizes(), requested), argument,
                 ": expected strides by which no elements overlap, got ", requested, " for ", describe(weight));
     return Strides(requested);

@@ -88,6 +88,33 @@ def test_truncated_files_are_refused_in_one_line(name, tmp_path):
         assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
 
 
+@pytest.mark.parametrize("name", ["state dict", "archive"])
+def test_a_changed_byte_of_a_weight_is_refused(name, tmp_path):
+    path = tmp_path / "in.pt"
+    path.write_bytes(SAVED[name]())
+    with zipfile.ZipFile(path) as archive:
+        record = max(archive.infolist(), key=lambda each: "/data/0" in each.filename or "/constants/0" in each.filename)
+        weight = archive.read(record)
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(weight, weight[:-1] + bytes([weight[-1] ^ 1])))
+    load = torch.jit.load if name == "archive" else torch.load
+    load(path)  # PyTorch does not look
+    with pytest.raises(ValueError, match=r"in\.pt cannot be read as a .*: Bad CRC-32 for file"):
+        nhwc.convert_saved(path, tmp_path / "out.pt")
+    assert [each.name for each in tmp_path.iterdir()] == ["in.pt"]
+
+
+def test_a_file_without_checksums_converts(tmp_path):
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        torch.save(state_dict(), tmp_path / "in.pt")
+    finally:
+        torch.serialization.set_crc32_options(before)
+    nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
+    assert torch.load(tmp_path / "out.pt")["0.weight"].stride() == STRIDES
+
+
 def test_the_input_may_be_replaced_itself_and_keeps_its_mode_and_links(tmp_path):
     path, link = tmp_path / "model.pt", tmp_path / "link.pt"
     torch.save(state_dict(), path)

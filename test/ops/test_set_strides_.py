@@ -69,7 +69,7 @@ def test_exact_aliases_stay_aliases(device):
         ([(27, 9, 3, 1), (27, 9, 3, 1, 1)], r"there are 1 strides more than dimensions"),
         ([(27, 9, 3, 1), (0, 9, 3, 1)], r"weight 1 of 2: expected strides by which no elements overlap, got \[0, 9"),
         ([(27, 1, 9, 3), (27, 2, 9, 3)], r"weight 1 of 2: expected strides by which no elements overlap"),
-        ([(27, 1, 9, 3), (-27, 1, 9, 3)], r"weight 1 of 2: expected strides by which no elements overlap"),
+        ([(27, 1, 9, 3), (-27, 1, 9, 3)], r"weight 1 of 2: expected no negative strides, got \[-27, 1"),
     ],
 )
 def test_bad_strides_raise_and_nothing_changes(strides, message, device):
@@ -78,6 +78,12 @@ def test_bad_strides_raise_and_nothing_changes(strides, message, device):
     with pytest.raises(RuntimeError, match=message):
         nhwc.ops.set_strides_(weights, strides)
     assert [(weight.data_ptr(), weight.stride()) for weight in weights] == before
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (1, 3)])
+def test_negative_strides_raise_where_no_elements_use_them(shape):
+    with pytest.raises(RuntimeError, match="expected no negative strides"):
+        nhwc.ops.set_strides_([torch.randn(shape)], [(-3, 1)])
 
 
 def test_the_rules_of_the_in_place_operators_hold(device):

@@ -289,6 +289,24 @@ def test_a_decision_is_written_and_read(tuning):
     assert [row["name"] for row in read["table"]] == list(PLANS)
 
 
+@pytest.mark.parametrize(
+    ("part", "name", "value"), [("workload", "shapes", 3), ("workload", "device", "x"), ("machine", "threads", None)]
+)
+def test_a_decision_that_could_not_be_printed_is_refused(part, name, value, tuning):
+    data = json.loads(tuning.to_json())
+    data[part] |= {name: value}
+    if value is None:
+        del data[part][name]
+    with pytest.raises(ValueError, match=r"Tuning.from_json: expected what Tuning.to_json writes"):
+        Tuning.from_json(json.dumps(data))
+
+
+def test_a_ratio_of_0_is_printed(tuning):
+    data = json.loads(tuning.to_json())
+    data["table"][1]["ratio"] = 0
+    assert "failed" in str(Tuning.from_json(json.dumps(data)))
+
+
 def test_a_decision_from_elsewhere_warns_of_what_differs(tuning):
     threads = torch.get_num_threads()
     elsewhere = replace(

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from torch import Tensor, nn
 
@@ -194,7 +194,13 @@ class Trace:
         Raises:
             ValueError: The text is not such a trace.
         """
-        return serialization.from_json(cls, text)
+        trace = serialization.from_json(cls, text)
+        if trace.operators.keys() != set(get_args(Phase)):
+            raise ValueError(
+                "Trace.from_json: expected what Trace.to_json writes: the operators of both phases, "
+                f"got {trace.operators}"
+            )
+        return trace
 
     def headline(self) -> str:
         """Return how many operators ran, and what was lost in all."""
@@ -226,7 +232,7 @@ def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
     cells = []
     for row in rows:
         formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
-        written = "" if formats else str(row.outputs[0])
+        written = "" if formats else " x ".join(map(str, row.outputs[:1]))
         operator = row.operator.removeprefix("aten::")
         where = [row.path or "(the model)", operator, row.phase, formats, written]
         cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])

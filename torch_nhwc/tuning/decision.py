@@ -14,6 +14,8 @@ from torch_nhwc.serialization import from_data, to_data
 
 # What describes a machine without deciding how fast it is.
 _INCIDENTAL = ("platform", "python")
+# What of it is printed.
+_PRINTED = ("device", "threads", "torch")
 
 
 class TuningRow(NamedTuple):
@@ -96,6 +98,9 @@ class Tuning:
             plan = Plan.from_json(json.dumps(data["plan"]))
             tuning: Tuning = from_data(cls, data | {"plan": to_data(plan)})
             device = torch.device(tuning.workload["device"])
+            from_data(list[str], tuning.workload["shapes"])
+            for name in _PRINTED:
+                tuning.machine[name]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"Tuning.from_json: expected what Tuning.to_json writes: {error!r}") from error
         is_here = device.type != "cuda" or torch.cuda.is_available()
@@ -107,7 +112,8 @@ class Tuning:
     def __str__(self) -> str:
         workload = {**self.workload, "shapes": ", ".join(self.workload["shapes"])}
         described = ", ".join(f"{name} {value}" for name, value in workload.items() if value)
-        where = f"{self.machine['device']}, {self.machine['threads']} threads, torch {self.machine['torch']}"
+        processor, threads, version = (self.machine[name] for name in _PRINTED)
+        where = f"{processor}, {threads} threads, torch {version}"
         title = f"Tuning: {self.choice} ({self.seconds:.0f} s; {described}; {where})"
         head = ["candidate", "time", "spread", "speed", "99 % interval", "regret", "difference"]
         rows = [_cells(row, row.name == self.choice) for row in self.table]
@@ -125,7 +131,7 @@ def _changes(before: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: TuningRow, is_chosen: bool) -> list[str]:
     name = f"* {row.name}" if is_chosen else row.name
-    if row.seconds is None or row.ratio is None or row.regret is None or row.spread is None:
+    if row.seconds is None or not row.ratio or row.regret is None or row.spread is None:
         return [name, "failed", *[""] * 5]
     limits = f"{1 / row.high:.2f} to {1 / row.low:.2f}" if row.low and row.high else "unknown"
     speed = ("1", "") if row.ratio == 1 and row.low == row.high else (f"{1 / row.ratio:.2f}x", limits)
