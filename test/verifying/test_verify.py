@@ -338,7 +338,7 @@ def test_a_wrong_reference_does_not_judge_a_right_model():
     (row,) = [row for row in verification.rows if row.is_reference_wrong and row.path]
     assert (row.path, row.what, row.verdict) == ("2", "gradient of weight", Verdict.EQUAL)
     assert row.error <= row.tolerance < 1 < row.reference_error
-    assert "2: the reference itself is plainly wrong here" in one_line(verification)
+    assert "2, the model itself: the reference itself is plainly wrong here" in one_line(verification)
     assert ("2", "gradient of weight") in differing(verified(before, after=converted(before)))
 
 

@@ -144,18 +144,7 @@ class Verification:
 
     def __str__(self) -> str:
         """Return a summary and a table of the rows that are not equal, or on which the reference is wrong."""
-        cells = [
-            [
-                row.path,
-                row.layer,
-                row.what,
-                f"{row.error:.0e}",
-                _reference_error(row),
-                f"{row.tolerance:.0e}",
-                row.inputs,
-            ]
-            for row in self._remarkable()
-        ]
+        cells = [[row.path, row.layer, row.what, *_errors(row), row.inputs] for row in self._remarkable()]
         columns = ["layer", "class", "compared", "error", "reference's", "allowed", "inputs"]
         body = table(cells, columns, most=_SHOWN_ROWS, name="rows") if cells else ""
         return paragraphs([self._summary()]) + body + paragraphs(self._notes())
@@ -191,8 +180,9 @@ class Verification:
         return notes
 
 
-def _reference_error(row: VerificationRow) -> str:
-    return "" if row.reference_error is None else f"{row.reference_error:.0e}"
+def _errors(row: VerificationRow) -> list[str]:
+    numbers = row.error, row.reference_error, row.tolerance
+    return ["" if each is None else f"{each:.0e}" for each in numbers]
 
 
 def _some(paths: Sequence[str]) -> str:
