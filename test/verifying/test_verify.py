@@ -307,6 +307,45 @@ def test_a_difference_of_rounding_errors_is_compared_with_a_noise_floor():
     assert row.floor > 1e-3
 
 
+class Huge(torch.autograd.Function):
+    """The identity, whose gradient is as wrong as memory that nobody wrote, but for float64."""
+
+    @staticmethod
+    def forward(ctx, weight):
+        return weight.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad if grad.dtype == torch.float64 else torch.full_like(grad, 1e15)
+
+
+class WrongConv2d(nn.Conv2d):
+    def _conv_forward(self, x, weight, bias):
+        return super()._conv_forward(x, Huge.apply(weight), bias)
+
+
+def test_a_wrong_reference_does_not_judge_a_right_model():
+    before = sequence(nn.ReLU(), WrongConv2d(8, 8, 3))
+    right = converted(before)
+    right[2].__class__ = nn.Conv2d
+    verification = verified(before, after=right)
+    assert verification, str(verification)
+    (row,) = [row for row in verification.rows if row.is_reference_wrong and row.path]
+    assert (row.path, row.what, row.verdict) == ("2", "gradient of weight", Verdict.EQUAL)
+    assert row.error <= row.tolerance < 1 < row.reference_error
+    assert "2, the model itself: the reference itself is plainly wrong here" in one_line(verification)
+    assert ("2", "gradient of weight") in differing(verified(before, after=converted(before)))
+
+
+def test_every_row_has_the_error_of_the_reference_where_float64_is_affordable():
+    rows = verified(sequence(nn.ReLU(), nn.Conv2d(8, 8, 3))).rows
+    computed = [row for row in rows if row.inputs]
+    assert computed
+    assert all(0 <= row.reference_error <= row.tolerance and not row.is_reference_wrong for row in computed)
+    random = verified(sequence(nn.Dropout())).rows
+    assert {row.reference_error for row in random if row.path == "1"} == {None}
+
+
 def test_the_callers_tolerances_hold_for_everything_but_parameters():
     model = sequence(nn.Conv2d(8, 8, 3))
     after = converted(model)

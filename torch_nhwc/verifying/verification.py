@@ -12,6 +12,7 @@ _SHOWN_ROWS = 20
 _BEFORE_DIFFERS = (
     "the reference's own layer differs in this format too; preserve=True replaces the layers that are known"
 )
+_REFERENCE_WRONG = "the reference itself is plainly wrong here: both were compared with its float64 run"
 
 
 class Verdict(enum.Enum):
@@ -52,7 +53,8 @@ class VerificationRow(NamedTuple):
     """What was compared: an output, a gradient, a parameter or a buffer."""
     error: float = 0.0
     """The largest difference at one position; infinite where shapes differ, or where the layer raises. Gradients of the
-    whole model have the root of the mean square of all differences."""
+    whole model have the root of the mean square of all differences. It is the difference from the float64 run where
+    the reference is beyond its tolerance, else that from the reference."""
     floor: float | None = None
     """The noise floor: how far the reference is from its own float64 run, from itself when it is called again, and
     from itself when its inputs change by a rounding error. `None` where the tolerance suffices without it."""
@@ -69,10 +71,17 @@ class VerificationRow(NamedTuple):
     channels-last, whatever model it is in."""
     note: str = ""
     """The error that was raised, or why nothing was compared."""
+    reference_error: float | None = None
+    """The largest difference of the reference from its own float64 run; `None` where that does not fit into memory, is
+    not possible, or draws random numbers."""
+    is_reference_wrong: bool = False
+    """True if the reference is plainly wrong, so that its float64 run was the judge."""
 
     @property
     def remark(self) -> str:
         """A sentence about the row; empty for most."""
+        if self.is_reference_wrong and not self.note:
+            return _REFERENCE_WRONG
         return self.note or (_BEFORE_DIFFERS if self.before_differs else "")
 
 
@@ -134,18 +143,16 @@ class Verification:
         return serialization.from_json(cls, text)
 
     def __str__(self) -> str:
-        """Return a summary and a table of the rows that are not equal."""
-        cells = [
-            [row.path, row.layer, row.what, f"{row.error:.0e}", f"{row.tolerance:.0e}", row.inputs]
-            for row in self._remarkable()
-        ]
-        columns = ["layer", "class", "compared", "error", "allowed", "inputs"]
+        """Return a summary and a table of the rows that are not equal, or on which the reference is wrong."""
+        cells = [[row.path, row.layer, row.what, *_errors(row), row.inputs] for row in self._remarkable()]
+        columns = ["layer", "class", "compared", "error", "reference's", "allowed", "inputs"]
         body = table(cells, columns, most=_SHOWN_ROWS, name="rows") if cells else ""
         return paragraphs([self._summary()]) + body + paragraphs(self._notes())
 
     def _remarkable(self) -> list[VerificationRow]:
-        """Return the rows that are not equal, first those that differ."""
-        return self.differing + [row for row in self.rows if row.verdict not in (Verdict.DIFFERS, Verdict.EQUAL)]
+        """Return the rows that are not equal, first those that differ, and those on which the reference is wrong."""
+        others = [row for row in self.rows if row.verdict is not Verdict.DIFFERS]
+        return self.differing + [row for row in others if row.verdict is not Verdict.EQUAL or row.is_reference_wrong]
 
     def _summary(self) -> str:
         first = self.first
@@ -153,7 +160,8 @@ class Verification:
             where = repr(first.path) if first.path else "the model itself"
             result = f"{len(self.differing)} differ, first {where} ({first.layer}): {first.what}"
         else:
-            result = f"nothing differs{', but not all could be compared' if self._remarkable() else ''}"
+            is_unknown = any(row.verdict not in (Verdict.EQUAL, Verdict.DIFFERS) for row in self.rows)
+            result = f"nothing differs{', but not all could be compared' if is_unknown else ''}"
         layers = len({row.path for row in self.rows if row.path})
         return f"Verification: {len(self.rows)} comparisons in {layers} layers, {self.seconds:.1f} s: {result}"
 
@@ -170,6 +178,11 @@ class Verification:
         if self.not_run:
             notes.append(f"did not run, only parameters were compared: {_some(self.not_run)}")
         return notes
+
+
+def _errors(row: VerificationRow) -> list[str]:
+    numbers = row.error, row.reference_error, row.tolerance
+    return ["" if each is None else f"{each:.0e}" for each in numbers]
 
 
 def _some(paths: Sequence[str]) -> str:

@@ -1,6 +1,5 @@
 """`verify`: compare what two models compute, layer by layer and as a whole."""
 
-import copy
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.running import ModuleStack, arguments_of, copy_inputs, tolerance_of
+from torch_nhwc.running.calls import copy_model
 from torch_nhwc.running.comparison import distances, largest, magnitudes, rms
 from torch_nhwc.verifying.repeatable_run import (
     BOTH_CHANNELS_LAST,
@@ -54,7 +54,7 @@ def verify(
     channel, and as batches of 1 and 2. Outputs, gradients of inputs and parameters, and buffers are compared by
     position, in each layer and in the whole model. Where a difference is larger than rounding errors usually are, a
     noise floor decides: how far the reference is from its own float64 run, from another run, and from one on inputs
-    that change by a rounding error.
+    that change by a rounding error. Where the reference is plainly wrong by its float64 run, that run is the judge.
 
     Both models run several times, in the caller's autocast region if there is one. Buffers, random generators,
     gradients and the example inputs stay as they are. It takes as long as fifty to a hundred training steps, and the
@@ -334,16 +334,22 @@ class _Reference:
         if self.is_model and _is_gradient(row.what):
             reduce = rms
         rtol = self.gradient_rtol if _is_gradient(row.what) else self.rtol
-        size, apart = magnitudes(reference, reduce), partial(distances, reduce=reduce)
+        apart, truth = partial(distances, reduce=reduce), self._truth.get(row.what)
+        reference_error = None if truth is None else apart(reference, truth)
+        is_wrong = reference_error is not None and bool((reference_error > self._plausible(row.what)).any())
+        size = magnitudes(truth if is_wrong else reference, reduce)
         is_real = reference is None or can_have_gradient(reference)
-        error, allowed = apart(result, reference), (self.atol + rtol * size) * is_real
+        error, allowed = apart(result, truth if is_wrong else reference), (self.atol + rtol * size) * is_real
         floor, verdict, before_differs = None, Verdict.EQUAL, False
         is_beyond = bool((error > allowed).any())
-        noise = apart(self._again.get(row.what), reference) if always_repeats or is_beyond else torch.zeros(1)
-        if (noise > allowed).any():
+        repeats = not is_wrong and (always_repeats or is_beyond)
+        noise = apart(self._again.get(row.what), reference) if repeats else torch.zeros(1)
+        if is_wrong:  # its noise is that of memory that nobody wrote
+            target, verdict = truth, Verdict.DIFFERS if is_beyond else Verdict.EQUAL
+        elif (noise > allowed).any():
             error, floor, verdict = noise, noise, Verdict.UNREPEATABLE
         elif is_beyond:
-            target = self._truth.get(row.what, reference)
+            target = reference if truth is None else truth
             error = apart(result, target)
             others = [apart(each.get(row.what), right.get(row.what)) for each, right in self._rounded]
             floor = _noise_floor([noise, apart(reference, target), *others], size)
@@ -360,7 +366,18 @@ class _Reference:
             largest=_at(size, channel),
             verdict=verdict,
             before_differs=before_differs,
+            reference_error=None if reference_error is None else reference_error.max().item(),
+            is_reference_wrong=is_wrong,
         )
+
+    def _plausible(self, what: str) -> float:
+        """Return how far a result of the reference may be from its float64 run without being plainly wrong.
+
+        That is as far as the largest value of anything of its kind: rounding errors of a result that cancels out may
+        be larger than the result, and not as large as what it was computed from.
+        """
+        alike = [each for name, each in self._truth.items() if _is_gradient(name) == _is_gradient(what)]
+        return max((magnitudes(each).max().item() for each in alike), default=torch.inf)
 
     def in_formats(self, formats: Formats) -> Results | None:
         """Return the reference's results on inputs, or gradients, in channels-last; `None` where it raises."""
@@ -400,7 +417,7 @@ class _Reference:
             with ExitStack() as stack:
                 for device in {tensor.device.type for tensor in (*tensors, *weights)}:
                     stack.enter_context(torch.autocast(device, enabled=False))
-                exact = copy.deepcopy(self.module).double()
+                exact = copy_model(self.module).double()
                 cast = inputs.mapped(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
                 return run_module(exact, cast, BOTH_CONTIGUOUS, self.backward)[0]
         except Exception:
