@@ -475,17 +475,16 @@ def _is_right_in_pytorch(
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         return True
     kernel, sizes = weight.shape, input.shape
-    if len(kernel) != axes + 2 or torch.compiler.is_exporting():
+    if len(kernel) != axes + 2 or len(sizes) not in (axes + 1, axes + 2) or torch.compiler.is_exporting():
         return True
     is_compiled = torch.compiler.is_compiling()
     if not is_compiled:
         if torch._C._is_tracing():  # for inputs of other sizes, too
             return torch.onnx.is_in_onnx_export()
-        if axes == 3 and _is_channels_last(input):
+        # Of a single sample PyTorch loses the format, and with one tap in the plane it is slow.
+        if axes == 3 and (sizes[0] == 1 or kernel[3] == kernel[4] == 1) and _is_channels_last(input):
             return False
-    has_gradient, has_one_channel = torch.is_grad_enabled(), kernel[1] == 1
-    if not has_gradient and not has_one_channel:
-        return True
+    has_one_channel = kernel[1] == 1
     if type(stride) is not tuple or type(padding) is not tuple or type(dilation) is not tuple:
         if not _are_sizes(stride, dilation, count=axes) or not (
             type(padding) is str or _are_sizes(padding, count=axes)
@@ -501,10 +500,10 @@ def _is_right_in_pytorch(
         reach = dilation[-1] * (kernel[-1] - 1)
         if sizes[-1] == 1 if output_padding is not None else sizes[-1] + 2 * padding[-1] - reach <= stride[-1]:
             return False
-    elif axes == 2 and output_padding is None and kernel[2] == 1 and kernel[3] == 1 and 1 < kernel[1] < 8:
+    if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and torch.is_grad_enabled():
         if stride[0] > 1 or stride[1] > 1:
             return False
-    if not any(padding) or not (has_gradient or axes == 3):
+    if not any(padding):
         return True
     more = None if output_padding is None else _as_many(output_padding, axes)
     for axis in range(-axes, 0):

@@ -231,26 +231,29 @@ struct Mending {
   }
 };
 
+/// Returns whether a 2D kernel has one tap, strides, and so few channels that oneDNN computes it wrong.
+bool has_strided_tap(const at::Tensor& weight, const Arguments& arguments) {
+  if (arguments.stride.size() != 2 || weight.sym_size(2) != 1 || weight.sym_size(3) != 1) return false;
+  return (arguments.stride[0] > 1 || arguments.stride[1] > 1) && weight.sym_size(1) < 16;
+}
+
 /// Returns what has to change about a convolution: only shapes, gradients to come and the machine are looked at.
 Mending mending_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                    const Arguments& arguments) {
   const size_t axes = arguments.stride.size();
   if (!input.device().is_cpu() || static_cast<size_t>(weight.dim()) != axes + 2) return {};
   const ConvolutionFaults& faults = convolution_faults();
-  const bool has_one_channel = weight.sym_size(1) == 1;
-  const bool has_gradient = has_gradient_to_come(weight);
-  if ((!has_one_channel && !has_gradient && axes != 3) || !fits(input, weight, arguments)) return {};
+  if (!fits(input, weight, arguments)) return {};
 
   Mending mending = {};
-  mending.narrows = faults.strided_columns && has_one_channel && arguments.stride.back() > 1 &&
+  mending.narrows = faults.strided_columns && weight.sym_size(1) == 1 && arguments.stride.back() > 1 &&
                     axis_of(input, weight, arguments, 1).positions == 1;
-  if (faults.small_inputs && (has_gradient || axes == 3)) {
+  if (faults.small_inputs) {
     Arguments narrowed = arguments;
     if (mending.narrows) narrowed.padding.back() = 0;
     mending.pads = misses_kernel(input, weight, narrowed);
   }
-  if (faults.strided_taps && has_gradient && axes == 2 && weight.sym_size(2) == 1 && weight.sym_size(3) == 1 &&
-      (arguments.stride[0] > 1 || arguments.stride[1] > 1) && weight.sym_size(1) >= 2 && weight.sym_size(1) <= 7) {
+  if (faults.strided_taps && has_strided_tap(weight, arguments) && has_gradient_to_come(weight)) {
     mending.slices = is_channels_last(weight) || is_in_format(input, arguments);
     mending.pads = mending.pads || (mending.slices && (arguments.padding[0] != 0 || arguments.padding[1] != 0));
   }
@@ -281,27 +284,37 @@ at::Tensor transposed_convolution(const at::Tensor& input, const at::Tensor& wei
                         [&](const at::Tensor& activation) { return pytorchs(activation, weight, bias, arguments); });
   };
   if (!input.device().is_cpu() || static_cast<size_t>(weight.dim()) != axes + 2) return unchanged();
+  if (!fits(input, weight, arguments)) return unchanged();
   // The gradient of the input is a convolution, whose outputs may be wrong as others' are.
   const ConvolutionFaults& faults = convolution_faults();
-  const bool has_gradient = has_gradient_to_come(weight);
-  const bool has_input_gradient = weight.sym_size(1) == 1 && has_gradient_to_come(input);
-  if ((!has_gradient && !has_input_gradient) || !fits(input, weight, arguments)) return unchanged();
   const bool widens =
       faults.strided_columns && weight.sym_size(1) == 1 && arguments.stride.back() > 1 && input.sym_size(-1) == 1;
-  const bool cuts = faults.small_inputs && (has_gradient || axes == 3) && misses_kernel(input, weight, arguments);
-  if ((!widens && !cuts) || !is_accepted(input, weight, bias, arguments)) return unchanged();
+  const bool cuts = faults.small_inputs && misses_kernel(input, weight, arguments);
+  const auto& more = arguments.output_padding;
+  const bool extends = faults.strided_taps && has_strided_tap(weight, arguments) && (more[0] > 0 || more[1] > 0) &&
+                       has_gradient_to_come(weight);
+  if ((!widens && !cuts && !extends) || !is_accepted(input, weight, bias, arguments)) return unchanged();
 
   const bool is_channels_last_input = is_in_format(input, arguments);
   at::Tensor activation = is_channels_last_input ? with_channels_last_grad(input) : input;
   if (widens) activation = at::constant_pad_nd_symint(activation, {0, 1}, 0);  // what it adds is cut off below
   Arguments whole = arguments;
   whole.padding.assign(axes, 0);
-  const at::Tensor uncut = pytorchs(activation, weight, bias, whole);
+  if (extends) whole.output_padding.assign(axes, 0);
+  const bool has_bias = bias && bias->defined();
+  const at::Tensor uncut = pytorchs(activation, weight, extends ? OptionalTensor() : bias, whole);
   at::Tensor out = uncut;
   for (int64_t from_last = 1; from_last <= static_cast<int64_t>(axes); ++from_last) {
     const Axis axis = axis_of(input, weight, arguments, from_last);
+    const c10::SymInt missing = axis.padding + axis.size - out.sym_size(-from_last);
+    if (extends && missing > 0) {  // what the output padding would have added, which is nothing but the bias
+      at::SymDimVector sides(2 * from_last, 0);
+      sides.back() = missing;
+      out = at::constant_pad_nd_symint(out, sides, 0);
+    }
     out = out.narrow_symint(-from_last, axis.padding, axis.size);
   }
+  if (extends && has_bias) out = out + bias->view({-1, 1, 1});
   if (is_channels_last_input || is_in_format(uncut, arguments)) return as_channels_last_output(out);
   return out.clone(at::MemoryFormat::Contiguous);
 }

@@ -6,12 +6,12 @@ namespace nhwc {
 /// The convolutions that oneDNN computes wrong. Where nothing was measured, all of them are expected.
 struct ConvolutionFaults {
   /// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or
-  /// the heap is damaged. With filters of one channel, 3D outputs are wrong too.
+  /// the heap is damaged; more rarely another gradient, or the output.
   bool small_inputs;
   /// Filters of one channel, a strided width, and a result of width 1: outputs are memory that nobody wrote.
   bool strided_columns;
-  /// 2D kernels of one tap with strides, on 2 to 7 channels in channels-last: the weight's gradient is wrong, or the
-  /// heap is damaged.
+  /// 2D kernels of one tap with strides, on fewer than 16 channels in channels-last: the weight's gradient is wrong, or
+  /// the heap is damaged. Of transposed ones those with an output padding.
   bool strided_taps;
 };
 

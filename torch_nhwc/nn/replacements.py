@@ -304,8 +304,9 @@ def meets_small_input_rule(layer: Any) -> bool:
 
 def meets_strided_rule(layer: Any) -> bool:
     """Return whether a convolution may get a wrong weight gradient once it is channels-last, on some CPUs."""
-    is_strided_tap = isinstance(layer, nn.Conv2d) and layer.kernel_size == (1, 1) and layer.stride != (1, 1)
-    return is_strided_tap and 2 <= layer.in_channels // layer.groups <= 7
+    if layer.kernel_size != (1, 1) or layer.stride == (1, 1):
+        return False
+    return bool((layer.out_channels if layer.transposed else layer.in_channels) // layer.groups < 16)
 
 
 def _never(layer: Any) -> bool:
