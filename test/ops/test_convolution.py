@@ -90,7 +90,7 @@ def test_random_convolutions_are_right(seed, isa):
     [
         ("conv2d", (2, 4, 7, 6), (6, 2, 3, 3), (2, 1, 1, 2)),
         ("conv2d", (4, 7, 6), (6, 4, 3, 2), (1, "same", (1, 2))),
-        ("conv2d", (2, 4, 7, 6), (6, 4, 1, 1), ([2], "valid")),
+        ("conv2d", (2, 16, 7, 6), (6, 16, 1, 1), ([2], "valid")),
         ("conv3d", (4, 5, 6, 4), (6, 4, 3, 3, 3), (2, 1)),
         ("conv_transpose2d", (2, 4, 7, 6), (4, 3, 3, 3), (2, 1, 1, 2)),
         ("conv_transpose2d", (4, 7, 6), (4, 3, 3, 3), (2, 1, 0, 1, 2)),
@@ -166,37 +166,42 @@ def operators_of(function):
     return [event.key for event in profile.key_averages()]
 
 
-@pytest.mark.skipif(not HAS_AVX512, reason="a CPU with AVX-512")
-def test_a_small_input_is_padded_only_if_a_gradient_of_the_weight_is_to_come():
-    x, w, b, arguments = small("conv2d")
+def test_a_strided_tap_is_sliced_only_if_a_gradient_of_the_weight_is_to_come():
+    x, w = channels_last(torch.randn(2, 4, 7, 6)), torch.randn(6, 4, 1, 1)
 
-    def is_padded(call, weight=w):
-        return "aten::constant_pad_nd" in operators_of(lambda: call(weight))
+    def is_sliced(call, weight=w):
+        return "aten::slice" in operators_of(lambda: call(weight))
 
     def plain(weight):
-        return functional.conv2d(x, weight, b, *arguments)
+        return functional.conv2d(x, weight, None, 2)
 
     def total(weight, x=x):
-        return functional.conv2d(x, weight, b, *arguments).sum()
+        return functional.conv2d(x, weight, None, 2).sum()
 
     required = w.clone().requires_grad_()
-    assert not is_padded(plain)
-    assert is_padded(plain, required)
+    assert not is_sliced(plain)
+    assert is_sliced(plain, required)
     with torch.no_grad():
-        assert not is_padded(plain, required)
-    assert is_padded(torch.func.grad(total))
-    assert is_padded(lambda w: torch.func.vmap(torch.func.grad(total), (None, 0))(w, x[None]))
-    assert is_padded(lambda w: torch.func.grad(lambda w: torch.func.vmap(lambda x: total(w, x))(x[None]).sum())(w))
-    inner = torch.func.grad(lambda x, w: functional.conv2d(x, w, b, *arguments).square().sum())
-    assert is_padded(lambda w: torch.func.grad(lambda w: inner(x, w).sum())(w))
+        assert not is_sliced(plain, required)
+    assert is_sliced(torch.func.grad(total))
+    assert is_sliced(lambda w: torch.func.vmap(torch.func.grad(total), (None, 0))(w, x[None]))
     for use_reentrant in (False, True):
         given = x.clone().requires_grad_()
-        assert is_padded(
+        assert is_sliced(
             lambda w, given=given, use_reentrant=use_reentrant: checkpoint(
                 lambda x: total(w, x), given, use_reentrant=use_reentrant
             ).backward(),
             required,
         )
+
+
+@pytest.mark.skipif(not HAS_AVX512, reason="a CPU with AVX-512")
+@every_function
+def test_a_small_input_is_padded_with_and_without_gradients(name):
+    x, w, b, arguments = small(name)
+    mended = "aten::slice" if "transpose" in name else "aten::constant_pad_nd"
+    for given in (w, w.clone().requires_grad_()):
+        assert mended in operators_of(lambda given=given: getattr(functional, name)(x, given, b, *arguments))
 
 
 @every_function
@@ -328,7 +333,7 @@ def test_the_check_before_a_call_finds_what_has_to_be_mended():
         each = zip(sizes.shape[2:], positions.shape[2:], w.shape[2:], stride, padding, dilation)
         is_small = not all(sees(*axis) for axis in each)
         is_column = w.shape[1] == 1 and stride[-1] > 1 and positions.shape[-1] == 1
-        is_tap = axes == 2 and not is_transposed and w.shape[2:] == (1, 1) and 1 < w.shape[1] < 8 and max(stride) > 1
+        is_tap = axes == 2 and w.shape[2:] == (1, 1) and w.shape[1] < 16 and max(stride) > 1
         right = functional._is_right_in_pytorch(
             x, w, None, tuple(stride), tuple(padding), tuple(dilation), axes, output_padding
         )
