@@ -288,11 +288,15 @@ class TestPlan:
         assert out.splitlines()[-1] == "(All rows: --table)"
 
     def test_takes_what_convert_takes(self, run):
-        _, out, _ = run("plan", *of_mine("model"), "--no-preserve", "--each-forward", "--table")
-        lines = out.splitlines()
-        assert lines[0] == "1 weight to channels-last: 1 in each forward."
-        assert "--table" not in out
-        assert lines[-3].split() == ["layers.1", "Conv2d", "8x3x3x3", "each_forward"]
+        rows = {}
+        for option in ("--preserve", "--no-preserve"):
+            _, out, _ = run("plan", *of_mine("model"), option, "--each-forward", "--table")
+            assert out.startswith("1 weight to channels-last: 1 in each forward.\n")
+            assert "--table" not in out
+            lines = map(str.split, out.splitlines())
+            rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
+        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange", "SMALL_INPUTS"]
+        assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
         code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
         assert code == 0
         assert [row.reason.name for row in torch_nhwc.Plan.from_json(out).rows] == ["OTHER_RANK"]
