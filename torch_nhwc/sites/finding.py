@@ -180,7 +180,7 @@ def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> l
         kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
         if kind is None:
             continue
-        fault = next((reason for has_fault, reason in kind.faults if _holds(has_fault, module)), None)
+        fault = _fault_of(module, kind.faults) if kind.faults else None
         concerns = kind.replacement.concerns
         # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
         loses = concerns is always or (concerns is not never and _holds(concerns, module))
@@ -208,7 +208,7 @@ class _LayerKind(NamedTuple):
     """The name of the class in its package."""
     reason: Reason | None
     """Why no layer of the class can be replaced, or has to be."""
-    faults: list[tuple[Callable[[Any], bool], Reason]]
+    faults: "_Faults"
     is_convolution: bool
 
 
@@ -229,6 +229,20 @@ def _layer_kind(module: nn.Module) -> _LayerKind | None:
         reason = Reason.FORWARD_REPLACED
     faults = [(has_fault, fault) for layers, has_fault, fault in _FAULTS if issubclass(layer_type, layers)]
     return _LayerKind(replacement, original.__name__, reason, faults, issubclass(layer_type, _CONVOLUTIONS))
+
+
+_Faults = list[tuple[Callable[[Any], bool], Reason]]
+
+
+def _fault_of(layer: nn.Module, faults: _Faults) -> Reason | None:
+    """Return the first fault of a layer; `None` for a subclass that lacks the attributes of its base."""
+    try:
+        for has_fault, fault in faults:
+            if has_fault(layer):
+                return fault
+    except AttributeError:
+        pass
+    return None
 
 
 def _holds(predicate: Callable[[Any], bool], layer: nn.Module) -> bool:
