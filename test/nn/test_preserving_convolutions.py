@@ -100,10 +100,10 @@ def test_rules_follow_from_the_layer_alone():
     assert not meets_small_input_rule(nn.Conv2d(4, 4, 1, stride=2))
     assert meets_strided_rule(nn.Conv2d(3, 4, 1, stride=2))
     assert meets_strided_rule(nn.Conv2d(14, 4, 1, stride=(1, 2), groups=2).eval())
-    assert meets_strided_rule(nn.ConvTranspose2d(32, 15, 1, 2))
     for layer in (nn.Conv2d(16, 4, 1, 2), nn.Conv2d(3, 4, 1), nn.Conv2d(3, 4, 2, 2), nn.Conv3d(3, 4, 1, 2)):
         assert not meets_strided_rule(layer)
-    assert not meets_strided_rule(nn.ConvTranspose2d(3, 16, 1, 2))
+    assert meets_strided_rule(nn.ConvTranspose2d(16, 4, 1, 2))  # whose output padding may be given with a call
+    assert not meets_strided_rule(nn.ConvTranspose2d(4, 16, 1, 2))
 
 
 def test_subclasses_are_replaced_if_their_methods_are_pytorch_s():
