@@ -380,7 +380,7 @@ def test_h35_the_gradient_of_instance_norm_is_wrong_for_a_batch_of_one(layer, me
     assert not torch.allclose(wrong, right)
 
     norm = nn.InstanceNorm2d if rank == 2 else nn.InstanceNorm3d
-    report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), norm(4), layer(4, 4, 3)))
+    report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), norm(4), layer(4, 4, 3)).eval(), preserve=False)
     assert report.remarks == (Reason.INSTANCE_NORM.value,)
     assert Reason.INSTANCE_NORM.value.split(":")[0] in " ".join(str(report).split())
     exchanged = norm(4)
@@ -427,7 +427,7 @@ def test_h36_group_norm_on_channels_last_is_inaccurate():
     assert channels_last > 100 * contiguous
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
-    report = nhwc.convert_(model)
+    report = nhwc.convert_(model.eval(), preserve=False)
     assert report.remarks == (Reason.GROUP_NORM.value,)
     report = nhwc.convert_(model, preserve=True)
     assert Reason.GROUP_NORM.value not in report.remarks
@@ -957,7 +957,7 @@ def test_h55_weights_of_each_forward_are_exported_without_this_package(tmp_path)
     models, x = [*models, nn.Sequential(nn.Conv2d(3, 4, 3))], torch.randn(1, 3, 8, 8)
     expected, files = [model(x).detach() for model in models], {}
     for index, model in enumerate(models):
-        nhwc.convert_(model, each_forward=index == 2, strict=True)
+        nhwc.convert_(model, each_forward=index == 2, strict=True, preserve=False)
         assert strides_at_convolutions(model, x) == [STRIDES]
         for name, kind in ((f"{index}.pt2", "program"), (f"{index}.pt", "archive")):
             files[name] = kind, x, expected[index], {}

@@ -59,7 +59,7 @@ def test_check_expects_canonical_strides_even_where_a_format_is_ambiguous():
 )
 def test_check_expects_what_the_plan_says_and_nothing_else(memory_format, named):
     model = network()
-    plan = nhwc.plan(model, memory_format, filter_fn=lambda module, path: path != "stem")
+    plan = nhwc.plan(model, memory_format, filter_fn=lambda module, path: path != "stem", preserve=False)
     nhwc.convert_(model, plan=plan)
     assert check(model, plan) == []
     assert {each.site for each in check(network(1), plan)} == {f"{name}.weight" for name in named}
@@ -134,7 +134,7 @@ def test_h25_what_loses_the_format_is_listed_and_restored(lose):
 
 def test_a_lost_hook_for_the_inputs_is_listed_and_restored():
     model, other = (nn.Sequential(nn.Conv2d(3, 4, 3)) for _ in range(2))
-    plan = nhwc.convert_(model, input_format="channels_last").plan
+    plan = nhwc.convert_(model, input_format="channels_last", preserve=False).plan
     other.load_state_dict(model.state_dict(), assign=True)
     assert said(check(other, plan)) == [
         "the model has lost its hook that converts inputs to channels_last: restore_ registers it again"
@@ -167,7 +167,7 @@ def test_a_parametrized_layer_that_lost_its_last_step_is_listed_and_restored():
 
 def test_a_plan_of_a_fake_or_lazy_model_checks_and_restores_the_real_one():
     with torch._subclasses.fake_tensor.FakeTensorMode():
-        plan = nhwc.plan(Net())
+        plan = nhwc.plan(Net(), preserve=False)
     model = network()
     assert [deviation.site for deviation in check(model, plan)] == [f"{name}.weight" for name in SITES]
     restore_(model, plan)

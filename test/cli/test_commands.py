@@ -173,10 +173,13 @@ class TestTrace:
         code, out, error = run("trace", *of_mine("losing"), "--max-losses", 0, "--max-mixed", 0)
         assert code == 0
         assert out.startswith("Trace: 3 operators forward, 0 backward: no loss, no mixed convolution")
-        assert error == "torch-nhwc: the model ran contiguous: see what it would lose with --convert or --preserve\n"
+        assert error == (
+            "torch-nhwc: the model ran contiguous: --convert shows what it would still lose after a conversion, and "
+            "--convert --no-preserve what it would lose without replaced layers\n"
+        )
 
     def test_names_what_a_converted_model_loses_and_ends_with_1_beyond_the_budget(self, run):
-        arguments = ["trace", *of_mine("losing"), "--convert", "--mode", "training"]
+        arguments = ["trace", *of_mine("losing"), "--convert", "--no-preserve", "--mode", "training"]
         code, out, error = run(*arguments, "--max-losses", 1, "--max-mixed", 0)
         assert code == 1
         assert re.search(r"^1 +_softmax +forward", out, re.MULTILINE)
@@ -187,12 +190,13 @@ class TestTrace:
         assert (code, "10 bytes are allowed" in error) == (1, True)
 
     def test_shows_no_loss_if_layers_are_replaced(self, run):
-        arguments = ["--preserve", "--mode", "training", "--max-losses", 0, "--max-mixed", 0]
-        code, _, error = run("trace", *of_mine("losing"), *arguments)
-        assert (code, error) == (0, "")
+        for option in ("--convert", "--preserve"):
+            arguments = [option, "--mode", "training", "--max-losses", 0, "--max-mixed", 0]
+            code, _, error = run("trace", *of_mine("losing"), *arguments)
+            assert (code, error) == (0, "")
 
     def test_prints_json_and_writes_a_page(self, run, tmp_path):
-        _, out, _ = run("trace", *of_mine("losing"), "--convert", "--json", "--html", "trace.html")
+        _, out, _ = run("trace", *of_mine("losing"), "--no-preserve", "--json", "--html", "trace.html")
         assert [loss.path for loss in Trace.from_json(out).losses] == ["1"]
         assert "<html" in (tmp_path / "trace.html").read_text()
 
@@ -260,7 +264,7 @@ class TestVerify:
     """`torch-nhwc verify`."""
 
     def test_ends_with_0_for_a_right_conversion(self, run):
-        code, out, _ = run("verify", *of_mine("losing"), "--preserve", "--mode", "training")
+        code, out, _ = run("verify", *of_mine("losing"), "--mode", "training")
         assert code == 0
         assert "2 weights to channels-last: 2 moved" in out
         assert "nothing differs" in out
@@ -284,11 +288,15 @@ class TestPlan:
         assert out.splitlines()[-1] == "(All rows: --table)"
 
     def test_takes_what_convert_takes(self, run):
-        _, out, _ = run("plan", *of_mine("model"), "--preserve", "--each-forward", "--table")
-        lines = out.splitlines()
-        assert lines[0] == "1 weight to channels-last: 1 in each forward."
-        assert "--table" not in out
-        assert lines[-3].split() == ["layers.1", "Conv2d", "8x3x3x3", "each_forward"]
+        rows = {}
+        for option in ("--preserve", "--no-preserve"):
+            _, out, _ = run("plan", *of_mine("model"), option, "--each-forward", "--table")
+            assert out.startswith("1 weight to channels-last: 1 in each forward.\n")
+            assert "--table" not in out
+            lines = map(str.split, out.splitlines())
+            rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
+        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange", "SMALL_INPUTS"]
+        assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
         code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
         assert code == 0
         assert [row.reason.name for row in torch_nhwc.Plan.from_json(out).rows] == ["OTHER_RANK"]
@@ -300,7 +308,7 @@ class TestConvert:
 
     @pytest.mark.parametrize("name", ["keywords", *map(exhaustive, ("tensor", "positional"))])
     def test_prints_the_report_compares_outputs_and_writes_the_state_dict(self, name, run, tmp_path):
-        code, out, _ = run("convert", *of_mine(name), "--out", "converted.pt", "--preserve")
+        code, out, _ = run("convert", *of_mine(name), "--out", "converted.pt", "--no-preserve")
         assert code == 0
         lines = out.splitlines()
         assert lines[0] == "2 weights to channels-last: 2 moved (3.2 kB)."
@@ -310,7 +318,7 @@ class TestConvert:
         assert sorted(path.name for path in tmp_path.iterdir() if path.is_file()) == ["converted.pt", "of_mine.py"]
 
     def test_names_options_instead_of_arguments(self, run):
-        assert "by --preserve\n" in run("convert", *of_mine("tensor"))[1]
+        assert "by --preserve\n" in run("convert", *of_mine("tensor"), "--no-preserve")[1]
 
     def test_prints_json(self, run):
         read = json.loads(run("convert", *of_mine("losing"), "--json")[1])
@@ -339,12 +347,12 @@ class TestConvert:
         assert len([*tmp_path.glob("*converted*")]) == 1
 
     def test_converts_by_a_plan_that_was_kept(self, run, tmp_path):
-        (tmp_path / "plan.json").write_text(run("plan", *of_mine("losing"), "--preserve", "--json")[1])
+        (tmp_path / "plan.json").write_text(run("plan", *of_mine("losing"), "--json")[1])
         code, out, _ = run("convert", *of_mine("losing"), "--plan", "plan.json")
         assert code == 0
         assert "1 Softmax2d" in out
         message = "a plan has its own memory format"
-        assert_one_line(run("convert", *of_mine("losing"), "--plan", "plan.json", "--preserve"), message)
+        assert_one_line(run("convert", *of_mine("losing"), "--plan", "plan.json", "--no-preserve"), message)
         assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: of_mine.py cannot be read")
 
     def test_converts_a_lazy_model_after_its_first_forward(self, run):
@@ -408,6 +416,7 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["verify", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
         (["convert", "model.pt"], "a saved model: expected the files IN and OUT"),
         (["convert", "a.pt", "b.pt", "--preserve"], "the files IN and OUT, without options for models that run"),
+        (["convert", "a.pt", "b.pt", "--no-preserve"], "the files IN and OUT, without options for models that run"),
         (["convert", "missing.pt", "out.pt"], "No such file or directory: 'missing.pt'"),
         (["convert", *of_mine("model"), "--input-format", "channels_last"], "are for saved models: name the files IN"),
         (["convert", *of_mine("linear"), "--strict"], "no 2D or 3D convolution was found"),

@@ -68,7 +68,9 @@ class TestArguments:
     def test_a_filter_sees_every_layer_with_its_path(self):
         model = network()
         seen = {}
-        report = nhwc.convert_(model, filter_fn=lambda module, path: seen.setdefault(path, module) is model["first"])
+        report = nhwc.convert_(
+            model, filter_fn=lambda module, path: seen.setdefault(path, module) is model["first"], preserve=False
+        )
         assert seen == {path: model.get_submodule(path) for path in ("first", "blocks.0", "blocks.1", "volume")}
         assert [row.reason for row in report.plan.rows] == [None, *[Reason.FILTERED] * 3]
         assert sum(in_format(model).values()) == 1

@@ -32,18 +32,18 @@ PLAIN = [name.removeprefix("EachForward") for name in EXCHANGED]
 
 def test_a_plan_is_kept_compared_and_applied():
     model = network()
-    plan = nhwc.plan(model, each_forward=True)
+    plan = nhwc.plan(model, each_forward=True, preserve=False)
     assert actions(plan) == [Action.EACH_FORWARD] * 2
     assert plan.bytes_to_move == 0
     assert plan.each_forward is True
     assert kinds(model) == PLAIN
     read = Plan.from_json(plan.to_json())
     assert (read, read.digest, read.each_forward) == (plan, plan.digest, True)
-    assert plan.digest != nhwc.plan(model).digest
+    assert plan.digest != nhwc.plan(model, preserve=False).digest
     assert plan.digest != nhwc.plan(model, torch.contiguous_format).digest
     converted = network()
-    nhwc.convert_(converted)
-    assert nhwc.plan(converted, each_forward=True).digest == plan.digest
+    nhwc.convert_(converted, preserve=False)
+    assert nhwc.plan(converted, each_forward=True, preserve=False).digest == plan.digest
     other = network()
     report = nhwc.convert_(other, plan=read)
     assert kinds(other) == EXCHANGED
@@ -68,11 +68,11 @@ def test_nothing_but_classes_changes_and_a_second_call_nothing():
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters())
     tensors = [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()]
-    report = nhwc.convert_(model, optimizer=optimizer, each_forward=True, strict=True)
+    report = nhwc.convert_(model, optimizer=optimizer, each_forward=True, strict=True, preserve=False)
     assert report.companions == ()
     assert report.new_bytes == 0
-    again = nhwc.convert_(model, each_forward=True)
-    later = nhwc.convert_(model)
+    again = nhwc.convert_(model, each_forward=True, preserve=False)
+    later = nhwc.convert_(model, preserve=False)
     for plan in (again.plan, later.plan):
         assert actions(plan) == [Action.KEEP] * 2
         assert {row.reason for row in plan.rows} == {Reason.IN_EACH_FORWARD}
@@ -91,7 +91,7 @@ def test_averaged_copies_and_tied_weights_go_along():
     other = copy.deepcopy(model)
     report = nhwc.convert_(model, ema=averaged, each_forward=True)
     assert actions(report.plan) == [Action.EACH_FORWARD] * 2
-    assert kinds(model) == kinds(averaged.module) == ["EachForwardConv2d"] * 2
+    assert kinds(model) == kinds(averaged.module) == ["EachForwardPreservingConv2d"] * 2
     nhwc.convert_(other, each_forward=True)
     report.revert(ema=other)
     assert kinds(model) == kinds(averaged.module) == kinds(other) == ["Conv2d"] * 2

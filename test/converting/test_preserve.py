@@ -11,9 +11,9 @@ STOCK = [nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Conv2d, nn.GroupNorm]
 
 
 def network():
-    return nn.Sequential(
-        nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.GroupNorm(1, 4)
-    )
+    """Return a model in evaluation mode, in which the convolutions stay as they are."""
+    layers = nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.GroupNorm(1, 4)
+    return nn.Sequential(*layers).eval()
 
 
 def types(model):
@@ -29,24 +29,24 @@ class TestPlan:
 
     def test_has_a_row_for_each_layer_and_writes_nothing(self):
         model = network()
-        plan = nhwc.plan(model, preserve=True)
+        plan = nhwc.plan(model)
         assert [row[:2] + row[3:] for row in plan.layers] == [
             ("1", "GroupNorm", Action.EXCHANGE, None),
             ("4", "GroupNorm", Action.EXCHANGE, None),
         ]
         assert all("accuracy" in row.loses for row in plan.layers)
         assert types(model) == STOCK
-        assert not nhwc.plan(model).layers
+        assert not nhwc.plan(model, preserve=False).layers
 
     def test_applies_to_another_instance(self):
-        plan, model = nhwc.plan(network(), preserve=True, filter_fn=lambda module, path: path != "4"), network()
+        plan, model = nhwc.plan(network(), filter_fn=lambda module, path: path != "4"), network()
         report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
         assert [type(model[index]).__name__ for index in (1, 4)] == ["PreservingGroupNorm", "GroupNorm"]
         assert [row.reason for row in report.plan.layers] == [None, Reason.FILTERED]
         assert report.plan.digest == plan.digest
 
     def test_a_model_whose_layers_differ_raises(self):
-        plan = nhwc.plan(network(), preserve=True)
+        plan = nhwc.plan(network())
         other, missing, more = network(), network(), network()
         other[1] = nn.InstanceNorm2d(6)
         missing[4] = nn.Identity()
@@ -68,21 +68,21 @@ class TestConvert:
 
     def test_a_second_call_changes_nothing(self):
         model = network()
-        nhwc.convert_(model, preserve=True)
+        nhwc.convert_(model)
         before = types(model)
-        report = nhwc.convert_(model, preserve=True)
+        report = nhwc.convert_(model)
         assert types(model) == before
         assert [row.reason for row in report.plan.layers] == [Reason.EXCHANGED] * 2
         assert Reason.SAVED_WHOLE.value not in report.remarks
         report.revert()
         assert types(model) == before
-        nhwc.convert_(model)
+        nhwc.convert_(model, preserve=False)
         assert types(model) == before
 
     def test_revert_and_the_context_restore_the_classes(self):
         model = network()
-        nhwc.convert_(model, preserve=True).revert()
+        nhwc.convert_(model).revert()
         assert types(model) == STOCK
-        with nhwc.channels_last(model, preserve=True):
+        with nhwc.channels_last(model):
             assert is_replaced(model)
         assert types(model) == STOCK

@@ -143,7 +143,7 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 64, 7), "view": refused_view(), "gelu": nn.GELU(), "own": Own()})
     model["norm"] = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     model["stem"].weight.grad = torch.zeros(64, 3, 7, 7)
-    held = model["stem"].weight.detach()
+    held = model.eval()["stem"].weight.detach()
     with pytest.warns(UserWarning, match="1 of 4 sites"):
         report = nhwc.convert_(model, optimizer=(), ema=copy.deepcopy(model), preserve=True)
     loses = "on channels-last it loses speed, forward and backward"
@@ -159,6 +159,7 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
         "Moved: 1 in place, 1 to new storage (something else holds the old one).",
         "With the strides of their weights: 1 grad, 3 ema.",
         Reason.SAVED_WHOLE.value,
+        Reason.FOR_INFERENCE.value,
     ]
     assert held.is_contiguous()
     assert f"1 GELU kept: {Reason.EXCHANGED.value}" in str(nhwc.plan(model, preserve=True)).splitlines()
@@ -171,18 +172,22 @@ def test_the_table_has_all_rows(monkeypatch):
     model["view"].weight = nn.Parameter(torch.randn(216).half()[108:].view(4, 3, 3, 3))
     model["later"] = nn.LazyConv2d(3, 3)
     with pytest.warns(UserWarning, match="1 of 4 sites"):
-        report = nhwc.convert_(model, preserve=True)
+        report = nhwc.convert_(model)
     lines = report.table().splitlines()
-    assert lines[:7] == [
+    assert lines[:10] == [
         "site     layer       shape      dtype    action    reason",
         "stem     Conv2d      64x3x7x7   float32  in place",
         "block.0  Conv2d      64x64x1x1  float32  restride",
         "view     Conv2d      4x3x3x3    float16  refuse    PART_OF_LARGER_STORAGE",
         "later    LazyConv2d                      convert   LAZY",
-        "layer that loses  class  action",
-        "block.1           GELU   exchange",
+        "layer that loses  class   action    reason",
+        "stem              Conv2d  exchange  SMALL_INPUTS",
+        "block.1           GELU    exchange",
+        "view              Conv2d  exchange  SMALL_INPUTS",
+        "later             Conv2d  keep      LAZY_LAYER",
     ]
-    assert [line.split(":")[0] for line in lines[7:] if not line.startswith(" ")] == ["PART_OF_LARGER_STORAGE", "LAZY"]
+    reasons = ["PART_OF_LARGER_STORAGE", "LAZY", "SMALL_INPUTS", "LAZY_LAYER"]
+    assert [line.split(":")[0] for line in lines[10:] if not line.startswith(" ")] == reasons
     assert Reason.LAZY.value[:20] not in nhwc.plan(model, "contiguous_format").table()  # nothing will be converted
 
 

@@ -297,7 +297,7 @@ def test_a_plan_with_a_filter_and_the_options_of_convert_apply(tmp_path):
     module = fitted(tmp_path, ChannelsLast(plan=plan), max_epochs=1)
     assert module.seen == [[CHANNELS_LAST[0], STRIDES[1]]] * 2
     fitted(tmp_path, callback := ChannelsLast(preserve=True, input_format="channels_last"), module=(losing := Losing()))
-    assert [row.path for row in callback.report.plan.layers] == ["net.1", "net.2"]
+    assert [row.path for row in callback.report.plan.layers] == ["net.0", "net.1", "net.2", "net.3"]
     assert callback.report.plan.input_format == "channels_last"
     assert_as_before(losing)
     assert type(losing.net[2]) is nn.Softmax

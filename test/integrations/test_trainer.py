@@ -144,6 +144,17 @@ def test_every_model_of_model_init_converts(tmp_path):
 
 
 @pytest.mark.exhaustive
+def test_a_model_in_evaluation_mode_is_converted_for_training(tmp_path):
+    """As `from_pretrained` returns it."""
+    model = resnet().eval()
+    trainer = ChannelsLastTrainer(model, TrainingArguments(tmp_path, use_cpu=True, report_to=[]), **OPTIONS)
+    assert not any(module.training for module in model.modules())
+    of_training = {row[:2] for row in nhwc.plan(resnet().train()).layers}
+    assert {row[:2] for row in trainer.conversion.plan.layers} == of_training
+    assert ("resnet.embedder.embedder.convolution", "Conv2d") in of_training
+    assert ("resnet.embedder.embedder.normalization", "BatchNorm2d") in of_training
+
+
 def test_the_best_model_is_loaded_into_the_format(tmp_path):
     arguments = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2}
     plain, _ = trained(Trainer, tmp_path / "plain", arguments=arguments)

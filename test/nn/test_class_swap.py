@@ -151,7 +151,7 @@ def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised():
 
 def test_reports_revert_in_any_order_and_contiguous_takes_all_swaps_back():
     model = nn.Sequential(nn.Conv3d(4, 4, 1), nn.GroupNorm(2, 4))
-    first = nhwc.convert_(model, each_forward=True)
+    first = nhwc.convert_(model, each_forward=True, preserve=False)
     second = nhwc.convert_(model, preserve=True)
     assert [row.layer for row in second.plan.layers] == ["Conv3d", "GroupNorm"]
     first.revert()

@@ -33,7 +33,8 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
             "replaced": replaced,
             "other_dim": nn.Softmax(-1),
             "padded": nn.Conv3d(2, 2, 1, padding=1),
-            "ordinary": nn.Conv3d(2, 2, 3),
+            "ordinary": nn.Conv3d(2, 2, 3).eval(),
+            "trained": nn.Conv3d(2, 2, 3),
             "linear": nn.Upsample(scale_factor=2, mode="trilinear"),
             "lazy": nn.LazyInstanceNorm2d(),
             "lp_pool": nn.LPPool3d(2, 2),
@@ -47,6 +48,7 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
         "replaced": Reason.FORWARD_REPLACED,
         "other_dim": Reason.OTHER_ARGUMENTS,
         "padded": Reason.OTHER_ARGUMENTS,
+        "trained": None,
         "lazy": Reason.LAZY_LAYER,
     }
     assert reasons(nn.Sequential(nn.GroupNorm(2, 6).to("meta"))) == {"0": None}

@@ -22,9 +22,9 @@ from torch_nhwc.tuning.tuner import Race, interval
 TIMES = {"contiguous": 0.1, "weights only": 0.1, "full": 0.1, "full, preserved": 0.1}
 PLANS = {
     "contiguous": lambda model: nhwc.plan(model, torch.contiguous_format),
-    "weights only": nhwc.plan,
-    "full": lambda model: nhwc.plan(model, input_format="channels_last"),
-    "full, preserved": lambda model: nhwc.plan(model, input_format="channels_last", preserve=True),
+    "weights only": lambda model: nhwc.plan(model, preserve=False),
+    "full": lambda model: nhwc.plan(model, input_format="channels_last", preserve=False),
+    "full, preserved": lambda model: nhwc.plan(model, input_format="channels_last"),
 }
 
 
@@ -51,7 +51,7 @@ def test_the_fastest_plan_is_the_answer_and_applies(fastest, mode, model, x, mon
     Machine(monkeypatch, TIMES | {fastest: 0.08})
     tuning = nhwc.tune(model, x, mode=mode)
     assert tuning.choice == fastest
-    assert tuning.plan == PLANS[fastest](model)
+    assert tuning.plan == PLANS[fastest](model.train(mode == "training"))
     expected = model.eval()(x)
     assert nhwc.convert_(model, plan=tuning.plan).plan == tuning.plan
     assert torch.allclose(model(x), expected, atol=1e-5)

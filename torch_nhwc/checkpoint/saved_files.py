@@ -131,8 +131,11 @@ class _Job:
     def convert(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> Report:
         """Convert what was loaded, without putting code of this package into it."""
         memory_format = self.options.format.name
-        rows = plan(model, memory_format).rows
-        left = list(dict.fromkeys(row.path for row in rows if row.reason in _NEEDS_PACKAGE))
+        planned = plan(model, memory_format, preserve=False)
+        rows = planned.rows
+        # Without `preserve` the layers are those that the conversion itself would make wrong.
+        needing = [row.path for row in rows if row.reason in _NEEDS_PACKAGE] + [row.path for row in planned.layers]
+        left = list(dict.fromkeys(needing))
         if not rows and self.strict:
             raise RuntimeError(f"{self.path}: nothing to convert: {_NOTHING} (nothing was written, since strict=True)")
         try:
@@ -146,6 +149,7 @@ class _Job:
                     optimizer=optimizers,
                     storage="detach",  # nothing else holds what was loaded
                     strict=self.strict,
+                    preserve=False,
                 )
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
@@ -166,7 +170,7 @@ _NOTHING = (
     "there is no convolution, and in a state dict no floating-point tensor with four or five dimensions that is named "
     "weight"
 )
-# A conversion would put hooks or parametrizations of this package into the file.
+# A conversion would put hooks or parametrizations of this package into the file, as it would replaced layers.
 _NEEDS_PACKAGE = (Reason.LAZY, Reason.COPIED_EACH_FORWARD)
 
 

@@ -114,7 +114,10 @@ InMode = Annotated[
 ]
 Autocast = Annotated[str | None, Option(help="Run the model in an autocast region of this dtype, such as bfloat16.")]
 MemoryFormat = Annotated[str | None, Option(help=_MEMORY_FORMAT)]
-Preserve = Annotated[bool, Option("--preserve", help="Replace layers that lose channels-last.")]
+_PRESERVE = "Replace layers that lose channels-last, and in training mode those that PyTorch computes wrong."
+Preserve = Annotated[bool, Option("--preserve/--no-preserve", help=_PRESERVE)]
+# The same for commands that have to know whether it was given.
+GivenPreserve = Annotated[bool | None, Option("--preserve/--no-preserve", help=_PRESERVE, show_default="preserve")]
 EachForward = Annotated[bool, Option("--each-forward", help="Leave the weights, and convert them in each forward.")]
 MaxLosses = Annotated[int | None, Option(min=0, help="Allowed losses, forward and backward.", rich_help_panel=_BUDGET)]
 MaxMixed = Annotated[int | None, Option(min=0, help="Allowed mixed convolutions.", rich_help_panel=_BUDGET)]
@@ -134,7 +137,7 @@ def trace(
     mode: InMode = Mode.INFERENCE,
     autocast: Autocast = None,
     convert: Annotated[bool, Option("--convert", help="Convert weights and inputs to channels-last first.")] = False,
-    preserve: Annotated[bool, Option("--preserve", help="Also replace layers that lose channels-last.")] = False,
+    preserve: GivenPreserve = None,
     max_losses: MaxLosses = None,
     max_mixed: MaxMixed = None,
     max_bytes: MaxBytes = None,
@@ -143,8 +146,8 @@ def trace(
 ) -> Answer:
     """Show where a model loses channels-last while it runs, operator by operator.
 
-    A contiguous model has nothing to lose: --convert shows what it would lose after a conversion, and --preserve what
-    it would still lose after layers are replaced.
+    A contiguous model has nothing to lose: --convert shows what it would still lose after a conversion, and
+    --no-preserve what it would lose if no layers were replaced. Both convert the model in memory only.
 
     For example: torch-nhwc trace --factory my_model:build --convert --mode training
     """
@@ -152,10 +155,15 @@ def trace(
     is_training, kind = mode is Mode.TRAINING, dtype_of(autocast, "--autocast")
     example = load_example(model, factory, input_shape, device, dtype)
     example.require_inputs()
-    if convert or preserve:
+    example.model.train(is_training)  # before the conversion, which replaces more layers in training mode
+    if convert or preserve is not None:
         with _converting(example.name):  # `plan` and `convert` say what is refused
-            nhwc.convert_(example.model, input_format="channels_last", preserve=preserve, example_inputs=example.inputs)
-    example.model.train(is_training)
+            nhwc.convert_(
+                example.model,
+                input_format="channels_last",
+                preserve=preserve is not False,
+                example_inputs=example.inputs,
+            )
     region = _region(example, kind)
     with _showing(f"Tracing {example.name}"), nhwc.trace(example.model) as traced:
         with torch.set_grad_enabled(is_training), region:
@@ -166,7 +174,9 @@ def trace(
     layouts = [layout for module in traced.modules for layout in (*module.inputs, *module.outputs)]
     if not any((layout.format or "").startswith("channels_last") for layout in layouts):
         print(
-            "torch-nhwc: the model ran contiguous: see what it would lose with --convert or --preserve", file=sys.stderr
+            "torch-nhwc: the model ran contiguous: --convert shows what it would still lose after a conversion, and "
+            "--convert --no-preserve what it would lose without replaced layers",
+            file=sys.stderr,
         )
     return _answer_of_trace(traced, max_losses, max_mixed, max_bytes, json_output, html)
 
@@ -233,7 +243,7 @@ def verify(
     mode: InMode = Mode.INFERENCE,
     autocast: Autocast = None,
     memory_format: MemoryFormat = None,
-    preserve: Preserve = False,
+    preserve: Preserve = True,
     each_forward: EachForward = False,
     rtol: Annotated[
         float | None,
@@ -247,7 +257,7 @@ def verify(
     In training mode gradients are compared as well. The comparison takes as long as fifty to a hundred training steps:
     use small inputs.
 
-    For example: torch-nhwc verify --factory my_model:build --preserve --mode training
+    For example: torch-nhwc verify --factory my_model:build --mode training
     """
     kind = dtype_of(autocast, "--autocast")
     example = load_example(model, factory, input_shape, device, dtype)
@@ -272,7 +282,7 @@ def plan(
     device: Device = None,
     dtype: Dtype = None,
     memory_format: MemoryFormat = None,
-    preserve: Preserve = False,
+    preserve: Preserve = True,
     each_forward: EachForward = False,
     table: WithTable = False,
     json_output: Json = False,
@@ -281,7 +291,7 @@ def plan(
 
     A model with inputs runs once, to find the tensors that reach its convolutions, unless it has lazy layers.
 
-    For example: torch-nhwc plan --factory my_model:build --preserve --table
+    For example: torch-nhwc plan --factory my_model:build --table
     """
     example = load_example(model, factory, input_shape, device, dtype)
     inputs = None if example.is_lazy else example.inputs
@@ -302,7 +312,7 @@ def convert(
     device: Device = None,
     dtype: Dtype = None,
     memory_format: MemoryFormat = None,
-    preserve: Preserve = False,
+    preserve: GivenPreserve = None,
     each_forward: EachForward = False,
     from_plan: Annotated[
         Path | None,
@@ -331,11 +341,13 @@ def convert(
     in torch-nhwc convert model.pt converted.pt, it converts a saved model to a file of the same kind, without running
     the model.
 
-    For example: torch-nhwc convert --factory my_model:build --preserve --out converted.pt
+    For example: torch-nhwc convert --factory my_model:build --out converted.pt
     """
     if path_in is not None:
-        if path_out is None or any(
-            (model, factory, input_shape, device, dtype, preserve, each_forward, from_plan, out)
+        if (
+            path_out is None
+            or preserve is not None
+            or any((model, factory, input_shape, device, dtype, each_forward, from_plan, out))
         ):
             raise ValueError("a saved model: expected the files IN and OUT, without options for models that run")
         if allow_pickle:
@@ -361,7 +373,7 @@ def convert(
         report = nhwc.convert_(
             example.model,
             memory_format,
-            preserve=preserve,
+            preserve=preserve is not False,
             each_forward=each_forward,
             plan=chosen,
             strict=strict,
@@ -509,6 +521,7 @@ def _text_of(printed: nhwc.Report | nhwc.Plan, table: bool) -> str:
 # How errors and reports name arguments of Python functions, and the options that take their place.
 _OPTIONS: dict[str, Any] = {
     r"\b(preserve|each_forward|strict|allow_pickle)=True": lambda found: f"--{found[1].replace('_', '-')}",
+    r"\bpreserve=False": "--no-preserve",
     r"\bgive(\s+)example_inputs": r"give\1--input-shape",
     r", or give loss=": "",
     r"\bbudget_seconds": "--budget",

@@ -20,6 +20,7 @@ from torch_nhwc.planning.plans import SEEN_BY_EXAMPLE, Action, CompanionRow, Fil
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.site import RANKS
 
 
 def convert_(
@@ -147,7 +148,9 @@ def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:
 def _warn_of_nothing_found(decisions: Decisions, strict: bool) -> None:
     """Warn if there is no weight of a requested rank, unless layers are replaced or restored."""
     wanted, ranks = decisions.options.format, {row.rank for row in decisions.rows}
-    if any(map(wanted.serves, ranks)) or any(row.is_wanted for _, row in decisions.layers):
+    # Convolutions are replaced whatever their rank is, which is not what was requested.
+    is_replacing = any(row.is_wanted and row.layer not in RANKS for _, row in decisions.layers)
+    if any(map(wanted.serves, ranks)) or is_replacing:
         return
     if not wanted.is_channels_last and any(map(is_preserving, decisions.found.module_types)):
         return

@@ -222,16 +222,28 @@ def _for_all(function: Callable[[Iterable[Any]], object], layers: Iterable[weakr
     function([layer for each in layers if (layer := each()) is not None])
 
 
+_SWAP = (swap_class, restore_class)
+
+
+def _each(function: Callable[..., object], layers: Iterable[nn.Module], kind: type[Swap]) -> None:
+    for layer in layers:
+        function(layer, kind)
+
+
 def _swaps(decisions: Decisions) -> list[Edit]:
     """Return the edits of the layers' classes, in averaged copies too, and of the hook for the inputs."""
     found, sources = decisions.found, decisions.sources
-    edits = []
+    edits: list[Edit] = []
+    preserving: list[weakref.ref[nn.Module]] = []
     for layer, layer_row in decisions.layers:
         layers = [layer.module] if layer_row.action is Action.EXCHANGE else []
         if layer_row.is_wanted:
             copies = sources.layers_at(layer_row.path)
             layers += [each for each in copies if original_class(type(each)).__name__ == layer_row.layer]
-        edits += [_swap(each, Preserving) for each in layers if not issubclass(type(each), Preserving)]
+        preserving += [weakref.ref(each) for each in layers if not issubclass(type(each), Preserving)]
+    if preserving:  # one edit, since there may be thousands
+        forth, back = (partial(_for_all, partial(_each, each, kind=Preserving), preserving) for each in _SWAP)
+        edits.append(Edit(weakref.ref(found.model), forth, back))
     swapped: dict[int, nn.Module] = {}  # by id: one with a computed weight may have several sites
     for site, row in zip(found.sites, decisions.rows):
         if row.is_in_each_forward:

@@ -309,7 +309,8 @@ def meets_strided_rule(layer: Any) -> bool:
     return bool((layer.out_channels if layer.transposed else layer.in_channels) // layer.groups < 16)
 
 
-def _never(layer: Any) -> bool:
+def never(layer: Any) -> bool:
+    """Return false: the layers of a class lose nothing."""
     return False
 
 
@@ -331,7 +332,8 @@ def takes_statistics(layer: Any) -> bool:
     return layer.training or (layer.running_mean is None and layer.running_var is None)
 
 
-def _always(layer: Any) -> bool:
+def always(layer: Any) -> bool:
+    """Return true: the layers of a class all lose something, or are all served."""
     return True
 
 
@@ -342,9 +344,9 @@ class Replacement(NamedTuple):
     """The class that replaces the layer's."""
     loses: str
     """The end of a sentence that begins with "on channels-last it loses"."""
-    concerns: Callable[[Any], bool] = _always
+    concerns: Callable[[Any], bool] = always
     """Says of a layer if it loses anything; if not, it has no row in a plan."""
-    serves: Callable[[Any], bool] = _always
+    serves: Callable[[Any], bool] = always
     """Says of a layer if the replacement takes its arguments."""
 
 
@@ -361,8 +363,8 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     ),
     nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _NORM),
     nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _NORM),
-    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS, _never),
-    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS, _never),
+    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS, never),
+    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS, never),
     nn.GELU: Replacement(PreservingGELU, _SPEED),
     nn.Softmax: Replacement(PreservingSoftmax, _POOL, serves=_is_over_channels),
     nn.Softmax2d: Replacement(PreservingSoftmax2d, _POOL),
@@ -377,13 +379,13 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Conv3d: Replacement(
         PreservingConv3d, _SPEED, lambda layer: _is_circular(layer) or _has_one_tap(layer), _is_unpadded
     ),
-    nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _GRADIENT, _never),
-    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _GRADIENT, _never),
+    nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _GRADIENT, never),
+    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _GRADIENT, never),
     nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
 }
 
 # The names of the classes of which every layer is replaced.
-ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is _always)
+ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is always)
 
 
 # Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
@@ -438,11 +440,15 @@ def is_known(layer_type: type) -> bool:
     return any(_methods_of(layer_type) == _ORIGINAL_METHODS[base] for base in bases)
 
 
-def is_patched(layer: nn.Module, layer_type: type) -> bool:
-    """Return whether somebody has replaced a method that a swap would override, on the layer or on its class."""
+def is_patched(layer_type: type) -> bool:
+    """Return whether somebody has replaced a method that a swap would override, for all layers of a class."""
     bases = [base for base in layer_type.__mro__ if base in REPLACEMENTS]
-    on_class = any(_methods_of(base) != _ORIGINAL_METHODS[base] for base in bases)
-    return on_class or any(name in layer.__dict__ for name in _METHODS)
+    return any(_methods_of(base) != _ORIGINAL_METHODS[base] for base in bases)
+
+
+def has_own_method(layer: nn.Module) -> bool:
+    """Return whether somebody has replaced such a method on the layer itself."""
+    return not layer.__dict__.keys().isdisjoint(_METHODS)
 
 
 # Pickles name the classes above, which have to be known before any layer is swapped.

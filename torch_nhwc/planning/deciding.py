@@ -486,7 +486,10 @@ def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> lis
         elif reason is None:
             reason = options.skip_reason(layer.module, layer.path)
         action = Action.KEEP if reason else Action.EXCHANGE
-        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason or layer.fault)))
+        # A plan was perhaps made in training mode, and the layer has no fault in evaluation mode.
+        planned_fault = row.reason if row is not None and row.action is Action.EXCHANGE else None
+        reason = reason or layer.fault or planned_fault
+        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason)))
     return decided
 
 
@@ -592,7 +595,9 @@ def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
     found, options = decisions.found, decisions.options
     if not options.format.is_channels_last:
         return
-    modules = [site.module for site in found.sites if is_layer(site.module) and not is_preserving(type(site.module))]
+    mended = {id(layer.module) for layer, row in decisions.layers if row.is_wanted}
+    others = (site.module for site in found.sites if id(site.module) not in mended)
+    modules = [module for module in others if is_layer(module) and not is_preserving(type(module))]
     if not options.preserve:
         if any(map(meets_small_input_rule, modules)):
             yield Reason.WRONG_GRADIENTS
@@ -652,7 +657,7 @@ def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
     A layer that is kept is not compared: it may have another class since, or be another layer. One that only training
     makes wrong need not be in the plan.
     """
-    if not plan.layers:
+    if not (plan.layers or (plan.preserve and Format(plan.memory_format).is_channels_last)):
         return []
     layers = {layer.path: layer for layer in find_replaceable_layers(model, {row.path for row in plan.layers})}
     matched = []

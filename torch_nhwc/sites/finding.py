@@ -1,7 +1,7 @@
 """Find the sites of a model: its convolution weights, and the layers that lose channels-last."""
 
 import sys
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,11 +13,14 @@ from torch.nn.parameter import is_lazy
 from torch_nhwc.nn.class_swap import original_class
 from torch_nhwc.nn.replacements import (
     Replacement,
+    always,
+    has_own_method,
     is_known,
     is_patched,
     is_preserving,
     meets_small_input_rule,
     meets_strided_rule,
+    never,
     replacement_for,
     takes_statistics,
 )
@@ -170,36 +173,75 @@ def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> l
         ('0', 'GELU', 'speed, forward and backward')
     """
     found = []
-    replacements: dict[type, Replacement | None] = {}  # of the model's classes, which are few
-    device, modules = None, [*walk(model)]
-    for path, module, wrapped in modules:
-        layer_type = _later_class(module) or type(module)
-        if layer_type not in replacements:
-            is_scripted = issubclass(layer_type, torch.jit.ScriptModule)
-            replacements[layer_type] = None if is_scripted else replacement_for(layer_type)
-        replacement = replacements[layer_type]
-        if replacement is None:
+    kinds: dict[type, _LayerKind | None] = {}
+    model_device: torch.device | None = None
+    for path, module, wrapped in walk(model):
+        module_type = type(module)
+        kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
+        if kind is None:
             continue
-        fault = _fault_of(module)
+        fault = _fault_of(module, kind.faults) if kind.faults else None
+        concerns = kind.replacement.concerns
         # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
-        loses = _holds(replacement.concerns, module)
-        if loses or fault or is_preserving(layer_type) or path in planned:
-            original = original_class(layer_type)
-            device = device or _device_of(modules)
-            reason = _reason_of(module, original, replacement, device)
-            if reason is Reason.OTHER_ARGUMENTS and fault is not None:
-                reason = None  # nothing is gained, but it is right
-            if wrapped is not None and reason is not Reason.EXCHANGED:
-                reason = wrapped
-            what = replacement.loses if loses or not isinstance(module, _CONVOLUTIONS) else _GRADIENT
-            found.append(ReplaceableLayer(path, module, original.__name__, what, reason, fault))
+        loses = concerns is always or (concerns is not never and _holds(concerns, module))
+        if not (loses or fault or kind.reason is Reason.EXCHANGED or path in planned):
+            continue
+        reason = kind.reason
+        if reason is None:
+            is_right = fault is not None or (kind.is_convolution and path in planned)  # whether or not it is faster
+            device = _device_of(module)
+            if device is None:
+                device = model_device = model_device or _device_of_any(model)
+            reason = _reason_of(module, kind.replacement, is_right, device)
+        if wrapped is not None and reason is not Reason.EXCHANGED:
+            reason = wrapped
+        what = kind.replacement.loses if loses or not kind.is_convolution else _GRADIENT
+        found.append(ReplaceableLayer(path, module, kind.name, what, reason, fault))
     return found
 
 
-def _fault_of(module: nn.Module) -> Reason | None:
-    for layers, has_fault, reason in _FAULTS:
-        if isinstance(module, layers) and _holds(has_fault, module):
-            return reason
+class _LayerKind(NamedTuple):
+    """What is the same for all layers of a class."""
+
+    replacement: Replacement
+    name: str
+    """The name of the class in its package."""
+    reason: Reason | None
+    """Why no layer of the class can be replaced, or has to be."""
+    faults: "_Faults"
+    is_convolution: bool
+
+
+def _layer_kind(module: nn.Module) -> _LayerKind | None:
+    """Return what there is to know of a module's class; `None` if there is no replacement for it."""
+    layer_type = _later_class(module) or type(module)
+    replacement = None if issubclass(layer_type, torch.jit.ScriptModule) else replacement_for(layer_type)
+    if replacement is None:
+        return None
+    original, reason = original_class(layer_type), None
+    if is_preserving(layer_type):
+        reason = Reason.EXCHANGED
+    elif layer_type is not type(module):
+        reason = Reason.LAZY_LAYER
+    elif not is_known(original):
+        reason = Reason.OTHER_CLASS
+    elif is_patched(original):
+        reason = Reason.FORWARD_REPLACED
+    faults = [(has_fault, fault) for layers, has_fault, fault in _FAULTS if issubclass(layer_type, layers)]
+    return _LayerKind(replacement, original.__name__, reason, faults, issubclass(layer_type, _CONVOLUTIONS))
+
+
+_Faults = list[tuple[Callable[[Any], bool], Reason]]
+
+
+def _fault_of(layer: nn.Module, faults: _Faults) -> Reason | None:
+    """Return the first fault of a layer; `None` for a subclass that lacks the attributes of its base."""
+    try:
+        for has_fault, fault in faults:
+            if has_fault(layer):
+                return fault
+    except AttributeError:
+        pass
     return None
 
 
@@ -217,24 +259,28 @@ def _later_class(module: nn.Module) -> type[nn.Module] | None:
 
 
 def _reason_of(
-    module: nn.Module, original: type, replacement: Replacement, model_device: torch.device | None
+    module: nn.Module, replacement: Replacement, is_right: bool, device: torch.device | None
 ) -> Reason | None:
-    if is_preserving(type(module)):
-        return Reason.EXCHANGED
-    if _later_class(module) is not None:
-        return Reason.LAZY_LAYER
-    if not is_known(original):
-        return Reason.OTHER_CLASS
-    if is_patched(module, original):
+    """Return why a layer cannot be replaced, though others of its class are."""
+    if has_own_method(module):
         return Reason.FORWARD_REPLACED
-    if not replacement.serves(module):
+    if not (is_right or replacement.serves(module)):
         return Reason.OTHER_ARGUMENTS
-    device = _device_of([("", module, None)]) or model_device
-    is_measured = device is None or device.type in ("cpu", "meta")
-    return None if is_measured else Reason.OTHER_DEVICE
+    return None if device is None or device.type in _MEASURED else Reason.OTHER_DEVICE
 
 
-def _device_of(modules: Iterable[tuple[str, nn.Module, Reason | None]]) -> torch.device | None:
-    """Return the device of the first tensor of some modules."""
-    tensors = (each for _, module, _ in modules for each in (*module._parameters.values(), *module._buffers.values()))
-    return next((each.device for each in tensors if each is not None), None)
+_MEASURED = ("cpu", "meta")
+
+
+def _device_of(module: nn.Module) -> torch.device | None:
+    """Return the device of a module's first tensor of its own."""
+    for tensors in (module._parameters, module._buffers):
+        for tensor in tensors.values():
+            if tensor is not None:
+                return tensor.device
+    return None
+
+
+def _device_of_any(model: nn.Module) -> torch.device | None:
+    """Return the device of a model's first tensor."""
+    return next((device for _, module, _ in walk(model) if (device := _device_of(module)) is not None), None)

@@ -76,7 +76,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv3d(3, 8, 3), torch.nn.AvgPool3d(2))
-        >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
+        >>> with torch_nhwc.channels_last(model, preserve=False), torch_nhwc.trace(model) as trace:
         ...     model(torch.randn(2, 3, 8, 8, 8)).sum().backward()
         >>> [(loss.path, loss.operator, loss.phase) for loss in trace.losses]
         [('1', 'aten::avg_pool3d', 'forward')]

@@ -67,7 +67,7 @@ class FormatLoss(OperatorRow):
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Softmax2d())
-        >>> with torch_nhwc.channels_last(model), torch_nhwc.trace(model) as trace:
+        >>> with torch_nhwc.channels_last(model, preserve=False), torch_nhwc.trace(model) as trace:
         ...     _ = model(torch.randn(2, 3, 8, 8))
         >>> loss, = trace.losses
         >>> loss.path, loss.operator, loss.phase, loss.advice

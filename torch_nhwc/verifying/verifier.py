@@ -84,7 +84,7 @@ def verify(
         >>> import copy
         >>> before = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.GroupNorm(2, 8))
         >>> model = copy.deepcopy(before)
-        >>> report = torch_nhwc.convert_(model)
+        >>> report = torch_nhwc.convert_(model, preserve=False)
         >>> verification = torch_nhwc.verify(before, report, torch.randn(2, 3, 8, 8))
         >>> verification.first.layer, verification.first.inputs
         ('GroupNorm', 'a large mean, channels-last')
