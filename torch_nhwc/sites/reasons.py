@@ -193,8 +193,8 @@ class Reason(enum.Enum):
     )
     STRIDED_POINTWISE = (
         Kind.FAULT,
-        "on a CPU the gradient of its weight is wrong on channels-last, or the process dies: without AVX-512, or on several "
-        "threads",
+        "on a CPU the gradient of its weight is wrong on channels-last, or the process dies: without AVX-512, or on "
+        "several threads",
     )
     BATCH_STATISTICS = (
         Kind.FAULT,
