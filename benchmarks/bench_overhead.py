@@ -12,13 +12,12 @@ from collections.abc import Callable
 
 import machine
 import torch
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, in_turns
 from torch import nn
 
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import Preserving
-from torch_nhwc.running import in_turns
 
 LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Conv2d 3x3": (lambda: nn.Conv2d(8, 8, 3, padding=1), (1, 8, 8, 8)),
