@@ -117,7 +117,7 @@ def test_more_rows_make_no_larger_error(training):
     assert all(error(own, right) < 2e-6 for own, right in zip(ours, exact, strict=True))
 
 
-@pytest.mark.parametrize(("rows", "training"), [(256, True), (511, True), (32767, False)])
+@pytest.mark.parametrize(("rows", "training"), [(256, True), (319, True), (32767, False)])
 @pytest.mark.parametrize("mean", [0, 1])
 def test_pytorch_s_kernel_is_accurate_where_it_stays(rows, training, mean):
     for gradients_mean in (0, 1):  # of 1: the gradient of the weight is a small difference of large numbers
@@ -381,11 +381,11 @@ def test_threads_give_the_same_numbers_every_time(shape):
         torch.testing.assert_close(own, by_threads[1], rtol=1e-5, atol=1e-4)
 
 
-def test_rows_for_each_thread_and_channels_decide():
+def test_rows_for_each_thread_decide():
     for threads, channels, rows, training in (
-        (1, 8, 512, True),
-        (2, 8, 1024, True),
-        (1, 600, 600, True),
+        (1, 8, 320, True),
+        (2, 8, 640, True),
+        (1, 600, 320, True),
         (1, 2, 32768, False),
     ):
         torch.set_num_threads(threads)
