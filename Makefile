@@ -54,7 +54,7 @@ search-convolutions: $(VENV)/built
 	$(bin)/python tools/search_convolutions.py --isa AVX2
 
 # Generated cases at scale, with a crash as a result: two hours in full on an idle core. FUZZ="--scale 0.01" runs fewer,
-# FUZZ="--models 100 --seed 3" those of one part; tools/fuzz says what the parts are.
+# FUZZ="--networks 100 --seed 3" those of one part; tools/fuzz says what the parts are.
 fuzz: $(VENV)/built
 	$(bin)/python tools/fuzz $(FUZZ)
 
