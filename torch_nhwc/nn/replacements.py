@@ -291,9 +291,14 @@ def _has_one_tap(layer: Any) -> bool:
     return layer.padding_mode == "zeros" and in_plane and along_depth
 
 
+def has_taps(layer: Any) -> bool:
+    """Return whether a convolution's kernel has more than one tap; a subclass may lack its base's attributes."""
+    return bool(max(getattr(layer, "kernel_size", (1,))) > 1)
+
+
 def meets_small_input_rule(layer: Any) -> bool:
     """Return whether a convolution may get a wrong weight gradient on small inputs, in either format, on some CPUs."""
-    if not (layer.training and max(layer.kernel_size) > 1):
+    if not (layer.training and has_taps(layer)):
         return False
     weight = layer._parameters.get("weight")
     if weight is not None:

@@ -21,7 +21,7 @@ from torch_nhwc.layout import (
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving, meets_small_input_rule
+from torch_nhwc.nn.replacements import ALWAYS_REPLACED, has_taps, is_preserving, meets_small_input_rule
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
@@ -596,18 +596,22 @@ def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
     if not options.format.is_channels_last:
         return
     mended = {id(layer.module) for layer, row in decisions.layers if row.is_wanted}
-    others = (site.module for site in found.sites if id(site.module) not in mended)
+    others = (site.module for site in found.sites if id(site.module) not in mended and _may_be_on_cpu(site.tensor))
     modules = [module for module in others if is_layer(module) and not is_preserving(type(module))]
     if not options.preserve:
         if any(map(meets_small_input_rule, modules)):
             yield Reason.WRONG_GRADIENTS
         return
-    if any(max(module.kernel_size) > 1 and not meets_small_input_rule(module) for module in modules):  # type: ignore
+    if any(has_taps(module) and not meets_small_input_rule(module) for module in modules):
         yield Reason.FOR_INFERENCE
     if any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         names = {getattr(module, "original_name", "") for module in found.model.modules()}
         if not names.isdisjoint(ALWAYS_REPLACED):
             yield Reason.SCRIPTED_LAYERS
+
+
+def _may_be_on_cpu(tensor: Tensor | None) -> bool:
+    return tensor is None or tensor.device.type in ("cpu", "meta")
 
 
 def _losing_norms(decisions: Decisions) -> list[Reason]:

@@ -193,6 +193,8 @@ def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> l
             if device is None:
                 device = model_device = model_device or _device_of_any(model)
             reason = _reason_of(module, kind.replacement, is_right, device)
+            if reason is Reason.OTHER_DEVICE and not loses:  # PyTorch's faults are those of its CPU kernels
+                continue
         if wrapped is not None and reason is not Reason.EXCHANGED:
             reason = wrapped
         what = kind.replacement.loses if loses or not kind.is_convolution else _GRADIENT
