@@ -210,6 +210,7 @@ struct Mending {
   at::Tensor apply(at::Tensor input, const at::Tensor& weight, Arguments& arguments) const {
     auto& [stride, padding, dilation, groups, output_padding] = arguments;
     const size_t axes = stride.size();
+    const bool is_channels_last_input = is_in_format(input, arguments);
     if (narrows) {
       const Axis width = axis_of(input, weight, arguments, 1);
       if (width.padding != 0) input = at::constant_pad_nd_symint(input, {width.padding, width.padding}, 0);
@@ -227,7 +228,10 @@ struct Mending {
       }
       stride.assign(axes, 1);
     }
-    return input;
+    // A view may have any stride where its size is 1, and oneDNN goes by it: weight gradients were wrong.
+    if (!narrows && !slices) return input;
+    return is_channels_last_input ? to_channels_last(input)
+                                  : input.contiguous().flatten().view_symint(input.sym_sizes());
   }
 };
 

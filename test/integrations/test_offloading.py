@@ -77,6 +77,8 @@ def test_a_pretrained_folder_loads_in_format_without_from_pretrained(pretrained)
     [file] = folder.glob("*.safetensors")
     state = nhwc.checkpoint.convert_state_dict(safetensors.torch.load_file(file), plan)
     model.load_state_dict(state, assign=True)
+    assert {deviation.what for deviation in nhwc.check(model, plan)} <= {"layer"}  # a state dict has no layers
+    nhwc.training.restore_(model, plan)
     assert nhwc.check(model.eval(), plan) == []
     torch.testing.assert_close(first_output(model, x), first_output(original, x), rtol=1e-4, atol=1e-4)
 

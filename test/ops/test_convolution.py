@@ -83,6 +83,28 @@ def test_random_convolutions_are_right(seed, isa):
     assert wrong_cases("random", "ours", str(seed), "400", **environment) == []
 
 
+@pytest.mark.parametrize(
+    ("shape", "kernel", "stride", "groups"),
+    [
+        ((3, 16, 1, 3), (8, 2, 1, 1), (2, 1), 8),
+        ((3, 32, 6, 1), (64, 8, 1, 1), (1, 2), 4),
+        ((1, 4, 2, 2), (8, 4, 1, 1), 2, 1),
+    ],
+)
+@pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last])
+def test_strided_taps_on_sizes_of_1(shape, kernel, stride, groups, arrange):
+    """A slice of a size of 1 has another stride there, by which oneDNN computes wrong weight gradients."""
+    x, w = arrange(torch.randn(shape)), channels_last(torch.randn(kernel))
+    w.requires_grad_()
+    exact = w.detach().double().requires_grad_()
+    expected = F.conv2d(x.double(), exact, None, stride, 0, 1, groups)
+    out = functional.conv2d(x, w, None, stride, 0, 1, groups)
+    (gradient,) = torch.autograd.grad(out, w, channels_last(torch.ones_like(out)))
+    (real,) = torch.autograd.grad(expected, exact, torch.ones_like(expected))
+    torch.testing.assert_close(gradient.double(), real, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
 @pytest.mark.parametrize("arrange", [torch.Tensor.contiguous, channels_last])
 @pytest.mark.parametrize(
