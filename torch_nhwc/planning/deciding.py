@@ -27,7 +27,7 @@ from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weigh
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites import computed_weights, wrappers
-from torch_nhwc.sites.finding import ReplaceableLayer, find, find_replaceable_layers, is_layer
+from torch_nhwc.sites.finding import MEASURED_DEVICES, ReplaceableLayer, find, find_replaceable_layers, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
 from torch_nhwc.sites.site import Found, Site
 
@@ -611,7 +611,7 @@ def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
 
 
 def _may_be_on_cpu(tensor: Tensor | None) -> bool:
-    return tensor is None or tensor.device.type in ("cpu", "meta")
+    return tensor is None or tensor.device.type in MEASURED_DEVICES
 
 
 def _losing_norms(decisions: Decisions) -> list[Reason]:

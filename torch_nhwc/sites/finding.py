@@ -268,10 +268,11 @@ def _reason_of(
         return Reason.FORWARD_REPLACED
     if not (is_right or replacement.serves(module)):
         return Reason.OTHER_ARGUMENTS
-    return None if device is None or device.type in _MEASURED else Reason.OTHER_DEVICE
+    return None if device is None or device.type in MEASURED_DEVICES else Reason.OTHER_DEVICE
 
 
-_MEASURED = ("cpu", "meta")
+# The devices whose losses and faults are known; a meta tensor stands for one on a CPU.
+MEASURED_DEVICES = ("cpu", "meta")
 
 
 def _device_of(module: nn.Module) -> torch.device | None:
