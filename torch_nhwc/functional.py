@@ -6,6 +6,7 @@ function, and so does every call while a compiler traces, which then fuses as us
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -474,37 +475,46 @@ def _is_right_in_pytorch(
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         return True
-    kernel, sizes = weight.shape, input.shape
-    if len(kernel) != axes + 2 or len(sizes) not in (axes + 1, axes + 2) or torch.compiler.is_exporting():
+    sizes = (input.shape, weight.shape, stride, padding, dilation, axes, output_padding)
+    if torch.compiler.is_compiling():
+        return torch.compiler.is_exporting() or _need_of_operator(*sizes) in (_NEVER, _IN_FORMAT)
+    if torch._C._is_tracing():  # for inputs of other sizes, too
+        return torch.onnx.is_in_onnx_export()
+    try:
+        need = _known_need_of_operator(*sizes)
+    except TypeError:  # lists, which have no hash
+        need = _need_of_operator(*sizes)
+    if need == _NEVER:
         return True
-    is_compiled = torch.compiler.is_compiling()
-    if not is_compiled:
-        if torch._C._is_tracing():  # for inputs of other sizes, too
-            return torch.onnx.is_in_onnx_export()
-        # Of a single sample PyTorch loses the format, and with one tap in the plane it is slow.
-        if axes == 3 and (sizes[0] == 1 or kernel[3] == kernel[4] == 1) and _is_channels_last(input):
-            return False
-    has_one_channel = kernel[1] == 1
+    if need == _IN_FORMAT:
+        return not _is_channels_last(input)
+    return need == _WITH_GRADIENT and not torch.is_grad_enabled()
+
+
+# When a convolution of some sizes needs the operator. No enumeration, whose members take longer to look up.
+_NEVER, _ALWAYS, _IN_FORMAT, _WITH_GRADIENT = range(4)
+
+
+def _need_of_operator(
+    sizes: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int, output_padding: Any
+) -> int:
+    if len(kernel) != axes + 2 or len(sizes) not in (axes + 1, axes + 2):
+        return _NEVER
     if type(stride) is not tuple or type(padding) is not tuple or type(dilation) is not tuple:
         if not _are_sizes(stride, dilation, count=axes) or not (
             type(padding) is str or _are_sizes(padding, count=axes)
         ):
-            return True
+            return _NEVER
         stride, dilation = _as_many(stride, axes), _as_many(dilation, axes)
         if padding == "same":  # at the beginning, where it is at least as small as at the end
             padding = [step * (size - 1) // 2 for step, size in zip(dilation, kernel[2:])]
         elif type(padding) is str:
             padding = 0
         padding = _as_many(padding, axes)
-    if has_one_channel and stride[-1] > 1:
+    if kernel[1] == 1 and stride[-1] > 1:
         reach = dilation[-1] * (kernel[-1] - 1)
         if sizes[-1] == 1 if output_padding is not None else sizes[-1] + 2 * padding[-1] - reach <= stride[-1]:
-            return False
-    if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and torch.is_grad_enabled():
-        if stride[0] > 1 or stride[1] > 1:
-            return False
-    if not any(padding):
-        return True
+            return _ALWAYS
     more = None if output_padding is None else _as_many(output_padding, axes)
     for axis in range(-axes, 0):
         pad, step, size = padding[axis], stride[axis], sizes[axis]
@@ -513,10 +523,19 @@ def _is_right_in_pytorch(
             first = -(-pad // step)
             if more is None:
                 if first * step - pad + dilation[axis] * (kernel[axis] - 1) >= size:
-                    return False
+                    return _ALWAYS
             elif first >= size or first * step + pad > (size - 1) * step + more[axis]:
-                return False
-    return True
+                return _ALWAYS
+    if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and (stride[0] > 1 or stride[1] > 1):
+        return _WITH_GRADIENT
+    # Of a single sample PyTorch loses the format, and with one tap in the plane it is slow.
+    if axes == 3 and (sizes[0] == 1 or kernel[3] == kernel[4] == 1):
+        return _IN_FORMAT
+    return _NEVER
+
+
+# Layers call with the same sizes again and again: what is known costs a microsecond less.
+_known_need_of_operator = lru_cache(maxsize=4096)(_need_of_operator)
 
 
 def interpolate(
