@@ -485,7 +485,7 @@ def _is_right_in_pytorch(
     except TypeError:  # lists, which have no hash
         need = _need_of_operator(*sizes)
     if need == _NEVER:
-        return True
+        return axes == 2 or input.dtype == torch.float32 or not _is_channels_last(input)
     if need == _IN_FORMAT:
         return not _is_channels_last(input)
     return need == _WITH_GRADIENT and not torch.is_grad_enabled()
@@ -528,7 +528,8 @@ def _need_of_operator(
                 return _ALWAYS
     if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and (stride[0] > 1 or stride[1] > 1):
         return _WITH_GRADIENT
-    # Of a single sample PyTorch loses the format, and with one tap in the plane it is slow.
+    # Of a single sample PyTorch loses the format (as it does of any in other dtypes than float32, unless oneDNN takes
+    # them), and with one tap in the plane it is slow.
     if axes == 3 and (sizes[0] == 1 or kernel[3] == kernel[4] == 1):
         return _IN_FORMAT
     return _NEVER

@@ -204,10 +204,10 @@ def build(case: dict[str, Any]) -> nn.Module:
 
 
 class Training:
-    """A model, its optimizer and its averaged copy."""
+    """A model, its optimizer and its averaged copy; with other inputs by `shift` roundings."""
 
-    def __init__(self, case: dict[str, Any]) -> None:
-        self.case, self.model = case, build(case)
+    def __init__(self, case: dict[str, Any], shift: int = 0) -> None:
+        self.case, self.model, self.shift = case, build(case), shift
         self.optimizer = OPTIMIZERS[case["optimizer"]](self.model.parameters())
         self.averaged: Any = None
         if case["averaged"] == "model" and not _has_computed_weights(self.model):
@@ -220,7 +220,7 @@ class Training:
     def step(self, number: int) -> Tensor:
         batch, *sizes = self.case["input"]
         x = torch.randn(batch, self.case["channels"], *sizes, generator=torch.Generator().manual_seed(number))
-        x = x.to(self.case["dtype"])
+        x = x.to(self.case["dtype"]) * (1 + self.shift * torch.finfo(self.case["dtype"]).eps)
         self.optimizer.zero_grad()
         loss = self.model(x).square().mean()
         loss.backward()
@@ -250,11 +250,41 @@ def _has_computed_weights(model: nn.Module) -> bool:
     return any(isinstance(vars(module).get("weight"), Tensor) for module in model.modules())
 
 
+class Unconverted:
+    """The same training without a conversion, and again with inputs that differ by a few roundings.
+
+    How far these two are apart is what rounding alone can do: a gradient that should be zero and is divided by its own
+    size, or a model that diverges, makes any difference large.
+    """
+
+    def __init__(self, case: dict[str, Any]) -> None:
+        self.plain, self.shifted = Training(case), Training(case, shift=4)
+        self.rtol, self.atol = (1e-3, 1e-4) if case["dtype"] == torch.float32 else (1e-6, 1e-7)
+        self.tensors = self.plain.tensors
+
+    def expect_step_of(self, ours: Training, number: int, what: str) -> None:
+        """Take a step in all, and expect the same loss."""
+        self._expect_close(ours.step(number), self.plain.step(number), self.shifted.step(number), what)
+
+    def expect_tensors_of(self, ours: Training) -> None:
+        actual, expected, shifted = ours.tensors(), self.plain.tensors(), self.shifted.tensors()
+        expect(actual.keys() == expected.keys(), f"other tensors: {actual.keys() ^ expected.keys()}")
+        for name, each in actual.items():
+            self._expect_close(each, expected[name], shifted[name], name)
+
+    def _expect_close(self, actual: Tensor, expected: Tensor, shifted: Tensor, what: str) -> None:
+        if not expected.isfinite().all() or not expected.numel():  # the unconverted model diverges
+            return
+        error, largest = (actual - expected).abs().max().item(), expected.abs().max().item()
+        allowed = self.atol + self.rtol * largest + 10 * (shifted - expected).abs().max().item()
+        expect(error <= allowed, f"{what}: differs by {error:.1e}, and its largest value is {largest:.1e}")
+
+
 def check(case: dict[str, Any]) -> dict[str, float]:
     torch.set_num_threads(case["threads"])
-    ours, plain = Training(case), Training(case)
+    ours, others = Training(case), Unconverted(case)
     for number in range(case["steps_before"]):
-        _expect_close(case, ours.step(number), plain.step(number), "the loss before")
+        others.expect_step_of(ours, number, "the loss before")
     classes, before = [type(each) for each in ours.model.modules()], ours.tensors()
     strides = {name: each.stride() for name, each in before.items()}
     values = {name: each.detach().clone() for name, each in before.items()}
@@ -275,8 +305,8 @@ def check(case: dict[str, Any]) -> dict[str, float]:
     expect(not found, f"check finds {found}")
     first = case["steps_before"]
     for number in (first, first + 1):
-        _expect_close(case, ours.step(number), plain.step(number), "the loss")
-    _expect_trained_alike(case, ours, plain)
+        others.expect_step_of(ours, number, "the loss")
+    others.expect_tensors_of(ours)
     values = {name: each.detach().clone() for name, each in ours.tensors().items()}
     given = (ours.optimizer, None) if case["is_optimizer_given"] else (ours.optimizer, ours.averaged)
     report.revert(*given)
@@ -287,13 +317,13 @@ def check(case: dict[str, Any]) -> dict[str, float]:
         expect(is_same, f"{path} is a {type(each)}, not a {was}")
     for name, each in ours.tensors().items():
         is_new = name not in strides or name.startswith("gradient")
-        wanted = plain.tensors()[name].stride() if is_new else strides[name]
+        wanted = others.tensors()[name].stride() if is_new else strides[name]
         same = all(size < 2 or own == other for size, own, other in zip(each.shape, each.stride(), wanted))
         expect(
             same if is_new else each.stride() == wanted, f"{name}: strides {each.stride()} after revert, not {wanted}"
         )
-    _expect_close(case, ours.step(first + 2), plain.step(first + 2), "the loss after revert")
-    _expect_trained_alike(case, ours, plain)
+    others.expect_step_of(ours, first + 2, "the loss after revert")
+    others.expect_tensors_of(ours)
     return {
         "weights": len(report.rows),
         "converted": sum(row.outcome is not None for row in report.rows),
@@ -322,19 +352,3 @@ def _expect_equal(actual: dict[str, Tensor], expected: dict[str, Tensor], when: 
         # A model that diverges has NaN in both.
         is_same = torch.equal(each.nan_to_num(), expected[name].nan_to_num())
         expect(is_same, f"{when} changed the values of {name}")
-
-
-def _expect_trained_alike(case: dict[str, Any], ours: Training, plain: Training) -> None:
-    actual, expected = ours.tensors(), plain.tensors()
-    expect(actual.keys() == expected.keys(), f"other tensors: {actual.keys() ^ expected.keys()}")
-    for name, each in actual.items():
-        _expect_close(case, each, expected[name], name)
-
-
-def _expect_close(case: dict[str, Any], actual: Tensor, expected: Tensor, what: str) -> None:
-    rtol, atol = (1e-3, 1e-4) if case["dtype"] == torch.float32 else (1e-6, 1e-7)
-    if not expected.isfinite().all():  # the unconverted model diverges
-        return
-    error = (actual - expected).abs().max().item() if actual.numel() else 0.0
-    largest = expected.abs().max().item() if actual.numel() else 0.0
-    expect(error <= atol + rtol * largest, f"{what}: differs by {error:.1e}, and its largest value is {largest:.1e}")

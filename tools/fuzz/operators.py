@@ -266,12 +266,15 @@ def _check_in_place(case: dict[str, Any], weights: list[Weight]) -> str:
 
 
 def _overlaps(shape: torch.Size, strides: tuple[int, ...]) -> bool:
-    """Return whether strides are negative, or put two elements at one place."""
+    """Return whether strides are negative, or a dimension does not reach over all elements of the ones inside it.
+
+    Some strides of the latter kind put no two elements at one place. The operators refuse them, too.
+    """
     if any(stride < 0 for stride in strides):
         return True
-    if shape.numel() < 2:
-        return False
-    places = torch.zeros((), dtype=torch.int64)
-    for size, stride in zip(shape, strides):
-        places = places.unsqueeze(-1) + torch.arange(size) * stride
-    return len(places.view(-1).unique()) < shape.numel()
+    last = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(strides, shape) if size > 1):
+        if stride <= last:
+            return shape.numel() > 0
+        last += stride * (size - 1)
+    return False

@@ -11,7 +11,7 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-constexpr int most_rows_at_once = 8;  // the periods that share one load of parameters and sums
+constexpr int most_periods_at_once = 8;  // which share one load of parameters and sums
 
 template <typename Element>
 std::int64_t period_of(std::int64_t channels) {
@@ -37,57 +37,73 @@ void fold(const Real<Element>* sums, std::int64_t period, std::int64_t channels,
   }
 }
 
-/// Prefetches what fills a pair of registers.
-template <typename Element>
-NHWC_ALWAYS_INLINE void prefetch(const Element* next) {
-  constexpr int line = 64, bytes = static_cast<int>(pair_size<Element> * sizeof(Element));
-  for (int at = 0; at < bytes; at += line) __builtin_prefetch(reinterpret_cast<const char*>(next) + at);
-}
-
-/// Returns whether rows are read in order although several are read at once. Processors foresee that, and it is slower
-/// to prefetch than not.
-template <typename Element>
-bool is_in_order(std::int64_t channels) {
-  return period_of<Element>(channels) == pair_size<Element>;
-}
-
 /// Calls `pairs(at, step, k)` for pairs of registers, `step` elements apart, and `single(at, k)` for the elements of
 /// the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`. The template
-/// arguments of `pairs` are the number of rows and whether it prefetches the next ones.
-template <typename Element, int rows_at_once, bool prefetches, typename Pairs, typename Single>
-NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, const Pairs& pairs, const Single& single) {
+/// argument of `pairs` is the number of periods that it takes. Before each of these, `touch(at, count)` is called.
+template <typename Element, int periods_at_once, typename Pairs, typename Single, typename Touch>
+NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, const Pairs& pairs, const Single& single,
+                                 const Touch& touch) {
   const std::int64_t period = period_of<Element>(channels), rows = period / channels;
   std::int64_t row = 0;
-  for (; row + rows_at_once * rows <= count; row += rows_at_once * rows) {
+  for (; row + periods_at_once * rows <= count; row += periods_at_once * rows) {
+    touch(row * channels, periods_at_once * period);
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<rows_at_once, prefetches>(row * channels + k, period, k);
+      pairs.template operator()<periods_at_once>(row * channels + k, period, k);
     }
   }
   for (; row + rows <= count; row += rows) {
     for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<1, prefetches>(row * channels + k, period, k);
+      pairs.template operator()<1>(row * channels + k, period, k);
     }
   }
   for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * channels + k, slot_of<Element>(k));
 }
 
-/// Calls the same in a pass that writes rows. Short ones are best written nearly in order.
+/// Returns whether periods are read in order although several are read at once.
+template <typename Element>
+bool is_in_order(std::int64_t channels) {
+  return period_of<Element>(channels) == pair_size<Element>;
+}
+
+/// Calls the same in a pass that writes rows: in order, which memory is twice as fast in as it is row above row.
 template <typename Element, typename Pairs, typename Single>
 NHWC_ALWAYS_INLINE void for_each_written(std::int64_t count, std::int64_t channels, const Pairs& pairs,
                                          const Single& single) {
+  const auto nothing = [](std::int64_t, std::int64_t) {};
   if (is_in_order<Element>(channels)) {
-    for_each<Element, most_rows_at_once, false>(count, channels, pairs, single);
-  } else if (period_of<Element>(channels) * static_cast<std::int64_t>(sizeof(Element)) <= 256) {
-    for_each<Element, most_rows_at_once / 2, false>(count, channels, pairs, single);
+    for_each<Element, most_periods_at_once>(count, channels, pairs, single, nothing);
   } else {
-    for_each<Element, most_rows_at_once, true>(count, channels, pairs, single);
+    for_each<Element, 1>(count, channels, pairs, single, nothing);
   }
+}
+
+/// Calls the same in a pass that adds up rows. Several at once share the access to their sums, but are first read in
+/// order, for the sake of memory: at most as many as the first-level cache then has.
+template <typename Element, typename Pairs, typename Single, typename Touch>
+NHWC_ALWAYS_INLINE void for_each_summed(std::int64_t count, std::int64_t channels, const Pairs& pairs,
+                                        const Single& single, const Touch& touch) {
+  const auto bytes = period_of<Element>(channels) * static_cast<std::int64_t>(sizeof(Element));
+  if (is_in_order<Element>(channels)) {
+    for_each<Element, most_periods_at_once>(count, channels, pairs, single, [](std::int64_t, std::int64_t) {});
+  } else if (most_periods_at_once * bytes <= 16384) {
+    for_each<Element, most_periods_at_once>(count, channels, pairs, single, touch);
+  } else {
+    for_each<Element, most_periods_at_once / 2>(count, channels, pairs, single, touch);
+  }
+}
+
+/// Reads one byte of each cache line.
+template <typename Element>
+NHWC_ALWAYS_INLINE void touch_lines(const Element* first, std::int64_t count) {
+  constexpr int line = 64;
+  const auto* bytes = reinterpret_cast<const volatile char*>(first);
+  for (std::int64_t at = 0; at < count * static_cast<std::int64_t>(sizeof(Element)); at += line) (void)bytes[at];
 }
 
 /// Returns the rows of a block: enough that the work per block is negligible.
 template <typename Element>
 std::int64_t block_rows(std::int64_t channels) {
-  const std::int64_t multiple = most_rows_at_once * (period_of<Element>(channels) / channels),
+  const std::int64_t multiple = most_periods_at_once * (period_of<Element>(channels) / channels),
                      wanted = 32768 / channels;
   return (wanted < 256 ? 256 : wanted) / multiple * multiple + multiple;
 }
@@ -114,13 +130,12 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, c
   constexpr int lanes = VectorOf<Number>::lanes;
   const std::int64_t period = period_of<Element>(channels);
   for (std::int64_t k = 0; k < period; ++k) sum[k] = square[k] = lost[k] = lost[period + k] = 0;
-  for_each<Element, most_rows_at_once, true>(
+  for_each_summed<Element>(
       count, channels,
-      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> origin = load_pair(shift + k);
         Pair<Number> sums{}, squares{};
         for (int row = 0; row < periods; ++row) {
-          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> value = load_pair(rows + at + row * step);
           const Vector<Number> first = value.first - origin.first, second = value.second - origin.second;
           sums.first += first;
@@ -137,7 +152,8 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, c
         const Number value = load_one(rows + at) - shift[k];
         sum[k] += value;
         square[k] += value * value;
-      });
+      },
+      [=](std::int64_t at, std::int64_t elements) { touch_lines(rows + at, elements); });
   make_up(sum, lost, period);
   make_up(square, lost + period, period);
 }
@@ -202,10 +218,9 @@ void normalise(const void* data, void* out, std::int64_t count, std::int64_t cha
              *shift = static_cast<const Number*>(shifts);
   for_each_written<Element>(
       count, channels,
-      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(scale + k), b = load_pair(shift + k);
         for (int row = 0; row < periods; ++row) {
-          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> x = load_pair(rows + at + row * step);
           store_pair(to + at + row * step, Pair<Number>{(x.first - m.first) * a.first + b.first,
                                                         (x.second - m.second) * a.second + b.second});
@@ -232,12 +247,10 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
     const std::int64_t taken = begin + block < count ? block : count - begin;
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
     for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = lost[k] = lost[period + k] = 0;
-    const auto add_pairs = [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
+    const auto add_pairs = [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
       const Pair<Number> m = load_pair(mean + k);
       Pair<Number> s{}, p{};
       for (int row = 0; row < periods; ++row) {
-        if constexpr (prefetches) prefetch(g + at + (row + periods) * step);
-        if constexpr (prefetches) prefetch(x + at + (row + periods) * step);
         const Pair<Number> from = load_pair(g + at + row * step), value = load_pair(x + at + row * step);
         s.first += from.first;
         s.second += from.second;
@@ -254,11 +267,10 @@ void backward_sums(const void* gradient, const void* data, std::int64_t count, s
       sums[k] += value;
       products[k] += value * (load_one(x + at) - mean[k]);
     };
-    if (is_in_order<Element>(channels)) {
-      for_each<Element, most_rows_at_once, false>(taken, channels, add_pairs, add_one);
-    } else {
-      for_each<Element, most_rows_at_once, true>(taken, channels, add_pairs, add_one);
-    }
+    for_each_summed<Element>(taken, channels, add_pairs, add_one, [=](std::int64_t at, std::int64_t elements) {
+      touch_lines(g + at, elements);
+      touch_lines(x + at, elements);
+    });
     make_up(sums, lost, period);
     make_up(products, lost + period, period);
     fold<Element>(sums, period, channels, folded);
@@ -279,12 +291,10 @@ void backward(const void* gradient, const void* data, void* out, std::int64_t co
              *by_row = static_cast<const Number*>(of_rows), *shift = static_cast<const Number*>(shifts);
   for_each_written<Element>(
       count, channels,
-      [=]<int periods, bool prefetches>(std::int64_t at, std::int64_t step, std::int64_t k) {
+      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
         const Pair<Number> m = load_pair(mean + k), a = load_pair(by_grad + k), p = load_pair(by_row + k),
                            b = load_pair(shift + k);
         for (int row = 0; row < periods; ++row) {
-          if constexpr (prefetches) prefetch(grad + at + (row + periods) * step);
-          if constexpr (prefetches) prefetch(rows + at + (row + periods) * step);
           const Pair<Number> g = load_pair(grad + at + row * step), x = load_pair(rows + at + row * step);
           store_pair(to + at + row * step,
                      Pair<Number>{g.first * a.first + ((x.first - m.first) * p.first + b.first),
