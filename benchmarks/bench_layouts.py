@@ -74,7 +74,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, with_compile: bool, budget
     measured = MODELS[name]
     torch.manual_seed(0)
     model = measured.make().to(dtype).train(mode == "training")
-    x = torch.randn(measured.input_shape(dtype)).to(dtype)
+    x = torch.randn(measured.shape).to(dtype)
     made = layouts(model, x)
     step = training if mode == "training" else inference
     steps = {layout: partial(step, measured, *each) for layout, each in made.items()}

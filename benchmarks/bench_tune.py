@@ -56,7 +56,7 @@ def made(name: str, dtype: str, mode: str) -> tuple[nn.Module, dict[str, torch.T
     torch.manual_seed(0)
     measured, kind = MODELS[name], getattr(torch, dtype)
     model = measured.make().to(kind).train(mode == "training")
-    shape = measured.input_shape(kind)
+    shape = measured.shape
     return model, {"x": torch.randn(shape).to(kind), **measured.extra_inputs(shape[0], kind)}
 
 

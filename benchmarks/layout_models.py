@@ -17,12 +17,6 @@ class LayoutModel(NamedTuple):
     shape: tuple[int, ...]
     extra: Callable[[int], dict[str, Tensor]] = lambda batch: {}
 
-    def input_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
-        """Return a batch of two in 3D and float32: PyTorch may take a slow path for one sample, in every format."""
-        is_slow = len(self.shape) == 5 and dtype == torch.float32
-        batch = max(2, self.shape[0]) if is_slow else self.shape[0]
-        return (batch, *self.shape[1:])
-
     def extra_inputs(self, batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the other arguments, the floating-point ones in a dtype."""
         extra = self.extra(batch)

@@ -471,13 +471,15 @@ def _is_right_in_pytorch(
     """Return whether PyTorch computes a convolution right on every machine, and keeps the format.
 
     This saves the call of the operator, which looks at the machine and at the rest. While a compiler traces, the
-    operator is only called for shapes at fault, and consists of PyTorch's own in the compiled graph.
+    operator is only called for shapes at fault and for single samples that PyTorch is slow for, and consists of
+    PyTorch's own in the compiled graph.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         return True
     sizes = (input.shape, weight.shape, stride, padding, dilation, axes, output_padding)
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting() or _need_of_operator(*sizes) in (_NEVER, _IN_FORMAT)
+        need = _NEVER if torch.compiler.is_exporting() else _need_of_operator(*sizes)
+        return need in (_NEVER, _IN_FORMAT) or (need == _OF_ONE and not _may_gain_from_slabs(input, weight))
     if torch._C._is_tracing():  # for inputs of other sizes, too
         return torch.onnx.is_in_onnx_export()
     try:
@@ -486,13 +488,18 @@ def _is_right_in_pytorch(
         need = _need_of_operator(*sizes)
     if need == _NEVER:
         return axes == 2 or input.dtype == torch.float32 or not _is_channels_last(input)
-    if need == _IN_FORMAT:
+    if need in (_IN_FORMAT, _OF_ONE):
         return not _is_channels_last(input)
     return need == _WITH_GRADIENT and not torch.is_grad_enabled()
 
 
+def _may_gain_from_slabs(input: Tensor, weight: Tensor) -> bool:
+    is_known = input.device.type == "cpu" and input.dtype == torch.float32 and _is_channels_last(input)
+    return is_known and input[0, 0].numel() * weight.numel() >= 2_000_000
+
+
 # When a convolution of some sizes needs the operator. No enumeration, whose members take longer to look up.
-_NEVER, _ALWAYS, _IN_FORMAT, _WITH_GRADIENT = range(4)
+_NEVER, _ALWAYS, _IN_FORMAT, _OF_ONE, _WITH_GRADIENT = range(5)
 
 
 def _need_of_operator(
@@ -528,10 +535,11 @@ def _need_of_operator(
                 return _ALWAYS
     if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and (stride[0] > 1 or stride[1] > 1):
         return _WITH_GRADIENT
-    # Of a single sample PyTorch loses the format (as it does of any in other dtypes than float32, unless oneDNN takes
-    # them), and with one tap in the plane it is slow.
-    if axes == 3 and (sizes[0] == 1 or kernel[3] == kernel[4] == 1):
+    if axes == 3 and kernel[3] == kernel[4] == 1:  # in which PyTorch is slow
         return _IN_FORMAT
+    # Of a single sample PyTorch loses the format, too, as of any in other dtypes than float32 unless oneDNN takes them.
+    if axes == 3 and sizes[0] == 1:
+        return _OF_ONE
     return _NEVER
 
 

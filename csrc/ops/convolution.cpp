@@ -1,9 +1,10 @@
-// Convolutions whose numbers are right where PyTorch's are not on a CPU, and 3D ones with one tap in the plane, which
-// PyTorch computes slowly on channels-last. All others are PyTorch's own.
+// Convolutions whose numbers are right where PyTorch's are not on a CPU, and those that PyTorch computes slowly on
+// channels-last: 3D ones with one tap in the plane, and those of one sample. All others are PyTorch's own.
 //
 // Every way is a composition of PyTorch's operators: derivatives of any order, transforms and compilers need no more.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/native/ConvUtils.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -198,6 +199,69 @@ at::Tensor along_depth(const at::Tensor& input, const at::Tensor& weight, const 
   return as_channels_last_output(from_columns(out, input.sym_size(4)));
 }
 
+/// Returns whether a channels-last volume is one sample, and PyTorch would not give it to oneDNN. Its rule of float32,
+/// `ConvParams::use_mkldnn` in aten/src/ATen/native/Convolution.cpp, is made for the sizes of a 2D batch: of a 3D one
+/// it takes batch, channels, depth and height. What it leaves is computed by matrix products over copies of the
+/// input, 1.3 to 7 times slower. With groups, it leaves nothing.
+bool is_slow_sample(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                    const Arguments& arguments) {
+  if (input.dim() != 5 || input.sym_size(0) != 1 || input.scalar_type() != at::kFloat || !is_composed(input) ||
+      !at::globalContext().userEnabledMkldnn() || !fits(input, weight, arguments) || !is_channels_last(input) ||
+      !is_accepted(input, weight, bias, arguments)) {
+    return false;
+  }
+  const auto& [stride, padding, dilation, groups, output_padding] = arguments;
+  const bool is_transposed = !output_padding.empty();
+  const at::SymDimVector none(3, 0);
+  const auto backend =
+      at::native::select_conv_backend(input, weight, bias, stride, padding, dilation, is_transposed,
+                                      is_transposed ? output_padding : none, groups, /*bias_sizes_opt=*/std::nullopt);
+  using Backend = at::native::ConvBackend;
+  return backend == Backend::Slow3d || backend == Backend::SlowDilated3d || backend == Backend::SlowTranspose3d;
+}
+
+constexpr int64_t slabs = 2;  // which are a batch for oneDNN, however many threads share it
+
+/// Returns whether a slow sample can be cut along the depth, and gains: a convolution between any two positions, a
+/// transposed one where the outputs of its positions do not overlap. Cutting takes a tenth of a millisecond, and where
+/// there are few positions, oneDNN spends its time on the weight. (Measured from 2 to 48 cubed, 4 to 512 channels.)
+bool gains_from_slabs(const at::Tensor& input, const at::Tensor& weight, const Arguments& arguments) {
+  const bool is_transposed = !arguments.output_padding.empty();
+  c10::SymInt positions = 1;
+  for (int64_t from_last = 1; from_last <= 3; ++from_last) {
+    positions = positions * axis_of(input, weight, arguments, from_last).positions;
+  }
+  const Axis depth = axis_of(input, weight, arguments, 3);
+  if (depth.positions < slabs || positions * weight.sym_numel() < 2'000'000) return false;
+  if (!is_transposed) return positions >= 64;
+  const bool is_apart = depth.reach + 1 == depth.stride && depth.padding == 0 && arguments.output_padding[0] == 0;
+  return is_apart && positions >= 512;
+}
+
+/// Returns the convolution of one sample as that of a batch: slabs of it, with as much of the next one as the kernel
+/// reaches. In channels-last the results lie one behind the other, so they are the whole without a copy.
+at::Tensor in_slabs(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                    const Arguments& arguments) {
+  const bool is_transposed = !arguments.output_padding.empty();
+  const Axis depth = axis_of(input, weight, arguments, 3);
+  const c10::SymInt positions = quotient_rounded_up(depth.positions, slabs);  // of each slab
+  const c10::SymInt step = is_transposed ? positions : positions * depth.stride;
+  const c10::SymInt size = is_transposed ? positions : (positions - 1) * depth.stride + depth.reach + 1;
+  const c10::SymInt before = is_transposed ? c10::SymInt(0) : depth.padding;
+  const c10::SymInt after = (slabs - 1) * step + size - before - input.sym_size(2);
+
+  at::Tensor rows = channels_to_end(with_channels_last_grad(input)).squeeze(0);
+  if (before != 0 || after != 0) rows = at::constant_pad_nd_symint(rows, {0, 0, 0, 0, 0, 0, before, after}, 0);
+  const at::Tensor batch = at::cat({rows.narrow_symint(0, 0, size), rows.narrow_symint(0, step, size)});
+  const at::Tensor cut = channels_from_end(batch.unflatten_symint(0, {slabs, size}));
+
+  Arguments of_slab = arguments;
+  if (!is_transposed) of_slab.padding[0] = 0;
+  const at::Tensor out = channels_to_end(pytorchs(cut, weight, bias, of_slab)).flatten(0, 1);
+  const c10::SymInt whole = is_transposed ? depth.size : depth.positions;
+  return as_channels_last_output(channels_from_end(out.narrow_symint(0, 0, whole).unsqueeze(0)));
+}
+
 /// What has to change about a convolution so that PyTorch computes it right. The result stays the same.
 struct Mending {
   bool narrows;  // the input to the columns under the kernel, whose width then needs no stride
@@ -275,6 +339,9 @@ at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const 
   }
   if (arguments.stride.size() != 3) return pytorchs(input, weight, bias, arguments);
   if (has_one_tap_in_the_plane(input, weight, bias, arguments)) return along_depth(input, weight, bias, arguments);
+  if (is_slow_sample(input, weight, bias, arguments) && gains_from_slabs(input, weight, arguments)) {
+    return in_slabs(input, weight, bias, arguments);
+  }
   return in_format_of(input, arguments,
                       [&](const at::Tensor& activation) { return pytorchs(activation, weight, bias, arguments); });
 }
@@ -284,6 +351,9 @@ at::Tensor transposed_convolution(const at::Tensor& input, const at::Tensor& wei
   const size_t axes = arguments.stride.size();
   const auto unchanged = [&] {
     if (axes != 3) return pytorchs(input, weight, bias, arguments);
+    if (is_slow_sample(input, weight, bias, arguments) && gains_from_slabs(input, weight, arguments)) {
+      return in_slabs(input, weight, bias, arguments);
+    }
     return in_format_of(input, arguments,
                         [&](const at::Tensor& activation) { return pytorchs(activation, weight, bias, arguments); });
   };

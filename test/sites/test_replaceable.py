@@ -33,7 +33,9 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
             "replaced": replaced,
             "other_dim": nn.Softmax(-1),
             "padded": nn.Conv3d(2, 2, 1, padding=1),
-            "ordinary": nn.Conv3d(2, 2, 3).eval(),
+            "volumes": nn.Conv3d(2, 2, 3).eval(),
+            "grouped": nn.Conv3d(2, 2, 3, groups=2).eval(),
+            "images": nn.Conv2d(2, 2, 3).eval(),
             "trained": nn.Conv3d(2, 2, 3),
             "linear": nn.Upsample(scale_factor=2, mode="trilinear"),
             "lazy": nn.LazyInstanceNorm2d(),
@@ -48,6 +50,7 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
         "replaced": Reason.FORWARD_REPLACED,
         "other_dim": Reason.OTHER_ARGUMENTS,
         "padded": Reason.OTHER_ARGUMENTS,
+        "volumes": None,
         "trained": None,
         "lazy": Reason.LAZY_LAYER,
     }

@@ -203,7 +203,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
 
 
 class PreservingConv3d(Preserving, nn.Conv3d):
-    """`Conv3d` whose numbers are right for every shape, and which is fast with one tap in the plane."""
+    """`Conv3d` whose numbers are right for every shape, fast for a batch of 1 and with one tap in the plane."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.padding_mode != "zeros":
@@ -238,7 +238,7 @@ class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
 
 
 class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
-    """`ConvTranspose3d` whose gradients are right for every shape."""
+    """`ConvTranspose3d` whose gradients are right for every shape, and which is fast for a batch of 1."""
 
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self.padding_mode != "zeros":
@@ -296,6 +296,16 @@ def has_taps(layer: Any) -> bool:
     return bool(max(getattr(layer, "kernel_size", (1,))) > 1)
 
 
+def _may_be_cut(layer: Any) -> bool:
+    """Return whether a 3D convolution is faster in slabs for some inputs of a batch of 1; groups gain nothing."""
+    if layer.groups != 1 or not has_taps(layer):
+        return False
+    if not layer.transposed:
+        return True
+    is_apart = layer.kernel_size[0] == layer.stride[0] and layer.dilation[0] == 1
+    return bool(is_apart and layer.padding[0] == layer.output_padding[0] == 0)
+
+
 def meets_small_input_rule(layer: Any) -> bool:
     """Return whether a convolution may get a wrong weight gradient on small inputs, in either format, on some CPUs."""
     if not (layer.training and has_taps(layer)):
@@ -324,8 +334,8 @@ def _is_circular(layer: Any) -> bool:
 
 
 def _is_unpadded(layer: Any) -> bool:
-    """Return whether a convolution has no padding in the plane, whose four numbers come first."""
-    return _is_circular(layer) or not any(layer._reversed_padding_repeated_twice[:4])
+    """Return whether a kernel of one tap has no padding in the plane, whose four numbers come first."""
+    return _is_circular(layer) or has_taps(layer) or not any(layer._reversed_padding_repeated_twice[:4])
 
 
 def _is_nearest(layer: Any) -> bool:
@@ -360,6 +370,7 @@ _SUMS = "accuracy in training, forward and backward, the more the larger the act
 _POOL = "the format, forward and backward, and with it speed"
 _PADDING = "the format and speed forward"
 _SPEED = "speed, forward and backward"
+_SPEED_OF_ONE = f"{_SPEED}, above all for a batch of 1"
 _GRADIENT = "the right gradient of the weight, on inputs smaller than the kernel"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(
@@ -382,10 +393,13 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.CircularPad3d: Replacement(PreservingCircularPad3d, _PADDING),
     nn.Conv2d: Replacement(PreservingConv2d, f"{_PADDING}, in its circular padding", _is_circular),
     nn.Conv3d: Replacement(
-        PreservingConv3d, _SPEED, lambda layer: _is_circular(layer) or _has_one_tap(layer), _is_unpadded
+        PreservingConv3d,
+        _SPEED_OF_ONE,
+        lambda layer: _is_circular(layer) or _has_one_tap(layer) or _may_be_cut(layer),
+        _is_unpadded,
     ),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _GRADIENT, never),
-    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _GRADIENT, never),
+    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _SPEED_OF_ONE, _may_be_cut),
     nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
 }
 

@@ -21,7 +21,12 @@ from torch_nhwc.layout import (
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import ALWAYS_REPLACED, has_taps, is_preserving, meets_small_input_rule
+from torch_nhwc.nn.replacements import (
+    ALWAYS_REPLACED,
+    has_taps,
+    is_preserving,
+    meets_small_input_rule,
+)
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
@@ -602,7 +607,11 @@ def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
         if any(map(meets_small_input_rule, modules)):
             yield Reason.WRONG_GRADIENTS
         return
-    if any(has_taps(module) and not meets_small_input_rule(module) for module in modules):
+    untrained = any(has_taps(module) and not meets_small_input_rule(module) for module in modules)
+    has_norms = not found.module_types.isdisjoint((nn.BatchNorm2d, nn.BatchNorm3d))
+    are_trained = any(layer.fault is Reason.BATCH_STATISTICS for layer, _ in decisions.layers)
+    is_on_cpu = any(_may_be_on_cpu(site.tensor) for site in found.sites)
+    if untrained or (has_norms and is_on_cpu and not are_trained):
         yield Reason.FOR_INFERENCE
     if any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         names = {getattr(module, "original_name", "") for module in found.model.modules()}

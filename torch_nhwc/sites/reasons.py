@@ -208,8 +208,8 @@ class Reason(enum.Enum):
     )
     FOR_INFERENCE = (
         Kind.MODEL,
-        "convolutions and batch norms in evaluation mode, or without gradients, keep PyTorch's classes: call convert_ "
-        "again before training them",
+        "2D convolutions and batch norms in evaluation mode, or without gradients, keep PyTorch's classes: call "
+        "convert_ again before training them",
     )
     INSTANCE_NORM = (
         Kind.MODEL,
