@@ -81,6 +81,14 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
 
+  m.def(
+      "convolution_way(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+      "SymInt[] dilation, SymInt groups, SymInt[]? output_padding=None) -> str",
+      compliant);
+  m.def(
+      "convolution_way.padding(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, str padding, "
+      "SymInt[] dilation, SymInt groups) -> str",
+      compliant);
   m.def("cpu_capability() -> str", compliant);
   m.def("sentence(str reason) -> str", compliant);
 }

@@ -6,7 +6,6 @@ function, and so does every call while a compiler traces, which then fuses as us
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -373,7 +372,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 2, None):
+        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2):
             return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
         stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
     convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
@@ -400,7 +399,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 3, None):
+        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3):
             return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
         stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
@@ -425,7 +424,7 @@ def conv_transpose2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 2, output_padding):
+        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2, output_padding):
             return F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
         output_padding = _as_many(output_padding, 2)
@@ -455,7 +454,7 @@ def conv_transpose3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if _is_right_in_pytorch(input, weight, bias, stride, padding, dilation, 3, output_padding):
+        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3, output_padding):
             return F.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
         stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
         output_padding = _as_many(output_padding, 3)
@@ -465,86 +464,100 @@ def conv_transpose3d(
     return convolved
 
 
-def _is_right_in_pytorch(
-    input: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, axes: int, output_padding: Any
+def _is_pytorch_s_way(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+    axes: int,
+    output_padding: Any = None,
 ) -> bool:
-    """Return whether PyTorch computes a convolution right on every machine, and keeps the format.
+    """Return whether PyTorch computes a convolution right, fast and in format, by the operators' table of ways.
 
-    This saves the call of the operator, which looks at the machine and at the rest. While a compiler traces, the
-    operator is only called for shapes at fault and for single samples that PyTorch is slow for, and consists of
-    PyTorch's own in the compiled graph.
+    The answer is remembered, which saves the call of the operator. While a compiler traces, an operator that is called
+    consists of PyTorch's own in the compiled graph.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         return True
-    sizes = (input.shape, weight.shape, stride, padding, dilation, axes, output_padding)
+    arguments = stride, padding, dilation, groups, axes, output_padding
     if torch.compiler.is_compiling():
-        need = _NEVER if torch.compiler.is_exporting() else _need_of_operator(*sizes)
-        return need in (_NEVER, _IN_FORMAT) or (need == _OF_ONE and not _may_gain_from_slabs(input, weight))
+        return torch.compiler.is_exporting() or _is_pytorch_s_way_compiled(input, weight, bias, *arguments)
     if torch._C._is_tracing():  # for inputs of other sizes, too
         return torch.onnx.is_in_onnx_export()
+    if torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
+        return not _are_usual(*arguments)
     try:
-        need = _known_need_of_operator(*sizes)
-    except TypeError:  # lists, which have no hash
-        need = _need_of_operator(*sizes)
-    if need == _NEVER:
-        return axes == 2 or input.dtype == torch.float32 or not _is_channels_last(input)
-    if need in (_IN_FORMAT, _OF_ONE):
-        return not _is_channels_last(input)
-    return need == _WITH_GRADIENT and not torch.is_grad_enabled()
+        call = (
+            (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
+            (None if bias is None else bias.dtype, weight.requires_grad and torch.is_grad_enabled()),
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+            arguments,
+        )
+        way = _ways.get(call)
+    except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
+        return input.layout != torch.strided or not _are_usual(*arguments)
+    if way is None:
+        if len(_ways) >= 4096:
+            _ways.clear()
+        way = _ways[call] = _way_of(input, weight, bias, *arguments)
+    return way == "pytorch"
 
 
-def _may_gain_from_slabs(input: Tensor, weight: Tensor) -> bool:
-    is_known = input.device.type == "cpu" and input.dtype == torch.float32 and _is_channels_last(input)
-    return is_known and input[0, 0].numel() * weight.numel() >= 2_000_000
+# The ways of calls, by their sizes and all else that they depend on.
+_ways: dict[Any, str] = {}
+# What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
+_PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 
 
-# When a convolution of some sizes needs the operator. No enumeration, whose members take longer to look up.
-_NEVER, _ALWAYS, _IN_FORMAT, _OF_ONE, _WITH_GRADIENT = range(5)
+def _way_of(
+    input: Any,
+    weight: Any,
+    bias: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    groups: Any,
+    axes: int,
+    output_padding: Any,
+) -> str:
+    """Return what the table of ways says. Arguments of types that the operators do not take are for PyTorch."""
+    if not _are_usual(stride, padding, dilation, groups, axes, output_padding):
+        return "pytorch"
+    stride, padding, dilation = _as_many(stride, axes), _as_many(padding, axes), _as_many(dilation, axes)
+    more = () if output_padding is None else (_as_many(output_padding, axes),)
+    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *more))
 
 
-def _need_of_operator(
-    sizes: Any, kernel: Any, stride: Any, padding: Any, dilation: Any, axes: int, output_padding: Any
-) -> int:
-    if len(kernel) != axes + 2 or len(sizes) not in (axes + 1, axes + 2):
-        return _NEVER
-    if type(stride) is not tuple or type(padding) is not tuple or type(dilation) is not tuple:
-        if not _are_sizes(stride, dilation, count=axes) or not (
-            type(padding) is str or _are_sizes(padding, count=axes)
-        ):
-            return _NEVER
-        stride, dilation = _as_many(stride, axes), _as_many(dilation, axes)
-        if padding == "same":  # at the beginning, where it is at least as small as at the end
-            padding = [step * (size - 1) // 2 for step, size in zip(dilation, kernel[2:])]
-        elif type(padding) is str:
-            padding = 0
-        padding = _as_many(padding, axes)
-    if kernel[1] == 1 and stride[-1] > 1:
-        reach = dilation[-1] * (kernel[-1] - 1)
-        if sizes[-1] == 1 if output_padding is not None else sizes[-1] + 2 * padding[-1] - reach <= stride[-1]:
-            return _ALWAYS
-    more = None if output_padding is None else _as_many(output_padding, axes)
-    for axis in range(-axes, 0):
-        pad, step, size = padding[axis], stride[axis], sizes[axis]
-        if pad and step:
-            # From the first position that is not in the padding, the kernel reaches beyond the end, or there is none.
-            first = -(-pad // step)
-            if more is None:
-                if first * step - pad + dilation[axis] * (kernel[axis] - 1) >= size:
-                    return _ALWAYS
-            elif first >= size or first * step + pad > (size - 1) * step + more[axis]:
-                return _ALWAYS
-    if axes == 2 and kernel[1] < 16 and kernel[2] == kernel[3] == 1 and (stride[0] > 1 or stride[1] > 1):
-        return _WITH_GRADIENT
-    if axes == 3 and kernel[3] == kernel[4] == 1:  # in which PyTorch is slow
-        return _IN_FORMAT
-    # Of a single sample PyTorch loses the format, too, as of any in other dtypes than float32 unless oneDNN takes them.
-    if axes == 3 and sizes[0] == 1:
-        return _OF_ONE
-    return _NEVER
+def _is_pytorch_s_way_compiled(input: Any, weight: Any, bias: Any, *arguments: Any) -> bool:
+    """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
+    from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
+
+    if input.device.type != "cpu" or not all(has_static_value(size) for size in (*input.shape, *weight.shape)):
+        return not _are_usual(*arguments)
+    tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight)]
+    bias_type = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
+    requires_grad = weight.requires_grad and torch.is_grad_enabled()
+    return _constant_way(tensors, bias_type, requires_grad, arguments) in _PYTORCH_S_COMPILED
 
 
-# Layers call with the same sizes again and again: what is known costs a microsecond less.
-_known_need_of_operator = lru_cache(maxsize=4096)(_need_of_operator)
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
+def _constant_way(tensors: Any, bias_type: Any, requires_grad: bool, arguments: Any) -> str:
+    """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
+    made = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors]
+    bias = None if bias_type is None else torch.empty_strided(*bias_type[:2], dtype=bias_type[2])
+    with torch.set_grad_enabled(requires_grad):
+        return _way_of(made[0], made[1].requires_grad_(requires_grad), bias, *arguments)
+
+
+def _are_usual(stride: Any, padding: Any, dilation: Any, groups: Any, axes: int, output_padding: Any) -> bool:
+    """Return whether the arguments besides the tensors have types that the operators take."""
+    sizes = (stride, dilation) if type(padding) is str else (stride, padding, dilation)
+    if output_padding is not None:
+        sizes = (*sizes, output_padding)
+    return type(groups) is int and _are_sizes(*sizes, count=axes)
 
 
 def interpolate(

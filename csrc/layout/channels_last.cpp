@@ -58,6 +58,20 @@ at::Tensor to_channels_last(const at::Tensor& input) {
   return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
 }
 
+bool has_odd_strides(const at::Tensor& input) {
+  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
+  const at::SymDimVector channels_last = canonical_strides(sizes);
+  const bool is_in_order = is_channels_last(input);
+  bool is_odd = false;
+  c10::SymInt contiguous = 1;
+  for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
+    if (strides[dim] == (is_in_order ? channels_last[dim] : contiguous)) continue;
+    if (sizes[dim] != 1) return false;
+    is_odd = true;
+  }
+  return is_odd;
+}
+
 at::Tensor empty_channels_last(const at::Tensor& like) {
   return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), like.options());
 }

@@ -20,6 +20,10 @@ inline at::Tensor channels_from_end(const at::Tensor& input) { return input.move
 /// Returns the activation in canonical channels-last strides; itself if it has them.
 at::Tensor to_channels_last(const at::Tensor& input);
 
+/// Returns whether a dense activation, channels-last or contiguous, has another stride than the canonical one in some
+/// dimension of size 1.
+bool has_odd_strides(const at::Tensor& input);
+
 /// Allocates a tensor like the activation, in canonical channels-last strides.
 at::Tensor empty_channels_last(const at::Tensor& like);
 

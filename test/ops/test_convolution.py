@@ -10,16 +10,15 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from activations import assert_differentiable, assert_in_format, channels_last
-from convolution_cases import NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDED_TAPS, Case
+from convolution_cases import NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDED_TAPS, way_of
 from functorch.compile import aot_function, make_boxed_func
+from onednn import CPU_HAS_AVX512, HAS_AVX512, IS_X86
 from selection import exhaustive
 from torch.utils.checkpoint import checkpoint
 
 from torch_nhwc import functional
 
 nhwc = torch.ops.nhwc
-IS_X86 = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-HAS_AVX512 = torch.backends.cpu.get_cpu_capability() == "AVX512"
 # Small inputs of every function: each is mended where the CPU has AVX-512.
 SMALL = {
     "conv2d": ((2, 4, 2, 3), (6, 4, 5, 3), (1, (2, 1))),
@@ -60,10 +59,10 @@ def test_what_pytorch_computes_wrong_is_right(isa):
     assert wrong_cases("named", "ours", **environment) == []
 
 
-@pytest.mark.skipif(not HAS_AVX512, reason="a CPU with AVX-512")
+@pytest.mark.skipif(not CPU_HAS_AVX512, reason="a CPU with AVX-512")
 def test_pytorch_computes_small_inputs_and_single_columns_wrong_with_avx512():
-    """If this fails, PyTorch has mended it: `mended_in` of convolution_faults.cpp wants its version."""
-    wrong = wrong_cases("named", "pytorch")
+    """If this fails, PyTorch has mended it: `mended_in` of faults.cpp wants its version."""
+    wrong = wrong_cases("named", "pytorch", ONEDNN_MAX_CPU_ISA="AVX512_CORE_BF16")  # with AMX fewer are
     expected = len(SMALL_INPUTS) + len(ONE_COLUMN)
     assert [int(line.split()[1]) for line in wrong] == list(range(expected))
 
@@ -131,8 +130,12 @@ def test_other_shapes_are_pytorch_s_bit_for_bit(name, shape, kernel, arguments, 
         results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
     for got in results[1:]:
         for ours, theirs in zip(got, results[0], strict=True):
-            assert torch.equal(ours, theirs)
-            assert ours.stride() == theirs.stride()
+            if way_of(name, x, w, None, arguments) in ("pytorch", "batched", "restored"):
+                assert torch.equal(ours, theirs)
+            else:  # by way of float32
+                torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+            if not dtype.is_complex:  # whose format PyTorch loses
+                assert ours.stride() == theirs.stride()
 
 
 @every_function
@@ -221,9 +224,8 @@ def test_a_strided_tap_is_sliced_only_if_a_gradient_of_the_weight_is_to_come():
 @every_function
 def test_a_small_input_is_padded_with_and_without_gradients(name):
     x, w, b, arguments = small(name)
-    mended = "aten::slice" if "transpose" in name else "aten::constant_pad_nd"
     for given in (w, w.clone().requires_grad_()):
-        assert mended in operators_of(lambda given=given: getattr(functional, name)(x, given, b, *arguments))
+        assert way_of(name, x, given, b, arguments) == ("cut" if "transpose" in name else "padded")
 
 
 @every_function
@@ -332,33 +334,3 @@ def test_refusals_are_pytorch_s(name, kernel, arguments, message):
         with pytest.raises(RuntimeError, match=message) as ours:
             getattr(functions, name)(x, w, bias, *others)
         assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
-
-
-def test_the_check_before_a_call_finds_what_has_to_be_mended():
-    """`functional` calls PyTorch where no fault is possible on any machine; the rule is counted out here."""
-
-    def sees(size, positions, kernel, stride, padding, dilation):
-        places = range(positions)
-        return any(q * stride >= padding and q * stride - padding + (kernel - 1) * dilation < size for q in places)
-
-    draw = convolution_cases.random.Random(0)
-    found = 0
-    for _ in range(3000):
-        case: Case = convolution_cases.random_case(draw)
-        x, w = torch.empty(case.input, device="meta"), torch.empty(case.weight, device="meta")
-        axes, stride, padding = len(case.input) - 2, *case.arguments[:2]
-        is_transposed = "transpose" in case.name
-        dilation = case.arguments[4 if is_transposed else 2]
-        output_padding = tuple(case.arguments[2]) if is_transposed else None
-        out = getattr(F, case.name)(x, w, None, *case.arguments)
-        sizes, positions = (out, x)[:: 1 if is_transposed else -1]
-        each = zip(sizes.shape[2:], positions.shape[2:], w.shape[2:], stride, padding, dilation)
-        is_small = not all(sees(*axis) for axis in each)
-        is_column = w.shape[1] == 1 and stride[-1] > 1 and positions.shape[-1] == 1
-        is_tap = axes == 2 and w.shape[2:] == (1, 1) and w.shape[1] < 16 and max(stride) > 1
-        right = functional._is_right_in_pytorch(
-            x, w, None, tuple(stride), tuple(padding), tuple(dilation), axes, output_padding
-        )
-        assert right is not (is_small or is_column or is_tap)
-        found += is_small
-    assert found > 300

@@ -116,6 +116,21 @@ def tensors_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(each.detach().requires_grad_(name in case.required) for each, name in zip(laid_out, "xw"))  # type: ignore[return-value]
 
 
+def way_of(name: str, x: Any, w: Any, b: Any, arguments: tuple[Any, ...]) -> str:
+    """Return the name of the way that a call takes, given the arguments after the bias."""
+    axes, is_transposed = w.dim() - 2, "transpose" in name
+    defaults = (1, 0, 0, 1, 1) if is_transposed else (1, 0, 1, 1)
+    stride, padding, third, fourth, *more = (*arguments, *defaults[len(arguments) :])
+
+    def each(value: Any) -> Any:
+        return [value] * axes if isinstance(value, int) else value
+
+    ask = torch.ops.nhwc.convolution_way
+    if is_transposed:
+        return str(ask(x, w, b, each(stride), each(padding), each(*more), fourth, each(third)))
+    return str(ask(x, w, b, each(stride), each(padding), each(third), fourth))
+
+
 def error_of(case: Case, functions: Any) -> float:
     """Return the largest error of the output and the gradients, in units of what is allowed for the dtype."""
     x, w = tensors_of(case)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
+from torch_nhwc.layout import in_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 
 
@@ -190,6 +191,8 @@ class PreservingConv2d(Preserving, nn.Conv2d):
     """`Conv2d` whose numbers are right for every shape, with a circular padding that reads memory in order."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.in_channels == 1 and input.dim() == 4:  # in both formats at once: its result is to be in one
+            input = in_format(input)
         if self.padding_mode != "zeros":
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
@@ -206,6 +209,8 @@ class PreservingConv3d(Preserving, nn.Conv3d):
     """`Conv3d` whose numbers are right for every shape, fast for a batch of 1 and with one tap in the plane."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.in_channels == 1 and input.dim() == 5:  # in both formats at once: its result is to be in one
+            input = in_format(input)
         if self.padding_mode != "zeros":
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)

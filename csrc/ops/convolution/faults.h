@@ -10,6 +10,8 @@ struct ConvolutionFaults {
   bool small_inputs;
   /// Filters of one channel, a strided width, and a result of width 1: outputs are memory that nobody wrote.
   bool strided_columns;
+  /// The same of filters of any number of channels, in half precision.
+  bool strided_columns_of_halves;
   /// 2D kernels of one tap with strides, on fewer than 16 channels in channels-last: the weight's gradient is wrong, or
   /// the heap is damaged. Of transposed ones those with an output padding.
   bool strided_taps;

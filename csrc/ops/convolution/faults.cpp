@@ -1,6 +1,9 @@
-#include "ops/convolution_faults.h"
+#include "ops/convolution/faults.h"
 
 #include <torch/headeronly/version.h>
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 
 #include <algorithm>
 #include <cctype>
@@ -10,7 +13,7 @@
 namespace nhwc {
 namespace {
 
-enum class Isa { any, below_avx512, avx512 };
+enum class Isa { any, below_avx512, avx512, amx };  // one with AMX has AVX-512, too
 
 // The table of faults. `mended_in` is the first version of PyTorch (major * 100 + minor) whose oneDNN is right, and 0
 // where no such version is known: 2.11.0, 2.13.0 and 2.15.0 have all of them. `tools/search_convolutions.py` measures
@@ -21,6 +24,7 @@ struct Fault {
 };
 constexpr Fault small_inputs = {Isa::avx512, 0};
 constexpr Fault strided_columns = {Isa::avx512, 0};
+constexpr Fault strided_columns_of_halves = {Isa::amx, 0};
 constexpr Fault strided_taps = {Isa::any, 0};  // below AVX-512 with fewer than 8 channels, with it on several threads
 
 // Returns the bound that oneDNN reads from the environment when it is first used: the first variable that is not empty,
@@ -40,11 +44,17 @@ Isa isa_of_onednn() {
   __builtin_cpu_init();
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  const bool has_amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1) != 0;  // its bfloat16 tiles
   const std::string bound = bound_of_environment();
   for (const char* lower : {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"}) {
     if (bound == lower) return Isa::below_avx512;
   }
-  return has_avx512 ? Isa::avx512 : Isa::below_avx512;
+  if (!has_avx512) return Isa::below_avx512;
+  for (const char* lower : {"avx512_core", "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16"}) {
+    if (bound == lower) return Isa::avx512;
+  }
+  return has_amx ? Isa::amx : Isa::avx512;
 #else
   return Isa::any;
 #endif
@@ -53,7 +63,7 @@ Isa isa_of_onednn() {
 bool is_expected(const Fault& fault, Isa isa) {
   constexpr int version = TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR;
   if (fault.mended_in != 0 && version >= fault.mended_in) return false;
-  return isa == Isa::any || fault.isa == Isa::any || isa == fault.isa;
+  return isa == Isa::any || fault.isa == Isa::any || isa == fault.isa || (isa == Isa::amx && fault.isa == Isa::avx512);
 }
 
 }  // namespace
@@ -62,6 +72,7 @@ const ConvolutionFaults& convolution_faults() {
   static const ConvolutionFaults faults = [] {
     const Isa isa = isa_of_onednn();
     return ConvolutionFaults{is_expected(small_inputs, isa), is_expected(strided_columns, isa),
+                             is_expected(strided_columns_of_halves, isa),
                              is_expected(strided_taps, isa)};
   }();
   return faults;

@@ -1,0 +1,76 @@
+#include "ops/convolution/call.h"
+
+#include <ATen/ATen.h>
+
+#include "layout/channels_last.h"
+
+namespace nhwc {
+
+at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes) {
+  if (sizes.size() == 1) return at::SymDimVector(axes, sizes[0]);
+  return at::SymDimVector(sizes.begin(), sizes.end());
+}
+
+c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor) {
+  return (number + divisor - 1) / divisor;
+}
+
+bool Axis::sees_whole_kernel() const {
+  const c10::SymInt first = quotient_rounded_up(padding, stride);
+  return first < positions && first * stride - padding + reach < size;
+}
+
+Axis Call::axis(int64_t from_last) const {
+  const size_t index = axes() - from_last;
+  const c10::SymInt &step = stride[index], &pad = padding[index];
+  const c10::SymInt reach = dilation[index] * (weight.sym_size(-from_last) - 1);
+  const c10::SymInt size = input.sym_size(-from_last);
+  if (!is_transposed) return {size, step, pad, reach, (size + 2 * pad - reach - 1) / step + 1};
+  return {(size - 1) * step - 2 * pad + reach + output_padding[index] + 1, step, pad, reach, size};
+}
+
+bool Call::is_channels_last_input() const {
+  return static_cast<size_t>(input.dim()) == axes() + 2 && is_channels_last(input);
+}
+
+bool Call::is_accepted() const {
+  const auto dim = static_cast<size_t>(input.dim());
+  if ((dim != axes() + 1 && dim != axes() + 2) || static_cast<size_t>(weight.dim()) != axes() + 2) return false;
+  if (padding.size() != axes() || dilation.size() != axes()) return false;
+  if (is_transposed && output_padding.size() != axes()) return false;
+  if (groups <= 0 || weight.sym_size(0) <= 0 || weight.sym_size(0) % groups != 0) return false;
+  const c10::SymInt channels = input.sym_size(-static_cast<int64_t>(axes()) - 1);
+  if (channels != (is_transposed ? weight.sym_size(0) : weight.sym_size(1) * groups)) return false;
+  for (size_t index = 0; index < axes(); ++index) {
+    const auto from_last = static_cast<int64_t>(axes() - index);
+    if (stride[index] <= 0 || padding[index] < 0 || dilation[index] <= 0) return false;
+    if (weight.sym_size(-from_last) <= 0 || input.sym_size(-from_last) <= 0) return false;
+    const Axis axis = this->axis(from_last);
+    if (!is_transposed && axis.size + 2 * axis.padding <= axis.reach) return false;
+    if (is_transposed) {
+      const c10::SymInt& more = output_padding[index];
+      if (axis.size <= 0 || more < 0 || (more >= axis.stride && more >= dilation[index])) return false;
+    }
+  }
+  if (!has_bias()) return true;
+  return bias->dim() == 1 && bias->sym_size(0) == (is_transposed ? weight.sym_size(1) * groups : weight.sym_size(0));
+}
+
+bool Call::misses_kernel() const {
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(axes()); ++from_last) {
+    if (padding[axes() - from_last] != 0 && !axis(from_last).sees_whole_kernel()) return true;
+  }
+  return false;
+}
+
+at::Tensor Call::pytorchs() const {
+  const bool is_3d = axes() == 3;
+  if (is_transposed) {
+    return is_3d ? at::conv_transpose3d_symint(input, weight, bias, stride, padding, output_padding, groups, dilation)
+                 : at::conv_transpose2d_symint(input, weight, bias, stride, padding, output_padding, groups, dilation);
+  }
+  return is_3d ? at::conv3d_symint(input, weight, bias, stride, padding, dilation, groups)
+               : at::conv2d_symint(input, weight, bias, stride, padding, dilation, groups);
+}
+
+}  // namespace nhwc

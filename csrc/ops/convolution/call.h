@@ -1,0 +1,62 @@
+// A convolution to compute: PyTorch's arguments, and what follows from its sizes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <optional>
+
+namespace nhwc {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+/// Returns the sizes of an argument, of which PyTorch takes one for all axes.
+at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes);
+
+c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor);
+
+/// A convolution along one axis of its kernel. For a transposed one, `size` is the output's and `positions` the
+/// input's.
+struct Axis {
+  c10::SymInt size;
+  c10::SymInt stride;
+  c10::SymInt padding;
+  c10::SymInt reach;  // from the kernel's first tap to its last
+  c10::SymInt positions;
+
+  /// Returns whether some position of the kernel has all taps inside, none in the padding.
+  bool sees_whole_kernel() const;
+};
+
+/// The arguments of a convolution; of sizes, one for each axis of the kernel.
+struct Call {
+  at::Tensor input;
+  at::Tensor weight;
+  OptionalTensor bias;
+  at::SymDimVector stride;
+  at::SymDimVector padding;
+  at::SymDimVector dilation;
+  c10::SymInt groups;
+  bool is_transposed = false;
+  at::SymDimVector output_padding = {};  // of a transposed convolution only
+
+  size_t axes() const { return stride.size(); }
+  bool has_bias() const { return bias && bias->defined(); }
+
+  /// Describes an axis of a convolution whose sizes fit each other. Axes are counted from the last one: 1, 2, 3.
+  Axis axis(int64_t from_last) const;
+
+  /// Returns whether the input is channels-last and has a dimension of samples.
+  bool is_channels_last_input() const;
+
+  /// Returns whether PyTorch accepts the sizes. What it does not is for its own operator to refuse.
+  bool is_accepted() const;
+
+  /// Returns whether every position misses a part of the kernel along some axis. Without padding none does.
+  bool misses_kernel() const;
+
+  /// Returns PyTorch's result.
+  at::Tensor pytorchs() const;
+};
+
+}  // namespace nhwc

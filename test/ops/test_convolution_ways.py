@@ -1,0 +1,275 @@
+"""The ways that convolutions take, by shapes, formats, dtypes and the CPU; and half precision by way of float32."""
+
+import contextlib
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import assert_in_format, channels_last
+from convolution_cases import way_of
+from onednn import HAS_AVX512, TAKES
+from selection import exhaustive
+from torch.utils.checkpoint import checkpoint
+
+from torch_nhwc import functional
+
+HALVES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+ORDINARY = {
+    "conv2d": ("conv2d", (2, 16, 9, 8), (24, 16, 3, 3), (1, 1)),
+    "strides": ("conv2d", (1, 8, 13, 12), (16, 8, 5, 3), (2, (2, 1))),
+    "groups": ("conv2d", (2, 16, 9, 8), (24, 4, 3, 3), (1, 1, 1, 4)),
+    "depthwise": ("conv2d", (2, 16, 9, 8), (16, 1, 3, 3), (1, 1, 1, 16)),
+    "one tap": ("conv2d", (2, 16, 9, 8), (24, 16, 1, 1), ()),
+    "dilation": ("conv2d", (2, 16, 9, 8), (24, 16, 3, 3), (1, 2, 2)),
+    "same": ("conv2d", (2, 16, 9, 8), (24, 16, 4, 3), (1, "same")),
+    "conv3d": ("conv3d", (2, 8, 6, 7, 5), (16, 8, 3, 3, 3), (1, 1)),
+    "one voxel sample": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)),
+    "one tap 3d": ("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), ()),
+    "strided tap 3d": ("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), (2,)),
+    "transposed": ("conv_transpose2d", (2, 16, 9, 8), (16, 8, 3, 3), (2, 1, 1)),
+    "transposed groups": ("conv_transpose2d", (2, 16, 9, 8), (16, 8, 2, 2), (2, 0, 0, 2)),
+    "transposed 3d": ("conv_transpose3d", (1, 16, 5, 6, 4), (16, 8, 2, 2, 2), (2,)),
+}
+
+
+def tensors_of(case, dtype=torch.float32):
+    name, shape, kernel, arguments = case
+    outputs = kernel[1] * (arguments[3] if len(arguments) > 3 else 1) if "transpose" in name else kernel[0]
+    x, w = (channels_last(torch.randn(sizes, dtype=torch.float32)).to(dtype) for sizes in (shape, kernel))
+    return x, w, torch.randn(outputs).to(dtype), arguments
+
+
+def results_of(function, leaves, arguments, gradient=None):
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    out = function(*leaves, *arguments)
+    gradient = torch.ones_like(out) if gradient is None else gradient.to(out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, gradient)]
+
+
+def on_contiguous(case):
+    return case[0], case[1].contiguous(), *case[2:]
+
+
+@pytest.mark.parametrize(
+    ("case", "way"),
+    [
+        (("conv2d", (2, 4, 9, 8), (6, 4, 3, 3), (1, 1)), "pytorch"),
+        (("conv3d", (2, 4, 5, 6, 7), (6, 4, 3, 3, 3), (1, 1)), "pytorch"),
+        (("conv2d", (2, 5, 9, 8), (6, 4, 3, 3), (1, 1)), "unfit"),
+        (("conv2d", (4, 9, 8), (6, 4, 3, 3), (1, 1)), "batched"),
+        (("conv2d", (2, 4, 2, 3), (6, 4, 5, 3), (1, (2, 1))), "padded" if HAS_AVX512 else "pytorch"),
+        (("conv2d", (2, 3, 6, 5), (6, 1, 3, 5), (2, 0, 1, 3)), "narrowed" if HAS_AVX512 else "pytorch"),
+        (("conv2d", (2, 4, 9, 8), (6, 4, 1, 1), (2,)), "sliced"),
+        (("conv_transpose2d", (2, 4, 2, 3), (4, 3, 5, 3), (1, (2, 1))), "cut" if HAS_AVX512 else "pytorch"),
+        (("conv_transpose2d", (2, 4, 6, 1), (4, 1, 3, 3), (2,)), "widened" if HAS_AVX512 else "pytorch"),
+        (("conv_transpose2d", (2, 4, 6, 5), (4, 3, 1, 1), (2, 0, 1)), "extended"),
+        (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), ()), "linear"),
+        (("conv3d", (1, 16, 6, 7, 5), (8, 16, 3, 1, 1), (1, (1, 0, 0))), "along_depth"),
+        (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), (2,)), "restored"),
+        (("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)), "slabs"),
+        (("conv_transpose3d", (1, 16, 9, 10, 8), (16, 24, 2, 2, 2), (2,)), "slabs"),
+    ],
+)
+def test_each_way(case, way):
+    x, w, b, arguments = tensors_of(case)
+    assert way_of(case[0], x, w.requires_grad_(), b, arguments) == way
+    with torch.no_grad():
+        is_for_gradients = way in ("sliced", "extended")
+        assert way_of(case[0], x, w, b, arguments) == ("pytorch" if is_for_gradients else way)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_contiguous_volume_takes_the_format_of_the_weight(batch, channels):
+    x, w = torch.randn(batch, channels, 6, 7, 5), torch.randn(4, channels, 3, 3, 3)
+    w = torch.empty_strided(w.shape, (27 * channels, 1, 9 * channels, 3 * channels, channels)).copy_(w)
+    assert way_of("conv3d", x, w, None, (1, 1)) == "formatted"
+    got, expected = results_of(functional.conv3d, (x, w), (None, 1, 1)), results_of(F.conv3d, (x, w), (None, 1, 1))
+    assert_in_format(got[0])
+    for ours, theirs in zip(got, expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    contiguous = torch.empty(w.shape).copy_(w)
+    assert way_of("conv3d", x, contiguous, None, (1, 1)) == "pytorch"
+    assert functional.conv3d(x, contiguous, None, 1, 1).is_contiguous()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("kernel", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda: torch.randn(6, 7, 4).permute(2, 0, 1)[None],
+        lambda: channels_last(torch.randn(3, 4, 6, 7))[1][None],
+        lambda: torch.randn(1, 8, 4).transpose(1, 2).unsqueeze(3),
+        lambda: channels_last(torch.randn(1, 4, 3, 6))[:, :, ::3],
+    ],
+)
+def test_views_with_odd_strides_in_sizes_of_1(view, dtype, kernel, threads):
+    """PyTorch's product for grouped convolutions goes by such a stride, and gives wrong gradients of the weight."""
+    x = view().to(dtype)
+    case = ("conv2d", x.shape, (4, 2, kernel, kernel), (1, kernel // 2, 1, 2))
+    w = torch.empty_strided(case[2], (2 * kernel**2, 1, 2 * kernel, 2)).copy_(torch.randn(case[2])).to(dtype)
+    assert way_of(case[0], x, w, None, case[3]) in ("restrided", "padded")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = results_of(functional.conv2d, (x, w), (None, *case[3]))
+    finally:
+        torch.set_num_threads(before)
+    real = results_of(F.conv2d, (x.double().contiguous().clone(), w.double().contiguous().clone()), (None, *case[3]))
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
+    for ours, theirs in zip(got, real):
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@HALVES
+@pytest.mark.parametrize("arrange", [lambda case: case, on_contiguous], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize("name", ORDINARY)
+def test_half_precision_is_right_and_keeps_the_format(name, arrange, dtype):
+    function, *_ = case = ORDINARY[name]
+    x, w, b, arguments = tensors_of(case, dtype)
+    if arrange is on_contiguous:
+        x, w = x.contiguous(), w.contiguous()
+    expected = getattr(F, function)(x.double(), w.double(), b.double(), *arguments)
+    gradient = torch.randn(expected.shape).to(dtype)
+    got = results_of(getattr(functional, function), (x, w, b), arguments, gradient)
+    real = results_of(getattr(F, function), [each.double() for each in (x, w, b)], arguments, gradient)
+    tolerance = 3e-2 if dtype == torch.bfloat16 else 6e-3
+    for ours, theirs in zip(got, real):
+        assert ours.dtype == dtype
+        torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
+    if arrange is not on_contiguous:
+        assert_in_format(got[0])
+        assert_in_format(got[1])
+    with torch.no_grad():
+        torch.testing.assert_close(getattr(functional, function)(x, w, b, *arguments), got[0].detach())
+    assert not got[0]._is_view()
+
+
+class Saved(contextlib.AbstractContextManager):
+    """Counts the bytes that a forward saves, by dtype; each tensor once."""
+
+    def __init__(self):
+        self.bytes = {}
+        seen = set()
+
+        def pack(tensor):
+            if (key := (tensor.data_ptr(), tensor.dtype)) not in seen:
+                seen.add(key)
+                self.bytes[tensor.dtype] = self.bytes.get(tensor.dtype, 0) + tensor.nbytes
+            return tensor
+
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+    def __enter__(self):
+        self.hooks.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        return self.hooks.__exit__(*error)
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["conv2d", "groups", "conv3d", "transposed"])
+def test_what_is_saved_is_what_pytorch_saves(name, dtype):
+    function, *_ = case = ORDINARY[name]
+    x, w, b, arguments = tensors_of(case, dtype)
+    each = [tensor.requires_grad_() for tensor in (x, w, b)]
+    with Saved() as theirs:
+        kept = getattr(F, function)(*each, *arguments)
+    with Saved() as ours:
+        out = getattr(functional, function)(*each, *arguments)
+    assert ours.bytes == theirs.bytes == {dtype: x.nbytes + w.nbytes}
+    assert out.grad_fn is not None and kept.grad_fn is not None
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["conv2d", exhaustive("conv3d"), exhaustive("transposed"), exhaustive("one tap 3d")])
+def test_every_derivative_of_half_precision(name, dtype):
+    function, *_ = case = ORDINARY[name]
+    x, w, b, arguments = tensors_of(case, dtype)
+    call, theirs = getattr(functional, function), getattr(F, function)
+
+    def of_second_order(convolve, leaves):
+        leaves = [each.detach().requires_grad_() for each in leaves]
+        first = torch.autograd.grad(convolve(*leaves, None, *arguments).square().mean(), leaves, create_graph=True)
+        return torch.autograd.grad(sum(each.square().sum() for each in first), leaves)
+
+    def assert_near(ours, real):
+        assert (ours.double() - real.double()).norm() <= 5e-2 * real.double().norm()
+
+    for ours, real in zip(of_second_order(call, (x, w)), of_second_order(theirs, (x.double(), w.double()))):
+        assert_near(ours, real)
+    tangent = torch.randn(x.shape).to(dtype)
+    ours, real = (
+        torch.func.jvp(lambda x, f=f, w=w: f(x, w, None, *arguments), (at,), (tangent.to(at.dtype),))[1]
+        for f, at, w in ((call, x, w), (theirs, x.double(), w.double()))
+    )
+    assert_near(ours, real)
+    batch = torch.stack([w, 2 * w])
+
+    def total(f, x, b):
+        return lambda w: f(x, w, b, *arguments).square().mean()
+
+    ours = torch.func.vmap(torch.func.grad(total(call, x, b)))(batch)
+    assert_near(ours, torch.func.vmap(torch.func.grad(total(theirs, x.double(), b.double())))(batch.double()))
+    x.requires_grad_()
+    for use_reentrant in (False, True):
+        w.requires_grad_().grad = None
+        checkpoint(lambda x: call(x, w, b, *arguments), x, use_reentrant=use_reentrant).square().mean().backward()
+        assert_near(w.grad, torch.func.grad(total(theirs, x.detach().double(), b.double()))(w.detach().double()))
+
+
+@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+@HALVES
+@pytest.mark.parametrize("name", ["conv2d", "same", "conv3d", "one voxel sample", "transposed", "transposed 3d"])
+def test_autocast_keeps_the_format(name, dtype):
+    function, *_ = case = ORDINARY[name]
+    x, w, b, arguments = tensors_of(case)
+    with torch.autocast("cpu", dtype=dtype):
+        got = results_of(getattr(functional, function), (x, w, b), arguments)
+    assert [each.dtype for each in got] == [dtype, *3 * [torch.float32]]
+    assert_in_format(got[0])
+    real = results_of(getattr(F, function), [each.double() for each in (x, w, b)], arguments)
+    for ours, theirs in zip(got, real):
+        torch.testing.assert_close(ours.double(), theirs, rtol=5e-2, atol=5e-2 * float(theirs.abs().max()))
+
+
+@HALVES
+def test_which_half_precision_goes_by_way_of_float32(dtype):
+    x, w, b, arguments = tensors_of(ORDINARY["conv2d"], dtype)
+    way = "pytorch" if TAKES[dtype] else "float32"
+    assert way_of("conv2d", x, w, b, arguments) == way
+    assert way_of("conv2d", x.contiguous(), w.contiguous(), None, arguments) == way
+    with torch.autocast("cpu", dtype=dtype):
+        assert way_of("conv2d", x.float(), w.float(), b.float(), arguments) == way
+
+
+@HALVES
+@pytest.mark.parametrize("name", ["conv2d", "conv3d", "transposed"])
+def test_refusals_of_half_precision_are_pytorch_s(name, dtype):
+    function, *_ = case = ORDINARY[name]
+    x, w, b, arguments = tensors_of(case, dtype)
+    given = [(x[:, 1:], w, b), (x, w.float(), b), (x, w, b[1:]), (x, w, b.float()), (x[:, :, :0], w, b)]
+    for each in given:
+        outcomes = []
+        for functions in (F, functional):
+            try:
+                outcomes.append((None, getattr(functions, function)(*each, *arguments).shape))
+            except (RuntimeError, ValueError) as error:
+                outcomes.append((type(error), str(error).splitlines()[0]))
+        assert outcomes[0] == outcomes[1]
+
+
+def test_a_dispatch_mode_sees_a_convolution():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    x, w, b, arguments = tensors_of(ORDINARY["conv2d"], torch.bfloat16)
+    counts = []
+    for functions in (F, functional):
+        with FlopCounterMode(display=False) as counter:
+            functions.conv2d(x, w.requires_grad_(), b, *arguments).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
