@@ -25,6 +25,8 @@ TORCH_LIBRARY(nhwc, m) {
       "batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight=None, "
       "Tensor? bias=None, bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor");
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
+  m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
+  m.def("log_softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
   m.def(
       "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, "
       "bool count_include_pad=True, int? divisor_override=None) -> Tensor",
