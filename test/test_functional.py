@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_differentiable, assert_like, sliced
 from reference import FORMATS
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_nhwc import functional
 
@@ -73,26 +74,106 @@ def test_softmax_passes_transforms_and_takes_slices(name, channels):
     assert_like(lambda x: function(x, -4), lambda x: reference(x, 1), torch.randn(2, channels, 3, 2, 1))
 
 
-class Logged(torch.Tensor):
-    """A subclass that counts what is done to it."""
-
+class Noting:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is not torch.Tensor.dim:
-            called.append(func)
+        called.append(func)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Tagged(Noting, torch.Tensor):
+    """A subclass that only adds to what a tensor is."""
+
+
+class Interpreting(Noting, TwoTensor):
+    """A subclass with a `__torch_dispatch__` of its own."""
 
 
 called = []
 
 
 @pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
-def test_tensor_subclasses_get_pytorch_s_function(name, arguments, shape):
+def test_plain_subclasses_keep_their_class_numbers_and_format(name, arguments, shape):
+    x = (100 + torch.randn(shape)).contiguous(memory_format=FORMATS[len(shape)])
+    expected_input, given = x.clone().requires_grad_(), x.clone().as_subclass(Tagged).requires_grad_()
+    ours = getattr(functional, name)
+    expected = ours(expected_input, *arguments)
     called.clear()
-    output = getattr(functional, name)(torch.randn(shape).as_subclass(Logged), *arguments)
-    assert type(output) is Logged
-    assert not any("nhwc" in str(each) for each in called)
+    output = ours(given, *arguments)
+    assert called == [ours]  # once, as for PyTorch's functions
+    assert type(output) is Tagged
+    output, gradient = output.as_subclass(torch.Tensor), torch.randn_like(expected)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    assert output.stride() == expected.stride()
+    results = [torch.autograd.grad(y, x, gradient)[0] for y, x in ((output, given), (expected, expected_input))]
+    assert torch.equal(results[0].as_subclass(torch.Tensor), results[1])
+    assert results[0].stride() == results[1].stride()
+
+
+def test_parameters_and_targets_may_be_plain_subclasses_too():
+    x, target = torch.randn(WIDE).contiguous(memory_format=CL), torch.randint(0, 18, (2, 3, 5))
+    loss = functional.cross_entropy(x, target.as_subclass(Tagged), reduction="none")
+    assert type(loss) is Tagged
+    assert torch.equal(loss.as_subclass(torch.Tensor), functional.cross_entropy(x, target, reduction="none"))
+    weight = torch.randn(18)
+    normed = functional.group_norm(x, 3, weight.as_subclass(Tagged))
+    assert torch.equal(normed.as_subclass(torch.Tensor), functional.group_norm(x, 3, weight))
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_subclasses_that_compute_in_their_own_way_get_pytorch_s_function(name, arguments, shape):
+    x = torch.randn(shape).contiguous(memory_format=FORMATS[len(shape)])
+    called.clear()
+    assert isinstance(getattr(functional, name)(Interpreting(x, x), *arguments), TwoTensor)
     assert called
+    assert not any("nhwc" in f"{each} {getattr(each, '__module__', '')}" for each in called)
+
+
+def test_nested_tensors_get_pytorch_s_function():
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+    for call in (lambda f: f.gelu(nested), lambda f: f.softmax(nested, -1)):
+        for output, expected in zip(call(functional).unbind(), call(F).unbind(), strict=True):
+            assert torch.equal(output, expected)
+
+
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad mode": torch.enable_grad}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_results_are_no_views_and_may_be_changed_in_place(name, arguments, shape, mode, requires_grad):
+    def result(module, x):
+        x.requires_grad_(requires_grad)
+        with MODES[mode]():
+            output = getattr(module, name)(x, *arguments)
+            if module is F:
+                output = output * 1  # PyTorch's instance norm is a view
+            assert not output._is_view()
+            assert output._base is None
+            if mode == "inference_mode":
+                return [output.relu_()]
+        added = torch.ones(1, requires_grad=True)
+        output += added
+        F.relu_(output).square().sum().backward()
+        return [output, added.grad, *([x.grad] if x.grad is not None else [])]
+
+    x = torch.randn(shape)
+    given = x.contiguous(memory_format=FORMATS[len(shape)])
+    if "softmax" in name and shape == WIDE and requires_grad and mode == "grad mode":  # the backward reads the output
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result(functional, given)
+    else:
+        for ours, theirs in zip(result(functional, given), result(F, x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_the_indices_of_a_pool_and_losses_without_reduction_are_no_views():
+    x = torch.randn(VOLUME).contiguous(memory_format=CL3D)
+    assert not any(each._is_view() for each in functional.adaptive_max_pool3d(x, 2, return_indices=True))
+    assert not functional.adaptive_avg_pool3d(x, 1)._is_view()
+    wide, target = torch.randn(WIDE).contiguous(memory_format=CL), torch.ones(2, 3, 5, dtype=torch.long)
+    assert not functional.cross_entropy(wide, target, reduction="none")._is_view()
 
 
 @pytest.mark.parametrize("size", [1, (1, 1, 1)])
