@@ -33,6 +33,8 @@ TORCH_LIBRARY(nhwc, m) {
       compliant);
   m.def("adaptive_avg_pool3d(Tensor input, SymInt[3] output_size) -> Tensor", compliant);
   m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> (Tensor, Tensor)", compliant);
+  m.def("max_unpool3d(Tensor input, Tensor indices, SymInt[3] output_size, int[3] stride, int[3] padding) -> Tensor",
+        compliant);
   m.def("pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "

@@ -15,6 +15,7 @@ from torch_nhwc import functional
 CL, CL3D = torch.channels_last, torch.channels_last_3d
 IMAGE, VOLUME = (2, 6, 5, 7), (2, 6, 4, 5, 7)
 WIDE = (2, 18, 3, 5)  # of so many channels that softmax goes over a view
+PLACES = torch.rand(2, 6, 8 * 10 * 14).argsort(-1)[..., :140].reshape(VOLUME)
 # By name: the arguments behind the input, and the input's shape.
 CALLS = {
     "group_norm": [((3,), IMAGE), ((6,), VOLUME)],
@@ -26,6 +27,7 @@ CALLS = {
     "avg_pool3d": [((2,), VOLUME), (((2, 1, 3), 2, (1, 0, 1), True, False, 5), VOLUME)],
     "adaptive_avg_pool3d": [((2,), VOLUME), (((None, 2, 3),), VOLUME)],
     "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
+    "max_unpool3d": [((PLACES, 2), VOLUME), ((PLACES, 2, (2, 3, 2), (0, 1, 0), (8, 12, 14)), VOLUME)],
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
     "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
 }
@@ -59,7 +61,8 @@ def test_signatures_are_pytorch_s(name):
 @pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
 def test_inputs_that_are_not_channels_last_give_pytorch_s_results_bit_for_bit(name, arguments, shape):
     x = torch.randn(shape)
-    for given in (x, x.double(), x[..., ::2], x.transpose(-1, -2)):
+    in_other_order, with_gaps = x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 0]
+    for given in (x, x.double(), in_other_order, with_gaps):
         expected, output = (getattr(module, name)(given, *arguments) for module in (F, functional))
         assert torch.equal(output, expected)
         assert output.stride() == expected.stride()
@@ -257,6 +260,12 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.ones(2, 3, 3)),
         lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 4),
         lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 3), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 2, dtype=torch.long), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 216), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, output_size=(9, 6, 6)),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, stride=0),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), (2, 2)),
         lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),

@@ -19,8 +19,12 @@ from torch._jit_internal import (  # type: ignore[attr-defined]
     boolean_dispatched,
     is_scripting,
 )
-from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]
-from torch.nn.modules.utils import _list_with_default
+from torch.nn.functional import (  # type: ignore[attr-defined]
+    _unpool_output_size,
+    _verify_batch_size,
+    _verify_spatial_size,
+)
+from torch.nn.modules.utils import _list_with_default, _triple
 from torch.overrides import handle_torch_function, has_torch_function
 
 import torch_nhwc.ops  # noqa: F401  registers the operators
@@ -45,6 +49,7 @@ __all__ = [
     "instance_norm",
     "interpolate",
     "log_softmax",
+    "max_unpool3d",
     "pad",
     "softmax",
 ]
@@ -339,6 +344,34 @@ _choice: dict[str, Any] = {
     "arg_name": "return_indices",
 }
 boolean_dispatched[adaptive_max_pool3d] = _choice
+
+
+def max_unpool3d(
+    input: Tensor,
+    indices: Tensor,
+    kernel_size: BroadcastingList3[int],
+    stride: Optional[BroadcastingList3[int]] = None,  # noqa: UP045
+    padding: BroadcastingList3[int] = 0,
+    output_size: Optional[BroadcastingList3[int]] = None,  # noqa: UP045
+) -> Tensor:
+    """Stand in for `torch.nn.functional.max_unpool3d`, which gives contiguous activations.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> pooled, indices = torch.nn.functional.max_pool3d(x, 2, return_indices=True)
+        >>> torch_nhwc.functional.max_unpool3d(pooled, indices, 2).stride()
+        (512, 1, 128, 32, 8)
+    """
+    if not is_scripting():
+        is_usual = _are_sizes(kernel_size, padding) and (stride is None or _are_sizes(stride))
+        if _is_pytorch_s(input, indices) or not is_usual:
+            return _pass_on("max_unpool3d", input, indices, kernel_size, stride, padding, output_size)
+    kernel_size = _triple(kernel_size)
+    stride = kernel_size if stride is None else _triple(stride)
+    padding = _triple(padding)
+    sizes = _unpool_output_size(input, kernel_size, stride, padding, output_size)
+    unpooled: Tensor = torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
+    return unpooled
 
 
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:

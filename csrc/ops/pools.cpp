@@ -112,17 +112,37 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
           as_channels_last_output(channels_from_end(indices.unflatten(1, {depth, height, width})))};
 }
 
+at::Tensor max_unpool3d(const at::Tensor& input, const at::Tensor& indices, at::SymIntArrayRef output_size,
+                        at::IntArrayRef stride, at::IntArrayRef padding) {
+  const auto by_torch = [&](const at::Tensor& volume) {
+    return at::max_unpool3d_symint(volume, indices, output_size, stride, padding);
+  };
+  if (!is_volume(input)) return by_torch(input);
+  if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
+  const bool is_valid = indices.scalar_type() == at::kLong && indices.sym_sizes() == input.sym_sizes() &&
+                        output_size.size() == 3 && stride.size() == 3 && padding.size() == 3 &&
+                        std::all_of(stride.begin(), stride.end(), [](int64_t step) { return step > 0; });
+  if (!is_valid) return by_torch(input);
+  // An index counts the voxels of the output, whose planes may as well be rows.
+  const c10::SymInt &depth = output_size[0], &height = output_size[1], &width = output_size[2];
+  const at::Tensor columns = to_columns(with_channels_last_grad(input));
+  return as_channels_last_output(
+      from_columns(at::max_unpool2d_symint(columns, to_columns(indices), {depth, height * width}), width));
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("avg_pool3d", TORCH_FN(avg_pool3d));
   m.impl("adaptive_avg_pool3d", TORCH_FN(adaptive_avg_pool3d));
   m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d));
+  m.impl("max_unpool3d", TORCH_FN(max_unpool3d));
 }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) {
   m.impl("avg_pool3d", TORCH_FN(avg_pool3d));
   m.impl("adaptive_avg_pool3d", TORCH_FN(adaptive_avg_pool3d));
   m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d));
+  m.impl("max_unpool3d", TORCH_FN(max_unpool3d));
 }
 
 // In float32 on a CPU, as PyTorch's. On other devices autocast does not change pools.

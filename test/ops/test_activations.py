@@ -16,6 +16,7 @@ from torch.nn import functional
 
 nhwc = torch.ops.nhwc
 VOLUME, IMAGE = (2, 4, 4, 5, 6), (2, 4, 4, 5)
+PLACES = torch.randperm(8 * 10 * 12)[:120].reshape(VOLUME[2:]).expand(VOLUME)
 KERNEL, BIAS = torch.randn(6, 4, 1, 1, 1), torch.randn(6)
 
 # The shape of an activation, further arguments, and PyTorch's function of the activation.
@@ -23,6 +24,11 @@ CALLS = {
     "avg_pool3d": (VOLUME, ([2, 2, 2],), lambda x: functional.avg_pool3d(x, 2)),
     "adaptive_avg_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_avg_pool3d(x, (2, 3, 2))),
     "adaptive_max_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_max_pool3d(x, (2, 3, 2), True)),
+    "max_unpool3d": (
+        VOLUME,
+        (PLACES, [8, 10, 12], [2, 2, 2], [0, 0, 0]),
+        lambda x: functional.max_unpool3d(x, PLACES[0, 0].expand(x.shape), 2),
+    ),
     "upsample_nearest3d": (VOLUME, ([5, 6, 7],), lambda x: functional.interpolate(x, (5, 6, 7))),
     "conv3d": (
         VOLUME,
@@ -42,7 +48,7 @@ every_arrangement = pytest.mark.parametrize("arrange", [channels_last, sliced])
 
 def prepared(name, values):
     """Return the operator's further arguments in the dtype of the activation."""
-    return [each.to(values) if isinstance(each, torch.Tensor) else each for each in CALLS[name][1]]
+    return [each.to(values.dtype) if each is KERNEL or each is BIAS else each for each in CALLS[name][1]]
 
 
 def call(name, values):
@@ -66,7 +72,7 @@ def test_opcheck(name):
 def test_other_formats_are_pytorchs_own(name):
     shape, _, stock = CALLS[name]
     assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape))
-    if name not in ("upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
+    if name not in ("max_unpool3d", "upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
         assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape[1:]))
 
 
