@@ -171,6 +171,16 @@ def test_results_are_no_views_and_may_be_changed_in_place(name, arguments, shape
             torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_results_with_a_tangent_are_no_views_without_a_gradient():
+    x, tangent = torch.randn(2, *VOLUME).unbind()
+    expected = 2 * torch.func.jvp(F.gelu, (x,), (tangent,))[1]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        output = functional.gelu(torch.autograd.forward_ad.make_dual(x.contiguous(memory_format=CL3D), tangent))
+        assert not output._is_view()
+        found = torch.autograd.forward_ad.unpack_dual(output.mul_(2)).tangent
+    torch.testing.assert_close(found, expected)
+
+
 def test_the_indices_of_a_pool_and_losses_without_reduction_are_no_views():
     x = torch.randn(VOLUME).contiguous(memory_format=CL3D)
     assert not any(each._is_view() for each in functional.adaptive_max_pool3d(x, 2, return_indices=True))
