@@ -25,12 +25,16 @@ TORCH_LIBRARY(nhwc, m) {
       "batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight=None, "
       "Tensor? bias=None, bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor");
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
+  m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
+  m.def("log_softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
   m.def(
       "avg_pool3d(Tensor input, int[3] kernel_size, int[3] stride=[], int[3] padding=0, bool ceil_mode=False, "
       "bool count_include_pad=True, int? divisor_override=None) -> Tensor",
       compliant);
   m.def("adaptive_avg_pool3d(Tensor input, SymInt[3] output_size) -> Tensor", compliant);
   m.def("adaptive_max_pool3d(Tensor input, int[3] output_size) -> (Tensor, Tensor)", compliant);
+  m.def("max_unpool3d(Tensor input, Tensor indices, SymInt[3] output_size, int[3] stride, int[3] padding) -> Tensor",
+        compliant);
   m.def("pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "

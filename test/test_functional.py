@@ -8,12 +8,14 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_differentiable, assert_like, sliced
 from reference import FORMATS
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from torch_nhwc import functional
 
 CL, CL3D = torch.channels_last, torch.channels_last_3d
 IMAGE, VOLUME = (2, 6, 5, 7), (2, 6, 4, 5, 7)
 WIDE = (2, 18, 3, 5)  # of so many channels that softmax goes over a view
+PLACES = torch.rand(2, 6, 8 * 10 * 14).argsort(-1)[..., :140].reshape(VOLUME)
 # By name: the arguments behind the input, and the input's shape.
 CALLS = {
     "group_norm": [((3,), IMAGE), ((6,), VOLUME)],
@@ -25,6 +27,7 @@ CALLS = {
     "avg_pool3d": [((2,), VOLUME), (((2, 1, 3), 2, (1, 0, 1), True, False, 5), VOLUME)],
     "adaptive_avg_pool3d": [((2,), VOLUME), (((None, 2, 3),), VOLUME)],
     "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
+    "max_unpool3d": [((PLACES, 2), VOLUME), ((PLACES, 2, (2, 3, 2), (0, 1, 0), (8, 12, 14)), VOLUME)],
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
     "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
 }
@@ -58,7 +61,8 @@ def test_signatures_are_pytorch_s(name):
 @pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
 def test_inputs_that_are_not_channels_last_give_pytorch_s_results_bit_for_bit(name, arguments, shape):
     x = torch.randn(shape)
-    for given in (x, x.double(), x[..., ::2], x.transpose(-1, -2)):
+    in_other_order, with_gaps = x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 0]
+    for given in (x, x.double(), in_other_order, with_gaps):
         expected, output = (getattr(module, name)(given, *arguments) for module in (F, functional))
         assert torch.equal(output, expected)
         assert output.stride() == expected.stride()
@@ -73,26 +77,116 @@ def test_softmax_passes_transforms_and_takes_slices(name, channels):
     assert_like(lambda x: function(x, -4), lambda x: reference(x, 1), torch.randn(2, channels, 3, 2, 1))
 
 
-class Logged(torch.Tensor):
-    """A subclass that counts what is done to it."""
-
+class Noting:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):
-        if func is not torch.Tensor.dim:
-            called.append(func)
+        called.append(func)
         return super().__torch_function__(func, types, args, kwargs or {})
+
+
+class Tagged(Noting, torch.Tensor):
+    """A subclass that only adds to what a tensor is."""
+
+
+class Interpreting(Noting, TwoTensor):
+    """A subclass with a `__torch_dispatch__` of its own."""
 
 
 called = []
 
 
 @pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
-def test_tensor_subclasses_get_pytorch_s_function(name, arguments, shape):
+def test_plain_subclasses_keep_their_class_numbers_and_format(name, arguments, shape):
+    x = (100 + torch.randn(shape)).contiguous(memory_format=FORMATS[len(shape)])
+    expected_input, given = x.clone().requires_grad_(), x.clone().as_subclass(Tagged).requires_grad_()
+    ours = getattr(functional, name)
+    expected = ours(expected_input, *arguments)
     called.clear()
-    output = getattr(functional, name)(torch.randn(shape).as_subclass(Logged), *arguments)
-    assert type(output) is Logged
-    assert not any("nhwc" in str(each) for each in called)
+    output = ours(given, *arguments)
+    assert called == [ours]  # once, as for PyTorch's functions
+    assert type(output) is Tagged
+    output, gradient = output.as_subclass(torch.Tensor), torch.randn_like(expected)
+    torch.testing.assert_close(output, expected, rtol=0, atol=0)
+    assert output.stride() == expected.stride()
+    results = [torch.autograd.grad(y, x, gradient)[0] for y, x in ((output, given), (expected, expected_input))]
+    assert torch.equal(results[0].as_subclass(torch.Tensor), results[1])
+    assert results[0].stride() == results[1].stride()
+
+
+def test_parameters_and_targets_may_be_plain_subclasses_too():
+    x, target = torch.randn(WIDE).contiguous(memory_format=CL), torch.randint(0, 18, (2, 3, 5))
+    loss = functional.cross_entropy(x, target.as_subclass(Tagged), reduction="none")
+    assert type(loss) is Tagged
+    assert torch.equal(loss.as_subclass(torch.Tensor), functional.cross_entropy(x, target, reduction="none"))
+    weight = torch.randn(18)
+    normed = functional.group_norm(x, 3, weight.as_subclass(Tagged))
+    assert torch.equal(normed.as_subclass(torch.Tensor), functional.group_norm(x, 3, weight))
+
+
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_subclasses_that_compute_in_their_own_way_get_pytorch_s_function(name, arguments, shape):
+    x = torch.randn(shape).contiguous(memory_format=FORMATS[len(shape)])
+    called.clear()
+    assert isinstance(getattr(functional, name)(Interpreting(x, x), *arguments), TwoTensor)
     assert called
+    assert not any("nhwc" in f"{each} {getattr(each, '__module__', '')}" for each in called)
+
+
+def test_nested_tensors_get_pytorch_s_function():
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 4), torch.randn(2, 5, 4)])
+    for call in (lambda f: f.gelu(nested), lambda f: f.softmax(nested, -1)):
+        for output, expected in zip(call(functional).unbind(), call(F).unbind(), strict=True):
+            assert torch.equal(output, expected)
+
+
+MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad mode": torch.enable_grad}
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("name", "arguments", "shape"), EACH)
+def test_results_are_no_views_and_may_be_changed_in_place(name, arguments, shape, mode, requires_grad):
+    def result(module, x):
+        x.requires_grad_(requires_grad)
+        with MODES[mode]():
+            output = getattr(module, name)(x, *arguments)
+            if module is F:
+                output = output * 1  # PyTorch's instance norm is a view
+            assert not output._is_view()
+            assert output._base is None
+            if mode == "inference_mode":
+                return [output.relu_()]
+        added = torch.ones(1, requires_grad=True)
+        output += added
+        F.relu_(output).square().sum().backward()
+        return [output, added.grad, *([x.grad] if x.grad is not None else [])]
+
+    x = torch.randn(shape)
+    given = x.contiguous(memory_format=FORMATS[len(shape)])
+    if "softmax" in name and shape == WIDE and requires_grad and mode == "grad mode":  # the backward reads the output
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            result(functional, given)
+    else:
+        for ours, theirs in zip(result(functional, given), result(F, x), strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_results_with_a_tangent_are_no_views_without_a_gradient():
+    x, tangent = torch.randn(2, *VOLUME).unbind()
+    expected = 2 * torch.func.jvp(F.gelu, (x,), (tangent,))[1]
+    with torch.no_grad(), torch.autograd.forward_ad.dual_level():
+        output = functional.gelu(torch.autograd.forward_ad.make_dual(x.contiguous(memory_format=CL3D), tangent))
+        assert not output._is_view()
+        found = torch.autograd.forward_ad.unpack_dual(output.mul_(2)).tangent
+    torch.testing.assert_close(found, expected)
+
+
+def test_the_indices_of_a_pool_and_losses_without_reduction_are_no_views():
+    x = torch.randn(VOLUME).contiguous(memory_format=CL3D)
+    assert not any(each._is_view() for each in functional.adaptive_max_pool3d(x, 2, return_indices=True))
+    assert not functional.adaptive_avg_pool3d(x, 1)._is_view()
+    wide, target = torch.randn(WIDE).contiguous(memory_format=CL), torch.ones(2, 3, 5, dtype=torch.long)
+    assert not functional.cross_entropy(wide, target, reduction="none")._is_view()
 
 
 @pytest.mark.parametrize("size", [1, (1, 1, 1)])
@@ -176,6 +270,12 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.ones(2, 3, 3)),
         lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 4),
         lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 3), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 2, dtype=torch.long), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 216), 2),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, output_size=(9, 6, 6)),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, stride=0),
+        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), (2, 2)),
         lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),

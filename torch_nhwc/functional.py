@@ -1,7 +1,8 @@
 """Drop-ins for functions of `torch.nn.functional` that lose channels-last, with their signatures and numbers.
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
-function, and so does every call while a compiler traces, which then fuses as usual. TorchScript compiles all but
+function, and so does every call while a compiler traces, which then fuses as usual. Subclasses of `torch.Tensor` that
+compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
 `interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
@@ -17,11 +18,15 @@ from torch._jit_internal import (  # type: ignore[attr-defined]
     boolean_dispatched,
     is_scripting,
 )
-from torch.nn.functional import _verify_batch_size, _verify_spatial_size  # type: ignore[attr-defined]
-from torch.nn.modules.utils import _list_with_default
+from torch.nn.functional import (  # type: ignore[attr-defined]
+    _unpool_output_size,
+    _verify_batch_size,
+    _verify_spatial_size,
+)
+from torch.nn.modules.utils import _list_with_default, _triple
+from torch.overrides import handle_torch_function, has_torch_function
 
 import torch_nhwc.ops  # noqa: F401  registers the operators
-from torch_nhwc.layout import in_format
 
 if TYPE_CHECKING:
     from torch import dtype as DType  # noqa: N812
@@ -43,6 +48,7 @@ __all__ = [
     "instance_norm",
     "interpolate",
     "log_softmax",
+    "max_unpool3d",
     "pad",
     "softmax",
 ]
@@ -63,7 +69,7 @@ def group_norm(
     if not is_scripting():
         is_usual = _are((int,), num_groups) and _are(_NUMBER, eps)
         if _is_pytorch_s(input, weight, bias) or not is_usual or input.dim() < 2:
-            return F.group_norm(input, num_groups, weight, bias, eps)
+            return _pass_on("group_norm", input, num_groups, weight, bias, eps)
     if num_groups < 1 or input.numel() < 2 * num_groups:  # the only cases that the check may complain of
         _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
     normed: Tensor = torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
@@ -89,8 +95,9 @@ def instance_norm(
     """
     if not is_scripting():
         is_usual = _are((bool,), use_input_stats) and _are(_NUMBER, momentum, eps)
-        if _is_pytorch_s(input, running_mean, running_var, weight, bias) or not is_usual:
-            theirs = F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+        tensors = (input, running_mean, running_var, weight, bias)
+        if _is_pytorch_s(*tensors) or not is_usual:
+            theirs = _pass_on("instance_norm", *tensors, use_input_stats, momentum, eps)
             is_compiled = torch.compiler.is_exporting() or (torch.compiler.is_compiling() and type(theirs) is Tensor)
             return _with_contiguous_gradient(theirs) if is_compiled and theirs.requires_grad else theirs
     if use_input_stats:
@@ -134,8 +141,9 @@ def batch_norm(
     """
     if not is_scripting():
         is_usual = _are((bool,), training) and _are(_NUMBER, momentum, eps)
-        if _is_pytorch_s(input, running_mean, running_var, weight, bias) or not is_usual:
-            return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+        tensors = (input, running_mean, running_var, weight, bias)
+        if _is_pytorch_s(*tensors) or not is_usual:
+            return _pass_on("batch_norm", *tensors, training, momentum, eps)
     if input.dim() < 4 or eps <= 0.0:  # for its errors
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
@@ -154,12 +162,11 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
     """
     if not is_scripting():
         if _is_pytorch_s(input) or not _are((int,), dim):
-            return F.softmax(input, dim, _stacklevel + 1, dtype)
-    if dim is None or not _is_channels_last(input) or (dim != 1 and dim != 1 - input.dim()):
+            return _pass_on("softmax", input, dim, _stacklevel + 2, dtype)
+    if dim is None:
         return F.softmax(input, dim, _stacklevel + 1, dtype)
-    if _has_long_rows(input):
-        return F.softmax(input.movedim(1, -1), -1, _stacklevel, dtype).movedim(-1, 1)
-    return in_format(F.softmax(_with_channels_last_gradient(input), 1, _stacklevel, dtype))
+    activated: Tensor = torch.ops.nhwc.softmax(input, dim, dtype)
+    return activated
 
 
 def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -172,12 +179,11 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
     """
     if not is_scripting():
         if _is_pytorch_s(input) or not _are((int,), dim):
-            return F.log_softmax(input, dim, _stacklevel + 1, dtype)
-    if dim is None or not _is_channels_last(input) or (dim != 1 and dim != 1 - input.dim()):
+            return _pass_on("log_softmax", input, dim, _stacklevel + 2, dtype)
+    if dim is None:
         return F.log_softmax(input, dim, _stacklevel + 1, dtype)
-    if _has_long_rows(input):
-        return F.log_softmax(input.movedim(1, -1), -1, _stacklevel, dtype).movedim(-1, 1)
-    return in_format(F.log_softmax(_with_channels_last_gradient(input), 1, _stacklevel, dtype))
+    activated: Tensor = torch.ops.nhwc.log_softmax(input, dim, dtype)
+    return activated
 
 
 def cross_entropy(
@@ -199,7 +205,10 @@ def cross_entropy(
     """
     is_ours = True
     if not is_scripting():
-        is_ours = target is not None and not _is_pytorch_s(input, target, weight) and not torch._C._is_tracing()
+        tensors, options = (input, target, weight), (size_average, ignore_index, reduce, reduction, label_smoothing)
+        if target is None or _is_pytorch_s(*tensors):
+            return _pass_on("cross_entropy", *tensors, *options)
+        is_ours = not torch._C._is_tracing()
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
         if _has_long_rows(input) and (target.shape == input.shape or target.shape == rows.shape[:-1]):
@@ -208,7 +217,7 @@ def cross_entropy(
             loss = F.cross_entropy(
                 rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
-            return loss if loss.dim() == 0 else loss.view(rows.shape[:-1])
+            return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
         input = _with_channels_last_gradient(input)
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
@@ -242,7 +251,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """
     if not is_scripting():
         if _is_pytorch_s(input) or not _are((str,), approximate):
-            return F.gelu(input, approximate=approximate)
+            return _pass_on("gelu", input, approximate=approximate)
     activated: Tensor = torch.ops.nhwc.gelu(input, approximate=approximate)
     return activated
 
@@ -267,7 +276,8 @@ def avg_pool3d(
         is_usual = _are_sizes(kernel_size, padding) and (stride is None or _are_sizes(stride))
         is_usual = is_usual and _are((bool,), ceil_mode, count_include_pad) and _are((int, _NONE), divisor_override)
         if _is_pytorch_s(input) or not is_usual:
-            return F.avg_pool3d(input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override)
+            options = (ceil_mode, count_include_pad, divisor_override)
+            return _pass_on("avg_pool3d", input, kernel_size, stride, padding, *options)
     if stride is None:
         stride = kernel_size
     pooled: Tensor = torch.ops.nhwc.avg_pool3d(
@@ -286,7 +296,7 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
     """
     if not is_scripting():
         if _is_pytorch_s(input) or not _are_output_sizes(output_size):
-            return F.adaptive_avg_pool3d(input, output_size)
+            return _pass_on("adaptive_avg_pool3d", input, output_size)
         output_size = _as_three(output_size)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
     pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
@@ -307,7 +317,7 @@ def adaptive_max_pool3d(
         (64, 1, 32, 16, 8)
     """
     if _is_pytorch_s(input) or not (_are_output_sizes(output_size) and _are((bool,), return_indices)):
-        return F.adaptive_max_pool3d(input, output_size, return_indices)  # type: ignore[call-overload]
+        return _pass_on("adaptive_max_pool3d", input, output_size, return_indices)
     both = _max_with_indices(input, _as_three(output_size))
     return both if return_indices else both[0]
 
@@ -335,6 +345,34 @@ _choice: dict[str, Any] = {
 boolean_dispatched[adaptive_max_pool3d] = _choice
 
 
+def max_unpool3d(
+    input: Tensor,
+    indices: Tensor,
+    kernel_size: BroadcastingList3[int],
+    stride: Optional[BroadcastingList3[int]] = None,  # noqa: UP045
+    padding: BroadcastingList3[int] = 0,
+    output_size: Optional[BroadcastingList3[int]] = None,  # noqa: UP045
+) -> Tensor:
+    """Stand in for `torch.nn.functional.max_unpool3d`, which gives contiguous activations.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
+        >>> pooled, indices = torch.nn.functional.max_pool3d(x, 2, return_indices=True)
+        >>> torch_nhwc.functional.max_unpool3d(pooled, indices, 2).stride()
+        (512, 1, 128, 32, 8)
+    """
+    if not is_scripting():
+        is_usual = _are_sizes(kernel_size, padding) and (stride is None or _are_sizes(stride))
+        if _is_pytorch_s(input, indices) or not is_usual:
+            return _pass_on("max_unpool3d", input, indices, kernel_size, stride, padding, output_size)
+    kernel_size = _triple(kernel_size)
+    stride = kernel_size if stride is None else _triple(stride)
+    padding = _triple(padding)
+    sizes = _unpool_output_size(input, kernel_size, stride, padding, output_size)
+    unpooled: Tensor = torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
+    return unpooled
+
+
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """Stand in for `torch.nn.functional.pad` in the mode `"circular"`; the other modes are PyTorch's.
 
@@ -345,7 +383,7 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
     """
     if not is_scripting():
         if _is_pytorch_s(input) or _are((int,), pad) or not _are_sizes(pad, count=2 * input.dim() - 4):
-            return F.pad(input, pad, mode, value)
+            return _pass_on("pad", input, pad, mode, value)
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
     padded: Tensor = torch.ops.nhwc.pad_circular(input, pad)
@@ -585,21 +623,53 @@ def interpolate(
         if scales is not None and size is None:
             factors = [float(scale) for scale in scales]
             return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact))
-    return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    arguments = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+    return _pass_on("interpolate", input, *arguments)
 
 
 _LISTS = (tuple, list, torch.Size)
 _NONE = type(None)
 _NUMBER = (int, float)
-# A call with tensors of other classes is for them to interpret.
 _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
+def _is_plain(kind: type) -> bool:
+    """Return whether operators take tensors of a class, or `None`, as they take plain tensors.
+
+    Subclasses with a `__torch_dispatch__` of their own and proxies of `torch.fx` interpret a call themselves. Others,
+    such as MONAI's `MetaTensor`, compute as their base does, and add something in `__torch_function__`.
+    """
+    return kind in _PLAIN or _is_plain_subclass(kind)
+
+
+@lru_cache(maxsize=256)
+def _is_plain_subclass(kind: type) -> bool:
+    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+
+
 def _is_pytorch_s(*tensors: Any) -> bool:
-    """Return whether a call is PyTorch's: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
+    """Return whether a call is not ours: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
     is_traced = torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
-    return is_traced or not _PLAIN.issuperset(map(type, tensors))
+    return is_traced or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
+
+
+def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:
+    """Return whether a call with plain subclasses has passed their `__torch_function__`, or they have none."""
+    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)
+
+
+def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
+    """Call PyTorch's function of a name; with plain subclasses ours again, through their `__torch_function__`.
+
+    As with PyTorch's own functions, that is called once for a function, and gives the result its class.
+    """
+    if not torch.compiler.is_compiling():
+        tensors = tuple(each for each in arguments if isinstance(each, Tensor))
+        is_plain = all(_is_plain(type(each)) for each in tensors) and not _TENSORS.issuperset(map(type, tensors))
+        if is_plain and has_torch_function(tensors):
+            return cast(Tensor, handle_torch_function(globals()[name], tensors, *arguments, **options))
+    return cast(Tensor, getattr(F, name)(*arguments, **options))
 
 
 def _are(kinds: tuple[type, ...], *values: Any) -> bool:

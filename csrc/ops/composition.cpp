@@ -52,7 +52,14 @@ at::Tensor with_same_layout_grad(const at::Tensor& weight) {
 }
 
 at::Tensor as_channels_last_output(const at::Tensor& output) {
-  return with_channels_last_grad(to_channels_last(output));
+  const at::Tensor result = with_channels_last_grad(to_channels_last(output));
+  // Without a gradient, the views of the composition have made it a view for autograd, of memory that nobody else has.
+  if (result.is_view() && !result.requires_grad()) {
+    const at::Tensor tangent = result._fw_grad(/*level=*/0);
+    result.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
+    if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
+  }
+  return result;
 }
 
 at::Tensor to_planes(const at::Tensor& volume) { return channels_from_end(channels_to_end(volume).flatten(0, 1)); }

@@ -12,8 +12,9 @@ at::Tensor with_channels_last_grad(const at::Tensor& input);
 /// channels-last or contiguous.
 at::Tensor with_same_layout_grad(const at::Tensor& weight);
 
-/// Returns the output of a composition in canonical strides. It is not a view for autograd, since in-place changes of
-/// views cost copies in the backward, and the composition receives its gradient in channels-last strides.
+/// Returns the output of a composition, new memory, in canonical strides. It is not a view for autograd, with or
+/// without a gradient: in-place changes of views cost copies in the backward, and PyTorch refuses some of views that
+/// were made without a gradient. The composition receives its gradient in channels-last strides.
 at::Tensor as_channels_last_output(const at::Tensor& output);
 
 /// Applies `planes` to a volume `[N, C, D, H, W]` as `[N * D, C, H, W]`, then `columns` to it as `[N, C, D, H * W]`.

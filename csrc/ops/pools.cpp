@@ -73,7 +73,7 @@ at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef outpu
   if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
   if (std::all_of(output_size.begin(), output_size.end(), [](const c10::SymInt& size) { return size == 1; })) {
     // The mean, because its gradient has the order of its dimensions.
-    return to_channels_last(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
+    return as_channels_last_output(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
   }
   if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
     return by_torch(input);
@@ -95,7 +95,7 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
   }
   if (!is_composed(input)) {
     const auto [values, indices] = at::adaptive_max_pool3d(with_channels_last_grad(input), output_size);
-    return {as_channels_last_output(values), to_channels_last(indices)};
+    return {as_channels_last_output(values), as_channels_last_output(indices)};
   }
   const auto [depth, height, width] = *size;
   const auto [in_plane, plane_indices] =
@@ -109,7 +109,25 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
   const at::Tensor planes = chosen.div(height * width, "floor");
   const at::Tensor indices = places.gather(1, chosen).add_(planes.mul(input.sym_size(3) * input.sym_size(4)));
   return {as_channels_last_output(from_columns(values, width)),
-          to_channels_last(channels_from_end(indices.unflatten(1, {depth, height, width})))};
+          as_channels_last_output(channels_from_end(indices.unflatten(1, {depth, height, width})))};
+}
+
+at::Tensor max_unpool3d(const at::Tensor& input, const at::Tensor& indices, at::SymIntArrayRef output_size,
+                        at::IntArrayRef stride, at::IntArrayRef padding) {
+  const auto by_torch = [&](const at::Tensor& volume) {
+    return at::max_unpool3d_symint(volume, indices, output_size, stride, padding);
+  };
+  if (!is_volume(input)) return by_torch(input);
+  if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
+  const bool is_valid = indices.scalar_type() == at::kLong && indices.sym_sizes() == input.sym_sizes() &&
+                        output_size.size() == 3 && stride.size() == 3 && padding.size() == 3 &&
+                        std::all_of(stride.begin(), stride.end(), [](int64_t step) { return step > 0; });
+  if (!is_valid) return by_torch(input);
+  // An index counts the voxels of the output, whose planes may as well be rows.
+  const c10::SymInt &depth = output_size[0], &height = output_size[1], &width = output_size[2];
+  const at::Tensor columns = to_columns(with_channels_last_grad(input));
+  return as_channels_last_output(
+      from_columns(at::max_unpool2d_symint(columns, to_columns(indices), {depth, height * width}), width));
 }
 
 }  // namespace
@@ -118,11 +136,13 @@ TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("avg_pool3d", TORCH_FN(avg_pool3d));
   m.impl("adaptive_avg_pool3d", TORCH_FN(adaptive_avg_pool3d));
   m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d));
+  m.impl("max_unpool3d", TORCH_FN(max_unpool3d));
 }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) {
   m.impl("avg_pool3d", TORCH_FN(avg_pool3d));
   m.impl("adaptive_avg_pool3d", TORCH_FN(adaptive_avg_pool3d));
   m.impl("adaptive_max_pool3d", TORCH_FN(adaptive_max_pool3d));
+  m.impl("max_unpool3d", TORCH_FN(max_unpool3d));
 }
 
 // In float32 on a CPU, as PyTorch's. On other devices autocast does not change pools.

@@ -63,6 +63,23 @@ def test_an_engine_trains_to_the_same_losses(trained):
     torch.testing.assert_close(losses, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_meta_tensor_gets_the_same_numbers_and_format_and_keeps_its_metadata():
+    from monai.data import MetaTensor
+
+    layers = torch.nn.GroupNorm(4, 16), torch.nn.GELU(), torch.nn.AvgPool3d(2), torch.nn.Softmax(1)
+    network = torch.nn.Sequential(*layers)
+    nhwc.convert_(network)
+    volume = (100 + torch.randn(1, 16, 8, 8, 8)).to(memory_format=CL3D)
+    expected = network(volume)
+    output = network(MetaTensor(volume, meta={"name": "a scan"}))
+    assert type(output) is MetaTensor
+    assert output.meta["name"] == "a scan"
+    assert output.stride() == expected.stride()
+    assert torch.equal(output.as_tensor(), expected)
+    exact = torch.nn.functional.group_norm(volume.double(), 4)
+    torch.testing.assert_close(network[0](MetaTensor(volume)).as_tensor().double(), exact, rtol=0, atol=2e-3)
+
+
 @torch.no_grad()
 def test_each_sliding_window_enters_in_channels_last():
     from monai.inferers import sliding_window_inference

@@ -51,7 +51,7 @@ def as_channels_last(tensor):
 
 
 def test_every_class_of_the_table_is_tried():
-    assert {type(make()) for make, _ in LAYERS.values()} | {nn.CrossEntropyLoss} == set(REPLACEMENTS)
+    assert {type(make()) for make, _ in LAYERS.values()} | {nn.CrossEntropyLoss, nn.MaxUnpool3d} == set(REPLACEMENTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -187,6 +187,30 @@ def test_the_indices_of_a_max_pool_are_pytorch_s():
         assert torch.equal(got, expected)
     for got, expected in zip(torch.jit.script(replaced)(as_channels_last(x)), stock(x), strict=True):
         assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"stride": (1, 2, 2), "padding": (0, 1, 0)}], ids=str)
+def test_max_unpool_is_pytorch_s_in_the_format(options):
+    stock = nn.MaxUnpool3d((2, 3, 2), **options)
+    replaced = copy.deepcopy(stock)
+    swap_class(replaced, Preserving)
+    pooled, indices = nn.MaxPool3d((2, 3, 2), **options, return_indices=True)(torch.randn(2, 6, 5, 6, 7))
+    sizes = [(5, 6, 7), (2, 6, 5, 6, 7), [5, 6, 7]]
+    for layer, size, memory_format in itertools.product(
+        (replaced, torch.jit.script(replaced)), sizes, (torch.contiguous_format, torch.channels_last_3d)
+    ):
+        x, given = (pooled.detach().clone().requires_grad_() for _ in range(2))
+        if isinstance(layer, torch.jit.ScriptModule):
+            size = list(size)
+        expected = stock(x, indices, size)
+        output = layer(as_channels_last(given), indices.contiguous(memory_format=memory_format), size)
+        gradient = torch.randn(expected.shape)
+        output.backward(as_channels_last(gradient)), expected.backward(gradient)
+        assert torch.equal(output, expected)
+        assert torch.equal(given.grad, x.grad)
+        assert output.stride() == canonical_strides(output.shape, torch.channels_last_3d)
+    compiled = torch.compile(replaced, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(as_channels_last(pooled), indices, (5, 6, 7)), stock(pooled, indices, (5, 6, 7)))
 
 
 @pytest.mark.parametrize("name", SOME)

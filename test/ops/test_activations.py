@@ -16,6 +16,7 @@ from torch.nn import functional
 
 nhwc = torch.ops.nhwc
 VOLUME, IMAGE = (2, 4, 4, 5, 6), (2, 4, 4, 5)
+PLACES = torch.randperm(8 * 10 * 12)[:120].reshape(VOLUME[2:]).expand(VOLUME)
 KERNEL, BIAS = torch.randn(6, 4, 1, 1, 1), torch.randn(6)
 
 # The shape of an activation, further arguments, and PyTorch's function of the activation.
@@ -23,6 +24,11 @@ CALLS = {
     "avg_pool3d": (VOLUME, ([2, 2, 2],), lambda x: functional.avg_pool3d(x, 2)),
     "adaptive_avg_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_avg_pool3d(x, (2, 3, 2))),
     "adaptive_max_pool3d": (VOLUME, ([2, 3, 2],), lambda x: functional.adaptive_max_pool3d(x, (2, 3, 2), True)),
+    "max_unpool3d": (
+        VOLUME,
+        (PLACES, [8, 10, 12], [2, 2, 2], [0, 0, 0]),
+        lambda x: functional.max_unpool3d(x, PLACES[0, 0].expand(x.shape), 2),
+    ),
     "upsample_nearest3d": (VOLUME, ([5, 6, 7],), lambda x: functional.interpolate(x, (5, 6, 7))),
     "conv3d": (
         VOLUME,
@@ -30,6 +36,8 @@ CALLS = {
         lambda x: functional.conv3d(x, KERNEL.to(x), BIAS.to(x), (2, 1, 1)),
     ),
     "gelu": (IMAGE, (), functional.gelu),
+    "softmax": ((2, 17, 4, 5), (1,), lambda x: functional.softmax(x, 1)),
+    "log_softmax": (VOLUME, (1,), lambda x: functional.log_softmax(x, 1)),
     "pad_circular": (IMAGE, ([1, 2, 0, 1],), lambda x: functional.pad(x, (1, 2, 0, 1), mode="circular")),
     "group_norm": (IMAGE, (2,), lambda x: functional.group_norm(x, 2)),
     "instance_norm": (IMAGE, (), functional.instance_norm),
@@ -40,7 +48,7 @@ every_arrangement = pytest.mark.parametrize("arrange", [channels_last, sliced])
 
 def prepared(name, values):
     """Return the operator's further arguments in the dtype of the activation."""
-    return [each.to(values) if isinstance(each, torch.Tensor) else each for each in CALLS[name][1]]
+    return [each.to(values.dtype) if each is KERNEL or each is BIAS else each for each in CALLS[name][1]]
 
 
 def call(name, values):
@@ -64,11 +72,12 @@ def test_opcheck(name):
 def test_other_formats_are_pytorchs_own(name):
     shape, _, stock = CALLS[name]
     assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape))
-    if name not in ("upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
+    if name not in ("max_unpool3d", "upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
         assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape[1:]))
 
 
-@pytest.mark.parametrize("name", [name for name in CALLS if name not in ("adaptive_max_pool3d", "conv3d")])
+# The backward of softmax reads its output.
+@pytest.mark.parametrize("name", sorted(set(CALLS) - {"adaptive_max_pool3d", "conv3d", "softmax", "log_softmax"}))
 def test_the_output_is_no_view_and_may_be_changed_in_place(name):
     shape, _, stock = CALLS[name]
     values = channels_last(torch.randn(shape)).requires_grad_()

@@ -10,10 +10,12 @@ import torch_nhwc as nhwc
 from torch_nhwc.tracing import recorder
 
 IMAGE, VOLUME = (2, 16, 6, 6), (2, 16, 6, 6, 6)
+PLACES = channels_last(torch.randperm(12**3)[: 6**3].reshape(6, 6, 6).expand(VOLUME))
 CALLS = {
     "avg_pool3d": (VOLUME, lambda of, x: of.avg_pool3d(x, 2)),
     "adaptive_avg_pool3d": (VOLUME, lambda of, x: of.adaptive_avg_pool3d(x, 3)),
     "adaptive_max_pool3d": (VOLUME, lambda of, x: of.adaptive_max_pool3d(x, 3)),
+    "max_unpool3d": (VOLUME, lambda of, x: of.max_unpool3d(x, PLACES, 2)),
     "interpolate": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2)),
     "interpolate, exact": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2, mode="nearest-exact")),
     "softmax": (IMAGE, lambda of, x: of.softmax(x, 1)),

@@ -95,6 +95,11 @@ def _avg_pool(random: Random, layer_type: type) -> Drawn:
     return arguments, _shape(random, _channels(random), 3, 3)
 
 
+def _max_unpool(random: Random, layer_type: type) -> Drawn:
+    arguments = {"kernel_size": random.choice((2, 3, (1, 2, 3))), "stride": random.choice((None, 1, (2, 1, 2)))}
+    return arguments, _shape(random, _channels(random), 3)
+
+
 def _adaptive_pool(random: Random, layer_type: type) -> Drawn:
     sizes = random.choice((1, 2, tuple(random.choice((1, 2, 3, 5, 7, None)) for _ in range(3))))
     return {"output_size": sizes}, _shape(random, _channels(random), 3)
@@ -159,6 +164,7 @@ GENERATORS: dict[type[nn.Module], Callable[[Random, type], Drawn]] = {
     nn.AvgPool3d: _avg_pool,
     nn.AdaptiveAvgPool3d: _adaptive_pool,
     nn.AdaptiveMaxPool3d: _adaptive_pool,
+    nn.MaxUnpool3d: _max_unpool,
     nn.CircularPad2d: _circular_pad,
     nn.CircularPad3d: _circular_pad,
     nn.Conv2d: _convolution,
@@ -169,6 +175,8 @@ GENERATORS: dict[type[nn.Module], Callable[[Random, type], Drawn]] = {
 }
 
 
+# Classes that take another tensor next to the input.
+OF_TWO = [nn.CrossEntropyLoss, nn.MaxUnpool3d]
 # Classes that also take an input without a batch.
 UNBATCHED = [nn.AvgPool3d, nn.AdaptiveAvgPool3d, nn.AdaptiveMaxPool3d, nn.CircularPad2d, nn.CircularPad3d, nn.Softmax2d]
 UNBATCHED += [nn.InstanceNorm2d, nn.InstanceNorm3d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d]
@@ -182,7 +190,7 @@ def _draw_layer(random: Random) -> tuple[type[nn.Module], Arguments, list[int]]:
             arguments, shape = GENERATORS[layer_type](random, layer_type)
             try:
                 layer = layer_type(**arguments)
-                if layer_type is not nn.CrossEntropyLoss and layer(torch.zeros(shape)).numel() == 0:
+                if layer_type not in OF_TWO and layer(torch.zeros(shape)).numel() == 0:
                     continue  # which PyTorch refuses in some dtypes
             except (RuntimeError, ValueError):
                 continue
@@ -320,6 +328,12 @@ def check(case: dict[str, Any]) -> dict[str, float]:
 
 def _target(case: dict[str, Any], x: Tensor) -> tuple[Tensor, ...]:
     """Return what the layer is given besides its input."""
+    if case["layer"] is nn.MaxUnpool3d:
+        layer = nn.MaxUnpool3d(**case["arguments"])
+        empty = torch.empty(x.shape, device="meta")
+        voxels = layer(empty, empty.long()).shape[2:].numel()
+        places = torch.rand(*x.shape[:2], voxels).argsort(-1)[..., : x.shape[2:].numel()]
+        return (places.reshape(x.shape),)
     if case["layer"] is not nn.CrossEntropyLoss:
         return ()
     if case["probabilities"] and case["arguments"]["ignore_index"] < 0:

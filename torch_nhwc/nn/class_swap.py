@@ -25,6 +25,21 @@ class Swap:
         raise NotImplementedError
 
 
+class ModuleName(str):
+    """A class's `__module__` that for its layers is the one of their own class.
+
+    `torch.fx` asks a layer for it: layers of PyTorch are calls in a graph, and others are traced into.
+    """
+
+    original: str
+
+    def __get__(self, layer: object, layer_type: type | None = None) -> str:
+        return self if layer is None else self.original
+
+    def __reduce__(self) -> tuple[Any, ...]:  # pickles name a class by a plain string
+        return str, (str(self),)
+
+
 _swapped: dict[tuple[type[Swap], type], type] = {}
 _below: dict[type, type] = {}
 
@@ -100,6 +115,8 @@ def _one_swap(layer_type: type, kind: type[Swap]) -> type:
                 body["cls_to_become"] = swapped_class(lazily, kind)
             swapped = type(layer_type)(f"{kind.prefix}{layer_type.__name__}", (mixin, layer_type), body)
         _swapped[kind, layer_type], _below[swapped] = swapped, layer_type
+        swapped.__module__ = name = ModuleName(swapped.__module__)
+        name.original = original_class(layer_type).__module__
     return swapped
 
 

@@ -173,6 +173,13 @@ class PreservingAdaptiveMaxPool3d(Preserving, nn.AdaptiveMaxPool3d):
         return functional.adaptive_max_pool3d(input, self.output_size, self.return_indices)
 
 
+class PreservingMaxUnpool3d(Preserving, nn.MaxUnpool3d):
+    """`MaxUnpool3d` that keeps the format."""
+
+    def forward(self, input: Tensor, indices: Tensor, output_size: list[int] | None = None) -> Tensor:
+        return functional.max_unpool3d(input, indices, self.kernel_size, self.stride, self.padding, output_size)
+
+
 class PreservingCircularPad2d(Preserving, nn.CircularPad2d):
     """`CircularPad2d` that reads memory in order."""
 
@@ -394,6 +401,7 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.AvgPool3d: Replacement(PreservingAvgPool3d, _POOL),
     nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _POOL),
     nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _POOL),
+    nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, "the format forward"),
     nn.CircularPad2d: Replacement(PreservingCircularPad2d, _PADDING),
     nn.CircularPad3d: Replacement(PreservingCircularPad3d, _PADDING),
     nn.Conv2d: Replacement(PreservingConv2d, f"{_PADDING}, in its circular padding", _is_circular),

@@ -51,6 +51,7 @@ BY_OPERATOR = {
     **dict.fromkeys(("aten::avg_pool3d", "aten::avg_pool3d_backward"), "avg_pool3d"),
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
     **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
+    "aten::max_unpool3d": "max_unpool3d",
     **dict.fromkeys(("aten::upsample_nearest3d_backward",), "interpolate"),
     **dict.fromkeys(("aten::_upsample_nearest_exact3d_backward",), "interpolate"),
     **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
