@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <array>
-#include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
+#include <vector>
 
 #include "cpu/group_norm.h"
 #include "layout/channels_last.h"
@@ -24,24 +26,51 @@ using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 /// The output, and of each group the mean, the reciprocal deviation and, where it is requested, the biased variance.
 using Normed = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-at::Tensor value_of(const Optional& tensor) { return tensor.value_or(at::Tensor()); }
+const Optional none;
+
+/// Returns the tensor, without a copy, or an undefined one.
+const at::Tensor& value_of(const Optional& tensor) {
+  static const at::Tensor undefined;
+  return tensor ? *tensor : undefined;
+}
 Optional optional_of(const at::Tensor& tensor) { return tensor.defined() ? Optional(tensor) : std::nullopt; }
-Results without_variance(Normed normed) {
-  return {std::move(std::get<0>(normed)), std::move(std::get<1>(normed)), std::move(std::get<2>(normed))};
+
+/// Returns what an operator returns: all, or all but the variance.
+template <typename Returned>
+Returned returned(Normed normed) {
+  if constexpr (std::is_same_v<Returned, Normed>) return normed;
+  if constexpr (std::is_same_v<Returned, Results>) {
+    return {std::move(std::get<0>(normed)), std::move(std::get<1>(normed)), std::move(std::get<2>(normed))};
+  }
 }
 
 // --- What a norm computes, and what it takes ---
 
 /// A call of a norm. Group norm and instance norm have statistics of each sample's groups. Batch norm is group norm of
-/// all samples as a single one, with a group for each channel.
+/// all samples as a single one, with a group for each channel. The tensors are the caller's.
 struct Norm {
   const char* name;
+  const at::Tensor &input, &weight, &bias, &running_mean, &running_var;
   bool is_batch_norm;
-  at::Tensor input, weight, bias, running_mean, running_var;
   int64_t groups;    // of group norm
   bool is_of_input;  // or of the running statistics
   double eps;
-  bool has_variance;
+  bool has_variance;  // among the results
+
+  Norm(const char* name, const at::Tensor& input, const Optional& weight, const Optional& bias,
+       const Optional& running_mean, const Optional& running_var, bool is_batch_norm, int64_t groups, bool is_of_input,
+       double eps, bool has_variance = false)
+      : name(name),
+        input(input),
+        weight(value_of(weight)),
+        bias(value_of(bias)),
+        running_mean(value_of(running_mean)),
+        running_var(value_of(running_var)),
+        is_batch_norm(is_batch_norm),
+        groups(groups),
+        is_of_input(is_of_input),
+        eps(eps),
+        has_variance(has_variance) {}
 
   c10::SymInt channels() const { return input.sym_size(1); }
   at::ScalarType type() const { return input.scalar_type(); }
@@ -131,28 +160,19 @@ struct Norm {
 };
 
 Norm group_norm_of(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias, double eps) {
-  return {"nhwc::native_group_norm", false, input, value_of(weight), value_of(bias), {}, {}, groups, true, eps, false};
+  return Norm("nhwc::native_group_norm", input, weight, bias, none, none, false, groups, true, eps);
 }
 
-Norm instance_norm_of(const at::Tensor& input, const Optional& weight, const Optional& bias, double eps) {
-  Norm norm = group_norm_of(input, input.dim() > 1 ? input.size(1) : 0, weight, bias, eps);
-  norm.name = "nhwc::native_instance_norm", norm.has_variance = true;
-  return norm;
+Norm instance_norm_of(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
+                      const Optional& weight, const Optional& bias, bool use_input_stats, double eps) {
+  const int64_t groups = input.dim() > 1 ? input.size(1) : 0;
+  return Norm("nhwc::native_instance_norm", input, weight, bias, running_mean, running_var, false, groups,
+              use_input_stats, eps, true);
 }
 
 Norm batch_norm_of(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
                    const Optional& weight, const Optional& bias, bool training, double eps) {
-  return {"nhwc::native_batch_norm",
-          true,
-          input,
-          value_of(weight),
-          value_of(bias),
-          value_of(running_mean),
-          value_of(running_var),
-          0,
-          training,
-          eps,
-          false};
+  return Norm("nhwc::native_batch_norm", input, weight, bias, running_mean, running_var, true, 0, training, eps);
 }
 
 // --- Forward: kernels of a CPU, PyTorch's own, and shapes alone ---
@@ -312,90 +332,75 @@ using Backward = Results (*)(const Norm&, const at::Tensor& grad, const at::Tens
 
 template <Forward compute>
 Results group_norm(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias, double eps) {
-  return without_variance(compute(group_norm_of(input, groups, weight, bias, eps), 0));
+  return returned<Results>(compute(group_norm_of(input, groups, weight, bias, eps), 0));
 }
 
 template <Forward compute>
 Normed instance_norm(const at::Tensor& input, const Optional& weight, const Optional& bias, double eps) {
-  return compute(instance_norm_of(input, weight, bias, eps), 0);
+  return compute(instance_norm_of(input, none, none, weight, bias, true, eps), 0);
 }
 
 template <Forward compute>
 Results batch_norm(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
                    const Optional& weight, const Optional& bias, bool training, double momentum, double eps) {
-  return without_variance(
-      compute(batch_norm_of(input, running_mean, running_var, weight, bias, training, eps), momentum));
+  const Norm norm = batch_norm_of(input, running_mean, running_var, weight, bias, training, eps);
+  return returned<Results>(compute(norm, momentum));
 }
 
-template <Backward compute>
-Results group_norm_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
-                            const at::Tensor& rstd, const Optional& weight, int64_t groups, double eps, Mask mask) {
-  return compute(group_norm_of(input, groups, weight, {}, eps), grad, mean, rstd, mask);
+// The backwards differ in one argument: the number of groups, or whether batch norm is in training.
+Norm norm_of(const at::Tensor& input, const Optional& weight, int64_t groups, double eps) {
+  return group_norm_of(input, groups, weight, none, eps);
+}
+Norm norm_of(const at::Tensor& input, const Optional& weight, bool training, double eps) {
+  return batch_norm_of(input, none, none, weight, none, training, eps);
 }
 
-template <Backward compute>
-Results batch_norm_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean,
-                            const at::Tensor& rstd, const Optional& weight, bool training, double eps, Mask mask) {
-  Norm norm = batch_norm_of(input, {}, {}, weight, {}, training, eps);
-  return compute(norm, grad, mean, rstd, mask);
+template <Backward compute, typename How>
+Results backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
+                 const Optional& weight, How how, double eps, Mask mask) {
+  return compute(norm_of(input, weight, how, eps), grad, mean, rstd, mask);
 }
 
-const auto& native_group_norm() {
-  static const auto op = ops_detail::find<decltype(group_norm<norm_cpu>)>("nhwc::native_group_norm");
+/// Returns the operator with the signature of a kernel.
+template <auto kernel>
+const auto& native(const char* name) {
+  static const auto op = ops_detail::find<std::remove_pointer_t<decltype(kernel)>>(name);
   return op;
 }
-const auto& native_instance_norm() {
-  static const auto op = ops_detail::find<decltype(instance_norm<norm_cpu>)>("nhwc::native_instance_norm");
-  return op;
-}
-const auto& native_batch_norm() {
-  static const auto op = ops_detail::find<decltype(batch_norm<norm_cpu>)>("nhwc::native_batch_norm");
-  return op;
-}
-const auto& native_group_norm_backward() {
-  static const auto op =
-      ops_detail::find<decltype(group_norm_backward<backward_cpu>)>("nhwc::native_group_norm_backward");
-  return op;
-}
-const auto& native_batch_norm_backward() {
-  static const auto op =
-      ops_detail::find<decltype(batch_norm_backward<backward_cpu>)>("nhwc::native_batch_norm_backward");
-  return op;
+const auto& native_group_norm() { return native<group_norm<norm_cpu>>("nhwc::native_group_norm"); }
+const auto& native_instance_norm() { return native<instance_norm<norm_cpu>>("nhwc::native_instance_norm"); }
+const auto& native_batch_norm() { return native<batch_norm<norm_cpu>>("nhwc::native_batch_norm"); }
+template <typename How>
+const auto& native_backward() {
+  return native<backward<backward_cpu, How>>(std::is_same_v<How, bool> ? "nhwc::native_batch_norm_backward"
+                                                                       : "nhwc::native_group_norm_backward");
 }
 
 // --- Autograd ---
 
-/// Calls the operator of a backward, whose second last arguments are `how` and the eps of the constants. The gradients
-/// are those of the input, the weight and the bias, whose dtype is the weight's.
-template <typename Operator, typename How>
-std::vector<at::Tensor> gradients_by(const Operator& op, How how, const std::vector<at::Tensor>& gradients,
-                                     const Formula::Context& context) {
+/// Returns the gradients of the input, the weight and the bias, whose dtype is the weight's.
+template <typename How>
+std::vector<at::Tensor> gradients_of(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
   if (!gradients[0].defined()) return std::vector<at::Tensor>(3);
-  const auto& saved = context.saved;
-  auto [input, weight, bias] =
-      op.call(gradients[0], saved[0], saved[1], saved[2], optional_of(saved[3]), how, context.constants[1].toDouble(),
-              {context.needed[0], context.needed[1], context.needed[2]});
+  const auto& [saved, constants, needed] = context;
+  auto [input, weight, bias] = native_backward<How>().call(gradients[0], saved[0], saved[1], saved[2],
+                                                           optional_of(saved[3]), constants[0].template to<How>(),
+                                                           constants[1].toDouble(), {needed[0], needed[1], needed[2]});
   return {input, weight, bias};
 }
 
-const Formula group_norm_formula = {
-    "NhwcGroupNormBackward", [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
-      return gradients_by(native_group_norm_backward(), context.constants[0].toInt(), gradients, context);
-    }};
-
-const Formula batch_norm_formula = {
-    "NhwcBatchNormBackward", [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
-      return gradients_by(native_batch_norm_backward(), context.constants[0].toBool(), gradients, context);
-    }};
+const Formula group_norm_formula = {"NhwcGroupNormBackward", gradients_of<int64_t>};
+const Formula batch_norm_formula = {"NhwcBatchNormBackward", gradients_of<bool>};
 
 /// Calls `compute` below autograd, and records the derivative of its first result if there is one.
-template <typename Compute>
-auto differentiable(const Norm& norm, const Compute& compute) {
-  const auto results = [&] {
+template <typename Returned, typename Compute>
+Returned differentiable(const Norm& norm, double momentum, const Compute& compute) {
+  const std::array<at::Tensor, 3> inputs = {norm.input, norm.weight, norm.bias};
+  if (has_tangent(inputs)) return returned<Returned>(norm_by_pytorch(norm, momentum));
+  Returned results = [&] {
     const at::AutoDispatchBelowADInplaceOrView below;
     return compute();
   }();
-  const std::array<at::Tensor, 3> inputs = {norm.input, norm.weight, norm.bias};
   if (!needs_gradient(inputs)) return results;
   // As in PyTorch, a running statistic that changes before the backward is an error, although nothing reads it there.
   const std::array<at::Tensor, 6> saved = {norm.input,  std::get<1>(results), std::get<2>(results),
@@ -408,22 +413,16 @@ auto differentiable(const Norm& norm, const Compute& compute) {
   return results;
 }
 
-bool has_tangent_of(const Norm& norm) { return has_tangent({norm.input, norm.weight, norm.bias}); }
-
 Results group_norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input, int64_t groups, const Optional& weight,
                             const Optional& bias, double eps) {
-  const Norm norm = group_norm_of(input, groups, weight, bias, eps);
-  if (has_tangent_of(norm)) return without_variance(norm_by_pytorch(norm, 0));
-  return differentiable(norm, [&] {
+  return differentiable<Results>(group_norm_of(input, groups, weight, bias, eps), 0, [&] {
     return native_group_norm().redispatch(keys & c10::after_autograd_keyset, input, groups, weight, bias, eps);
   });
 }
 
 Normed instance_norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input, const Optional& weight,
                               const Optional& bias, double eps) {
-  const Norm norm = instance_norm_of(input, weight, bias, eps);
-  if (has_tangent_of(norm)) return norm_by_pytorch(norm, 0);
-  return differentiable(norm, [&] {
+  return differentiable<Normed>(instance_norm_of(input, none, none, weight, bias, true, eps), 0, [&] {
     return native_instance_norm().redispatch(keys & c10::after_autograd_keyset, input, weight, bias, eps);
   });
 }
@@ -432,35 +431,23 @@ Results batch_norm_autograd(c10::DispatchKeySet keys, const at::Tensor& input, c
                             const Optional& running_var, const Optional& weight, const Optional& bias, bool training,
                             double momentum, double eps) {
   const Norm norm = batch_norm_of(input, running_mean, running_var, weight, bias, training, eps);
-  if (has_tangent_of(norm)) return without_variance(norm_by_pytorch(norm, momentum));
-  return differentiable(norm, [&] {
+  return differentiable<Results>(norm, momentum, [&] {
     return native_batch_norm().redispatch(keys & c10::after_autograd_keyset, input, running_mean, running_var, weight,
                                           bias, training, momentum, eps);
   });
 }
 
-Results group_norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
-                                     const at::Tensor& mean, const at::Tensor& rstd, const Optional& weight,
-                                     int64_t groups, double eps, Mask mask) {
+template <typename How>
+Results backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
+                          const at::Tensor& mean, const at::Tensor& rstd, const Optional& weight, How how, double eps,
+                          Mask mask) {
   const std::array<at::Tensor, 3> inputs = {grad, input, value_of(weight)};
   if (has_tangent(inputs) || needs_gradient(inputs)) {
-    return group_norm_backward<backward_composed>(grad, input, mean, rstd, weight, groups, eps, mask);
+    return backward<backward_composed, How>(grad, input, mean, rstd, weight, how, eps, mask);
   }
   const at::AutoDispatchBelowADInplaceOrView below;
-  return native_group_norm_backward().redispatch(keys & c10::after_autograd_keyset, grad, input, mean, rstd, weight,
-                                                 groups, eps, mask);
-}
-
-Results batch_norm_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
-                                     const at::Tensor& mean, const at::Tensor& rstd, const Optional& weight,
-                                     bool training, double eps, Mask mask) {
-  const std::array<at::Tensor, 3> inputs = {grad, input, value_of(weight)};
-  if (has_tangent(inputs) || needs_gradient(inputs)) {
-    return batch_norm_backward<backward_composed>(grad, input, mean, rstd, weight, training, eps, mask);
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return native_batch_norm_backward().redispatch(keys & c10::after_autograd_keyset, grad, input, mean, rstd, weight,
-                                                 training, eps, mask);
+  return native_backward<How>().redispatch(keys & c10::after_autograd_keyset, grad, input, mean, rstd, weight, how, eps,
+                                           mask);
 }
 
 // --- What models call: PyTorch's own operator unless the kernels serve, and gain ---
@@ -523,9 +510,7 @@ void update_with_average(const at::Tensor& running, const at::Tensor& statistic,
 at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
                                 const Optional& weight, const Optional& bias, bool use_input_stats, double momentum,
                                 double eps) {
-  Norm norm = instance_norm_of(input, weight, bias, eps);
-  norm.running_mean = value_of(running_mean), norm.running_var = value_of(running_var);
-  norm.is_of_input = use_input_stats;
+  const Norm norm = instance_norm_of(input, running_mean, running_var, weight, bias, use_input_stats, eps);
   if (!norm.is_served()) {
     return at::instance_norm(input, weight, bias, running_mean, running_var, use_input_stats, momentum, eps,
                              /*cudnn_enabled=*/true);
@@ -551,51 +536,38 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
   return out;
 }
 
+template <Forward forward, Backward gradients>
+void implement(torch::Library& m) {
+  m.impl("native_group_norm", TORCH_FN(group_norm<forward>));
+  m.impl("native_instance_norm", TORCH_FN(instance_norm<forward>));
+  m.impl("native_batch_norm", TORCH_FN(batch_norm<forward>));
+  m.impl("native_group_norm_backward", TORCH_FN((backward<gradients, int64_t>)));
+  m.impl("native_batch_norm_backward", TORCH_FN((backward<gradients, bool>)));
+}
+
+void implement_compositions(torch::Library& m) {
+  m.impl("group_norm", TORCH_FN(group_norm_of_any));
+  m.impl("instance_norm", TORCH_FN(instance_norm_of_any));
+  m.impl("batch_norm", TORCH_FN(batch_norm_of_any));
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(nhwc, CPU, m) {
-  m.impl("native_group_norm", TORCH_FN(group_norm<norm_cpu>));
-  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_cpu>));
-  m.impl("native_batch_norm", TORCH_FN(batch_norm<norm_cpu>));
-  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward<backward_cpu>));
-  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward<backward_cpu>));
-}
-TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
-  m.impl("native_group_norm", TORCH_FN(group_norm<norm_by_pytorch>));
-  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_by_pytorch>));
-  m.impl("native_batch_norm", TORCH_FN(batch_norm<norm_by_pytorch>));
-  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward<backward_elsewhere>));
-  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward<backward_elsewhere>));
-}
-TORCH_LIBRARY_IMPL(nhwc, Meta, m) {
-  m.impl("native_group_norm", TORCH_FN(group_norm<norm_meta>));
-  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_meta>));
-  m.impl("native_batch_norm", TORCH_FN(batch_norm<norm_meta>));
-  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward<backward_meta>));
-  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward<backward_meta>));
-}
+TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement<norm_cpu, backward_cpu>(m); }
+TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) { implement<norm_by_pytorch, backward_elsewhere>(m); }
+TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement<norm_meta, backward_meta>(m); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {
   m.impl("native_group_norm", TORCH_FN(group_norm_autograd));
   m.impl("native_instance_norm", TORCH_FN(instance_norm_autograd));
   m.impl("native_batch_norm", TORCH_FN(batch_norm_autograd));
-  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward_autograd));
-  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward_autograd));
+  m.impl("native_group_norm_backward", TORCH_FN(backward_autograd<int64_t>));
+  m.impl("native_batch_norm_backward", TORCH_FN(backward_autograd<bool>));
 }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) {
-  m.impl("native_group_norm", TORCH_FN(group_norm<norm_by_pytorch>));
-  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_by_pytorch>));
-  m.impl("native_batch_norm", TORCH_FN(batch_norm<norm_by_pytorch>));
-  m.impl("native_group_norm_backward", TORCH_FN(group_norm_backward<backward_composed>));
-  m.impl("native_batch_norm_backward", TORCH_FN(batch_norm_backward<backward_composed>));
-  m.impl("group_norm", TORCH_FN(group_norm_of_any));
-  m.impl("instance_norm", TORCH_FN(instance_norm_of_any));
-  m.impl("batch_norm", TORCH_FN(batch_norm_of_any));
+  implement<norm_by_pytorch, backward_composed>(m);
+  implement_compositions(m);
 }
-TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
-  m.impl("group_norm", TORCH_FN(group_norm_of_any));
-  m.impl("instance_norm", TORCH_FN(instance_norm_of_any));
-  m.impl("batch_norm", TORCH_FN(batch_norm_of_any));
-}
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { implement_compositions(m); }
 TORCH_LIBRARY_IMPL(nhwc, AutocastCUDA, m) { m.impl("group_norm", TORCH_FN(group_norm_in_float)); }
 
 }  // namespace nhwc
