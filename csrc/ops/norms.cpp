@@ -177,22 +177,19 @@ Norm batch_norm_of(const at::Tensor& input, const Optional& running_mean, const 
 
 // --- Forward: kernels of a CPU, PyTorch's own, and shapes alone ---
 
+/// Returns the factor from the biased to the unbiased variance of so many elements.
+double unbiasing(int64_t elements) { return static_cast<double>(elements) / static_cast<double>(elements - 1); }
+
 /// Updates a running statistic of batch norm as PyTorch does, in double and without incrementing its version.
-void update(const at::Tensor& running, const at::Tensor& statistic, double momentum) {
+void update(const at::Tensor& running, const at::Tensor& statistic, double momentum, double factor = 1) {
   const at::Tensor values = statistic.to(at::kDouble);
   const double* from = values.const_data_ptr<double>();
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, running.scalar_type(), "nhwc::native_batch_norm", [&] {
     auto to = running.accessor<scalar_t, 1>();
     for (int64_t c = 0; c < to.size(0); ++c) {
-      to[c] = static_cast<scalar_t>(momentum * from[c] + (1 - momentum) * static_cast<double>(to[c]));
+      to[c] = static_cast<scalar_t>(momentum * factor * from[c] + (1 - momentum) * static_cast<double>(to[c]));
     }
   });
-}
-
-/// Returns the unbiased variance of so many elements.
-at::Tensor unbiased(const at::Tensor& variance, int64_t elements) {
-  const auto count = static_cast<double>(elements);
-  return variance * (count / (count - 1));
 }
 
 /// Computes with PyTorch's own operator: on other devices, in forward mode, under vmap, and in batch norm's evaluation.
@@ -236,7 +233,7 @@ Normed norm_cpu(const Norm& norm, double momentum) {
   cpu::group_norm(shape, dense, norm.weight, norm.bias, norm.eps, out, mean, rstd, variance);
   if (is_tracked) {
     update(norm.running_mean, mean, momentum);
-    update(norm.running_var, unbiased(variance, shape.rows), momentum);
+    update(norm.running_var, variance, momentum, unbiasing(shape.rows));
   }
   return {out, mean, rstd, norm.has_variance ? variance : at::Tensor()};
 }
@@ -501,10 +498,10 @@ at::Tensor batch_norm_of_any(const at::Tensor& input, const Optional& running_me
 }
 
 /// Updates a running statistic of instance norm as PyTorch does: with the average over the samples.
-void update_with_average(const at::Tensor& running, const at::Tensor& statistic, double momentum) {
+void update_with_average(const at::Tensor& running, const at::Tensor& statistic, double momentum, double factor = 1) {
   const at::NoGradGuard without_gradient;
   const at::Tensor average = statistic.detach().mean(0);
-  running.copy_(running.to(average.scalar_type()).mul(1 - momentum).add_(average, momentum));
+  running.copy_(running.to(average.scalar_type()).mul(1 - momentum).add_(average, momentum * factor));
 }
 
 at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
@@ -532,7 +529,7 @@ at::Tensor instance_norm_of_any(const at::Tensor& input, const Optional& running
   }
   const auto [out, mean, rstd, variance] = native_instance_norm().call(input, kept(norm.weight), bias, eps);
   update_with_average(norm.running_mean, mean, momentum);
-  update_with_average(norm.running_var, unbiased(variance, norm.shape().rows), momentum);
+  update_with_average(norm.running_var, variance, momentum, unbiasing(norm.shape().rows));
   return out;
 }
 

@@ -160,14 +160,11 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, c
 
 inline bool is_finite(double value) { return value - value == 0; }
 
-/// Computes the moments of channels whose moments are not finite anew, as plain sums of doubles: deviations from an
+/// Computes the moments of channels whose deviations are not finite anew, as plain sums of doubles: deviations from an
 /// infinite mean are not-a-number, and floats overflow early. The mean of infinite values of one sign is infinite.
 template <typename Element>
-void correct_moments(const Element* rows, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
-                     double* sums) {
-  bool is_right = true;
-  for (std::int64_t c = 0; c < channels; ++c) is_right &= is_finite(mean[c]) && is_finite(deviations[c]);
-  if (is_right) return;
+[[gnu::noinline]] void correct_moments(const Element* rows, std::int64_t count, std::int64_t channels, double* mean,
+                                       double* deviations, double* sums) {
   double* squares = sums + channels;
   for (std::int64_t c = 0; c < channels; ++c) sums[c] = squares[c] = 0;
   for (std::int64_t row = 0; row < count; ++row) {
@@ -181,8 +178,7 @@ void correct_moments(const Element* rows, std::int64_t count, std::int64_t chann
     }
   }
   for (std::int64_t c = 0; c < channels; ++c) {
-    if (is_finite(mean[c]) && is_finite(deviations[c])) continue;
-    mean[c] = sums[c], deviations[c] = squares[c];
+    if (!is_finite(deviations[c])) mean[c] = sums[c], deviations[c] = squares[c];
   }
 }
 
@@ -234,7 +230,10 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, double
       deviations[c] += block_square[c] + (seen == 0 ? 0 : difference * difference * weight);
     }
   }
-  correct_moments(rows, count, channels, mean, deviations, block_sum);
+  // A mean that is not finite makes the deviations so.
+  bool are_finite = true;
+  for (std::int64_t c = 0; c < channels; ++c) are_finite &= is_finite(deviations[c]);
+  if (!are_finite) correct_moments(rows, count, channels, mean, deviations, block_sum);
 }
 
 template <typename Element>
