@@ -107,11 +107,12 @@ struct Norm {
     }
     return nullptr;
   }
-  /// Returns whether all have the dtype of the input, or all have float32 for an input of half or bfloat16.
+  /// Returns whether all have the dtype of the input, or all have float32 for an input of half or bfloat16. Running
+  /// statistics of instance norm may have any, since it converts its averages.
   bool are_cast() const {
     bool is_same = true, is_mixed = type() == at::kHalf || type() == at::kBFloat16;
     for (const at::Tensor* each : of_channels()) {
-      if (!each->defined()) continue;
+      if (!each->defined() || (!is_batch_norm && (each == &running_mean || each == &running_var))) continue;
       is_same &= each->scalar_type() == type();
       is_mixed &= each->scalar_type() == at::kFloat;
     }

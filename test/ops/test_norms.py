@@ -135,6 +135,18 @@ def test_running_statistics_of_instance_norm(shape, dtypes):
     assert all(each._version == 1 for each in running[0])
 
 
+def test_instance_norm_keeps_the_format_for_running_statistics_of_any_dtype():
+    x = torch.randn(2, 4, 6, 7).bfloat16()
+    for dtype in (torch.float32, torch.bfloat16, torch.float64):
+        running = [(torch.zeros(4, dtype=dtype), torch.ones(4, dtype=dtype)) for _ in range(2)]
+        weight = torch.rand(4).bfloat16()
+        out = ops.instance_norm(channels_last(x), *running[0], weight, None, True, 0.5)
+        expected = F.instance_norm(x, *running[1], weight, None, True, 0.5)
+        assert out.stride() == canonical(x.shape)
+        torch.testing.assert_close(out, expected, rtol=2e-2, atol=1e-2)
+        torch.testing.assert_close(*running, rtol=1e-2, atol=1e-2)
+
+
 def test_an_infinite_activation_in_instance_norm():
     x = torch.randn(2, 6, 40, 40)
     x[0, 0, 3, 3], x[1, 1, 39, 39], x[0, 2, 0, 0], x[1, 2, 5, 5] = torch.inf, -torch.inf, torch.inf, -torch.inf
