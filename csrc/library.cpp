@@ -75,6 +75,10 @@ TORCH_LIBRARY(nhwc, m) {
       "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
   m.def(
+      "native_instance_norm(Tensor input, Tensor? weight, Tensor? bias, float eps) "
+      "-> (Tensor, Tensor, Tensor, Tensor)",
+      compliant);
+  m.def(
       "native_batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, "
       "Tensor? bias, bool training, float momentum, float eps) -> (Tensor, Tensor, Tensor)",
       compliant);

@@ -178,7 +178,8 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
       const auto rows = static_cast<double>(pieces.rows_of(part)), share = rows / (rows + seen);
       for (int64_t c = 0; c < channels; ++c) {
         const double difference = part_means[c] - means[c];
-        means[c] += difference * share;
+        // The difference to an infinite mean is infinite, and so would be its share.
+        means[c] = std::isfinite(difference) ? means[c] + difference * share : means[c] + part_means[c];
         deviations[c] += part_deviations[c] + difference * difference * seen * share;
       }
     }

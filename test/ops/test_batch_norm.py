@@ -449,3 +449,40 @@ def test_errors_are_pytorchs(given, text):
     for norm in (ops.batch_norm, F.batch_norm):
         with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=text):
             norm(*arguments)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("shape", [(2, 8, 20, 20), (3, 5, 40, 41), (1, 40, 8, 40, 41), (2, 256, 34, 34)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_infinite_activations_make_the_running_mean_infinite(dtype, shape, threads):
+    """As in PyTorch, wherever they are among the rows that a thread sums; only both signs have no mean."""
+    x, *numbers, gradient = tensors(shape, dtype)
+    rows = x.movedim(1, -1).flatten(0, -2).clone()
+    last = len(rows) - 1
+    rows[0, 0], rows[last, 1], rows[last // 2, 2] = torch.inf, -torch.inf, torch.nan
+    rows[1, 3], rows[last - 1, 3] = torch.inf, -torch.inf
+    rows[3, 4] = rows[last // 3, 4] = rows[last, 4] = -torch.inf
+    x = rows.view(x.movedim(1, -1).shape).movedim(-1, 1)
+    torch.set_num_threads(threads)
+    ours = results(ops.batch_norm, x, *numbers, channels_last(gradient))
+    stock = results(F.batch_norm, x.contiguous(), *numbers, gradient)
+    expected = [torch.inf, -torch.inf, torch.nan, torch.nan, -torch.inf]
+    torch.testing.assert_close(ours[1][:5], torch.tensor(expected, dtype=dtype), equal_nan=True)
+    for name, own, other in zip(NAMES, ours, stock, strict=True):
+        tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype != torch.bfloat16 else {"rtol": 2e-2, "atol": 5e-2}
+        if name == "weight's gradient":  # a small difference of large numbers
+            tolerance["atol"] *= 10
+        torch.testing.assert_close(
+            own, other, equal_nan=True, **tolerance, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def test_activations_whose_squares_exceed_floats_are_normalised():
+    x, *numbers, _ = tensors((2, 8, 20, 20))
+    x[:, 2] *= 1e25
+    x[:, 5] = x[:, 5].abs() * 1e37
+    means = numbers[0].clone()
+    ours = ops.batch_norm(channels_last(x), means, numbers[1].clone(), None, None, True)
+    exact = F.batch_norm(x.double(), *(each.double() for each in numbers[:2]), None, None, True)
+    torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(means, 0.9 * numbers[0] + 0.1 * x.double().mean((0, 2, 3)).float())

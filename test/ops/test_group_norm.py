@@ -240,8 +240,8 @@ def test_threads_give_the_same_numbers_every_time(shape, groups):
     [
         (lambda x: (x[0, 0], 2, None, None, 1e-5), "expected an input of 3 to 5 dimensions, got 2"),
         (lambda x: (x, 3, None, None, 1e-5), "a number of groups that divides the 8 channels, got 3"),
-        (lambda x: (x, 2, torch.ones(7), None, 1e-5), "a weight and a bias of 8 elements, got one of shape"),
-        (lambda x: (x, 2, torch.ones(8).double(), None, 1e-5), "a weight and a bias of Float"),
+        (lambda x: (x, 2, torch.ones(7), None, 1e-5), "running statistics of 8 elements, got one of shape"),
+        (lambda x: (x, 2, torch.ones(8).double(), None, 1e-5), "a weight, a bias and running statistics of Float"),
         (lambda x: (x[:0], 2, None, None, 1e-5), "an input with elements"),
     ],
 )

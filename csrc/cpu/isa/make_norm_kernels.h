@@ -158,6 +158,30 @@ void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, c
   make_up(square, lost + period, period);
 }
 
+inline bool is_finite(double value) { return value - value == 0; }
+
+/// Computes the moments of channels whose deviations are not finite anew, as plain sums of doubles: deviations from an
+/// infinite mean are not-a-number, and floats overflow early. The mean of infinite values of one sign is infinite.
+template <typename Element>
+[[gnu::noinline]] void correct_moments(const Element* rows, std::int64_t count, std::int64_t channels, double* mean,
+                                       double* deviations, double* sums) {
+  double* squares = sums + channels;
+  for (std::int64_t c = 0; c < channels; ++c) sums[c] = squares[c] = 0;
+  for (std::int64_t row = 0; row < count; ++row) {
+    for (std::int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(load_one(rows + row * channels + c));
+  }
+  for (std::int64_t c = 0; c < channels; ++c) sums[c] /= static_cast<double>(count);
+  for (std::int64_t row = 0; row < count; ++row) {
+    for (std::int64_t c = 0; c < channels; ++c) {
+      const double deviation = static_cast<double>(load_one(rows + row * channels + c)) - sums[c];
+      squares[c] += deviation * deviation;
+    }
+  }
+  for (std::int64_t c = 0; c < channels; ++c) {
+    if (!is_finite(deviations[c])) mean[c] = sums[c], deviations[c] = squares[c];
+  }
+}
+
 /// Computes moments by provisional means. Within a block, deviations from a guess of each channel's mean and their
 /// squares are added up. The guess is the mean so far, at first that of a few rows. If it was so bad that squares would
 /// cancel, the block is added up again around its own mean. Blocks are merged by the rule of Chan,
@@ -206,6 +230,10 @@ void moments(const void* data, std::int64_t count, std::int64_t channels, double
       deviations[c] += block_square[c] + (seen == 0 ? 0 : difference * difference * weight);
     }
   }
+  // A mean that is not finite makes the deviations so.
+  bool are_finite = true;
+  for (std::int64_t c = 0; c < channels; ++c) are_finite &= is_finite(deviations[c]);
+  if (!are_finite) correct_moments(rows, count, channels, mean, deviations, block_sum);
 }
 
 template <typename Element>
