@@ -7,6 +7,7 @@ compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript 
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -410,8 +411,9 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2):
-            return F.conv2d(input, weight, bias, stride, padding, dilation, groups)
+        call = (input, weight, bias, stride, padding, dilation, groups)
+        if _is_pytorch_s_way(*call, 2):
+            return F.conv2d(*call) if type(input) in _TENSORS else _pass_on("conv2d", *call)
         stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
     convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
@@ -437,8 +439,9 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3):
-            return F.conv3d(input, weight, bias, stride, padding, dilation, groups)
+        call = (input, weight, bias, stride, padding, dilation, groups)
+        if _is_pytorch_s_way(*call, 3):
+            return F.conv3d(*call) if type(input) in _TENSORS else _pass_on("conv3d", *call)
         stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
@@ -463,7 +466,8 @@ def conv_transpose2d(
     """
     if not is_scripting():
         if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2, output_padding):
-            return F.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return F.conv_transpose2d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose2d", *call)
         stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
         output_padding = _as_many(output_padding, 2)
     convolved: Tensor = torch.ops.nhwc.conv_transpose2d(
@@ -493,7 +497,8 @@ def conv_transpose3d(
     """
     if not is_scripting():
         if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3, output_padding):
-            return F.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
+            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+            return F.conv_transpose3d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose3d", *call)
         stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
         output_padding = _as_many(output_padding, 3)
     convolved: Tensor = torch.ops.nhwc.conv_transpose3d(
@@ -519,7 +524,8 @@ def _is_pytorch_s_way(
     consists of PyTorch's own in the compiled graph.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
-        return True
+        if not _are_plain_inside((input, weight, bias)):
+            return True
     arguments = stride, padding, dilation, groups, axes, output_padding
     if torch.compiler.is_compiling():
         return torch.compiler.is_exporting() or _is_pytorch_s_way_compiled(input, weight, bias, *arguments)

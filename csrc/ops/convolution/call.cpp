@@ -15,6 +15,12 @@ c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& di
   return (number + divisor - 1) / divisor;
 }
 
+bool is_onednns(at::native::ConvBackend backend) {
+  using Backend = at::native::ConvBackend;
+  return backend == Backend::Mkldnn || backend == Backend::MkldnnTranspose || backend == Backend::MkldnnEmpty ||
+         backend == Backend::Empty;
+}
+
 bool Axis::sees_whole_kernel() const {
   const c10::SymInt first = quotient_rounded_up(padding, stride);
   return first < positions && first * stride - padding + reach < size;
@@ -61,6 +67,13 @@ bool Call::misses_kernel() const {
     if (padding[axes() - from_last] != 0 && !axis(from_last).sees_whole_kernel()) return true;
   }
   return false;
+}
+
+at::native::ConvBackend Call::backend() const {
+  const at::SymDimVector none(axes(), 0);
+  return at::native::select_conv_backend(input, weight, bias, stride, padding, dilation, is_transposed,
+                                         is_transposed ? output_padding : none, groups,
+                                         /*bias_sizes_opt=*/std::nullopt);
 }
 
 at::Tensor Call::pytorchs() const {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/native/ConvUtils.h>
 #include <c10/core/SymInt.h>
 
 #include <optional>
@@ -14,6 +15,9 @@ using OptionalTensor = std::optional<at::Tensor>;
 at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes);
 
 c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor);
+
+/// Returns whether a backend is oneDNN, or nothing has to be computed.
+bool is_onednns(at::native::ConvBackend backend);
 
 /// A convolution along one axis of its kernel. For a transposed one, `size` is the output's and `positions` the
 /// input's.
@@ -54,6 +58,9 @@ struct Call {
 
   /// Returns whether every position misses a part of the kernel along some axis. Without padding none does.
   bool misses_kernel() const;
+
+  /// Returns what PyTorch computes it by.
+  at::native::ConvBackend backend() const;
 
   /// Returns PyTorch's result.
   at::Tensor pytorchs() const;

@@ -24,8 +24,9 @@ struct Fault {
 };
 constexpr Fault small_inputs = {Isa::avx512, 0};
 constexpr Fault strided_columns = {Isa::avx512, 0};
-constexpr Fault strided_columns_of_halves = {Isa::amx, 0};
 constexpr Fault strided_taps = {Isa::any, 0};  // below AVX-512 with fewer than 8 channels, with it on several threads
+constexpr Fault halves = {Isa::avx512, 0};
+constexpr Fault halves_with_amx = {Isa::amx, 0};
 
 // Returns the bound that oneDNN reads from the environment when it is first used: the first variable that is not empty,
 // in lower case.
@@ -72,8 +73,8 @@ const ConvolutionFaults& convolution_faults() {
   static const ConvolutionFaults faults = [] {
     const Isa isa = isa_of_onednn();
     return ConvolutionFaults{is_expected(small_inputs, isa), is_expected(strided_columns, isa),
-                             is_expected(strided_columns_of_halves, isa),
-                             is_expected(strided_taps, isa)};
+                             is_expected(strided_taps, isa), is_expected(halves, isa),
+                             is_expected(halves_with_amx, isa)};
   }();
   return faults;
 }

@@ -10,11 +10,14 @@ struct ConvolutionFaults {
   bool small_inputs;
   /// Filters of one channel, a strided width, and a result of width 1: outputs are memory that nobody wrote.
   bool strided_columns;
-  /// The same of filters of any number of channels, in half precision.
-  bool strided_columns_of_halves;
   /// 2D kernels of one tap with strides, on fewer than 16 channels in channels-last: the weight's gradient is wrong, or
   /// the heap is damaged. Of transposed ones those with an output padding.
   bool strided_taps;
+  /// Half precision: many positions of the kernel in the padding, and dilated depthwise filters.
+  bool halves;
+  /// Half precision with AMX: the rules are in `float32.cpp`, and results of one column are wrong for any number of
+  /// channels.
+  bool halves_with_amx;
 };
 
 /// Returns the faults to be expected, by the PyTorch that the library was built for and by the instruction sets that

@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
-#include <ATen/native/ConvUtils.h>
 
 #include <algorithm>
 #include <iterator>
@@ -35,26 +34,14 @@ at::Tensor changed(const Call& call, const Change& change) {
 
 /// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
 at::Tensor with_canonical_strides(const at::Tensor& input) {
-  return is_channels_last(input) ? to_channels_last(input) : input.contiguous().flatten().view_symint(input.sym_sizes());
+  return is_channels_last(input) ? to_channels_last(input)
+                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
 }
 
 at::Tensor padded(const at::Tensor& input, const at::SymDimVector& padding) {
   at::SymDimVector sides;
   for (size_t index = padding.size(); index-- > 0;) sides.append(2, padding[index]);
   return at::constant_pad_nd_symint(input, sides, 0);
-}
-
-at::native::ConvBackend backend_of(const Call& call) {
-  const at::SymDimVector none(call.axes(), 0);
-  return at::native::select_conv_backend(call.input, call.weight, call.bias, call.stride, call.padding, call.dilation,
-                                         call.is_transposed, call.is_transposed ? call.output_padding : none,
-                                         call.groups, /*bias_sizes_opt=*/std::nullopt);
-}
-
-bool is_onednns(at::native::ConvBackend backend) {
-  using Backend = at::native::ConvBackend;
-  return backend == Backend::Mkldnn || backend == Backend::MkldnnTranspose || backend == Backend::MkldnnEmpty ||
-         backend == Backend::Empty;
 }
 
 // Calls that PyTorch computes or refuses by itself.
@@ -102,8 +89,8 @@ at::Tensor restrided(const Call& call) {
 bool may_be_wrong_column(const Call& call) {
   const ConvolutionFaults& faults = convolution_faults();
   const bool is_half = at::isReducedFloatingType(call.input.scalar_type());
-  return call.stride.back() > 1 && ((faults.strided_columns && call.weight.sym_size(1) == 1) ||
-                                    (faults.strided_columns_of_halves && is_half));
+  return call.stride.back() > 1 &&
+         ((faults.strided_columns && call.weight.sym_size(1) == 1) || (faults.halves_with_amx && is_half));
 }
 
 bool is_wrong_column(const Call& call) {
@@ -118,6 +105,24 @@ at::Tensor narrowed(const Call& call) {
     other.input = with_canonical_strides(other.input.narrow_symint(-1, 0, width.reach + 1));
     other.stride.back() = 1;
     other.padding.back() = 0;
+    return convolution(other);
+  });
+}
+
+/// Returns whether the last planes of a volume of half precision are under no tap: AMX leaves their gradient unwritten.
+bool has_wrong_depth(const Call& call) {
+  if (call.is_transposed || call.axes() != 3 || !convolution_faults().halves_with_amx) return false;
+  if (!at::isReducedFloatingType(call.input.scalar_type()) || !has_gradient_to_come(call.input)) return false;
+  const Axis depth = call.axis(3);
+  return depth.size + depth.padding > (depth.positions - 1) * depth.stride + depth.reach + 1;
+}
+
+/// Narrows the input to the planes that are under a tap.
+at::Tensor trimmed(const Call& call) {
+  return changed(call, [](Call& other) {
+    const Axis depth = other.axis(3);
+    const c10::SymInt size = (depth.positions - 1) * depth.stride + depth.reach + 1 - depth.padding;
+    other.input = with_canonical_strides(other.input.narrow_symint(2, 0, size));
     return convolution(other);
   });
 }
@@ -284,7 +289,7 @@ bool is_slow_sample(const Call& call) {
       !at::globalContext().userEnabledMkldnn()) {
     return false;
   }
-  if (is_onednns(backend_of(call))) return false;
+  if (is_onednns(call.backend())) return false;
   if (call.input.scalar_type() == at::kFloat) return true;
   if (!at::isReducedFloatingType(call.input.scalar_type())) return false;
   Call wide = call;
@@ -292,7 +297,7 @@ bool is_slow_sample(const Call& call) {
   for (at::Tensor* each : {&wide.input, &wide.weight}) {  // which nobody reads or writes
     *each = at::empty_strided_symint(each->sym_sizes(), each->sym_strides(), each->options().dtype(at::kFloat));
   }
-  return !is_onednns(backend_of(wide));
+  return !is_onednns(wide.backend());
 }
 
 /// Returns whether a sample can be cut along the depth, and gains: a convolution between any two positions, a
@@ -345,23 +350,14 @@ at::Tensor in_slabs(const Call& call) {
   });
 }
 
-// Half precision, and what remains.
-
-/// Returns whether oneDNN does not take a convolution of half precision: PyTorch's own product is naive, 8 to 160 times
-/// slower than the convolution in float32.
-bool is_slow_half(const Call& call) {
-  const at::ScalarType type = call.input.scalar_type();
-  if (type != at::kBFloat16 && type != at::kHalf) return false;
-  if (call.weight.scalar_type() != type || (call.has_bias() && call.bias->scalar_type() != type)) return false;
-  return !is_onednns(backend_of(call));
-}
+// What remains.
 
 /// Returns whether PyTorch's result of a channels-last input is not.
 bool loses_format(const Call& call) {
   if (!is_channels_last(call.input)) return false;
   const at::MemoryFormat format = call.axes() == 3 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
   return call.input.is_complex() ||
-         at::native::_determine_backend_memory_format(call.input, call.weight, backend_of(call)) != format;
+         at::native::_determine_backend_memory_format(call.input, call.weight, call.backend()) != format;
 }
 
 bool always(const Call&) { return true; }
@@ -372,6 +368,7 @@ const Way ways[] = {
     {"formatted", is_volume_in_other_format, formatted},
     {"restrided", is_odd, restrided},
     {"narrowed", is_wrong_column, narrowed},
+    {"trimmed", has_wrong_depth, trimmed},
     {"padded", is_wrong_small_input, padded_before},
     {"sliced", is_wrong_strided_tap, sliced},
     {"widened", is_wrong_wide_output, widened},
@@ -380,7 +377,7 @@ const Way ways[] = {
     {"linear", is_linear, linear},
     {"along_depth", has_one_tap_in_the_plane, along_depth},
     {"slabs", gains_from_slabs, in_slabs},
-    {"float32", is_slow_half, by_float32},
+    {"float32", needs_float32, by_float32},
     {"restored", loses_format, by_pytorch_restored},
     {"pytorch", always, [](const Call& call) { return call.pytorchs(); }},
 };
