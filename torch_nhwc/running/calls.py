@@ -68,22 +68,13 @@ def preserved_state(*models: nn.Module, must_rewind: Callable[[], bool] = lambda
             restore()
 
 
-def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
-    return _mode(model, is_training=False)
-
-
-def training_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model into training mode, and every module back into its own mode at the end of the block."""
-    return _mode(model, is_training=True)
-
-
 @contextmanager
-def _mode(model: nn.Module, is_training: bool) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
     modes = _training_modes(model)
     try:
         if modes:
-            model.train(is_training)
+            model.eval()
         yield
     finally:
         for mode in modes:
