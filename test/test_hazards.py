@@ -698,7 +698,7 @@ def one_channel(draw):
 
 @pytest.mark.parametrize("seed", [0, *(exhaustive(seed) for seed in range(1, 20))])
 def test_h42_convolutions_of_one_channel_are_wrong_on_channels_last(seed):
-    """On a CPU with AVX-512, where the width is strided and the output's is 1; in bfloat16 with AMX on contiguous too."""
+    """On a CPU with AVX-512, where the width is strided and the output's is 1; with AMX also on contiguous inputs."""
     draw = random.Random(seed)
     for _ in range(30):
         plain, x = one_channel(draw)
