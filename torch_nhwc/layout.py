@@ -137,7 +137,10 @@ def is_convertible(tensor: Tensor, ranks: list[int]) -> bool:
     """Return whether a tensor has one of these ranks, and elements of its own whose order can change."""
     if tensor.dim() not in ranks or tensor.layout != torch.strided or tensor.is_nested:
         return False
-    return 0 not in tensor.stride()
+    for dim, stride in enumerate(tensor.stride()):  # noqa: SIM110  TorchScript knows no `all`
+        if stride == 0 and tensor.size(dim) > 1:
+            return False
+    return True
 
 
 def is_permuted(shape: torch.Size, strides: Strides) -> bool:

@@ -72,17 +72,17 @@ def table(
     order = sorted(range(len(rows)), key=lambda index: -sizes[index]) if sizes else range(len(rows))
     hidden = max(0, len(rows) - most) if most is not None else 0
     rows = [[*map(printable, rows[index])] for index in sorted(order[: len(rows) - hidden])]
-    names = head or [""] * len(rows[0])
-    columns = [(name, cells) for name, cells in zip(names, zip(*rows)) if any(cells)]
-    widths = [max(map(len, (name, *cells))) for name, cells in columns]
+    titles = head or [""] * len(rows[0])
+    columns = [(title, cells) for title, cells in zip(titles, zip(*rows)) if any(cells)]
+    widths = [max(map(len, (title, *cells))) for title, cells in columns]
     room = _terminal_width() - len(indent) - len(_GAP) * (len(widths) - 1)
     while sum(widths) > room:
         rest = range(1, len(widths))
         widths[max(rest, key=widths.__getitem__) if rest and widths[0] <= _PATH_WIDTH else 0] -= 1
-    (name, paths), *others = columns
-    shown = [[name, *_without_front(paths, widths[0])]]
-    for (name, cells), width in zip(others, widths[1:]):
-        shown.append([_without_middle(cell, width) for cell in (name, *cells)])
+    (title, paths), *others = columns
+    shown = [[title, *_without_front(paths, widths[0])]]
+    for (title, cells), width in zip(others, widths[1:]):
+        shown.append([_without_middle(cell, width) for cell in (title, *cells)])
     lines = [
         indent + _GAP.join(cell.ljust(width) for cell, width in zip(cells, widths)).rstrip() for cells in zip(*shown)
     ]

@@ -15,10 +15,13 @@ from torch_nhwc.layout import Format, Strides, has_strides, is_permuted
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.ops import Storage, set_strides_
 from torch_nhwc.planning.companions import Companion, Weight, find_companions, held_by, sources_of
-from torch_nhwc.planning.deciding import decide, has_lost_input_hook, match, match_layers
+from torch_nhwc.planning.deciding import decide
+from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
+from torch_nhwc.planning.remarks import has_lost_input_hook
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
+from torch_nhwc.sites.site import Found
 
 __all__ = ["Deviation", "align_optimizer_", "check", "restore_", "set_step_guard"]
 
@@ -197,8 +200,9 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
     """Check the model of this rank."""
     model = _unwrapped(model, expect_plan(plan))
     seen = _Rank()
-    weights = _look_at_weights(model, plan, seen, has_ranks)
-    _look_at_layers(model, plan, seen)
+    found = match(plan, model, any_dtype=True)
+    weights = _look_at_weights(found, plan, seen, has_ranks)
+    _look_at_layers(found, plan, seen)
     seen.planned[""] = f"for inputs in {plan.input_format or 'any format'}"
     if has_lost_input_hook(model, plan):
         remark = f"has lost its hook that converts inputs to {plan.input_format}: restore_ registers it again"
@@ -228,11 +232,11 @@ def _is_apart(companion: Companion) -> bool:
     return companion.reason is None and not has_strides(companion.tensor, companion.weight.strides)
 
 
-def _look_at_weights(model: nn.Module, plan: Plan, seen: _Rank, has_ranks: bool) -> list[Weight]:
+def _look_at_weights(found: Found, plan: Plan, seen: _Rank, has_ranks: bool) -> list[Weight]:
     """Check the plan's weights, and return those that are to be in the format."""
     weights = []
     wanted = Format(plan.memory_format)
-    for row, site in zip(plan.rows, match(plan, model, any_dtype=True).sites):
+    for row, site in zip(plan.rows, found.sites):
         name, tensor = row.full_name, site.tensor
         if row.is_in_each_forward:
             seen.planned[name] = f"{row.shape} of {row.dtype}, converted in each forward"
@@ -259,13 +263,13 @@ def _look_at_weights(model: nn.Module, plan: Plan, seen: _Rank, has_ranks: bool)
     return weights
 
 
-def _look_at_layers(model: nn.Module, plan: Plan, seen: _Rank) -> None:
-    layers = {layer.path: layer for layer in match_layers(plan, model)}
+def _look_at_layers(found: Found, plan: Plan, seen: _Rank) -> None:
+    layers = {layer.path: layer for layer in match_layers(plan, found)}
     for row in plan.layers:
         seen.planned[row.path] = f"{row.layer}, {'replaced' if row.is_wanted else 'kept'}"
         layer = layers.get(row.path)
         if row.is_wanted and layer is not None and layer.reason is not Reason.EXCHANGED:
-            seen.add(row.path, "layer", f"is a {layer.kind} again, and loses {layer.loses}")
+            seen.add(row.path, "layer", f"is a {layer.kind} again, and no longer {layer.gains}")
 
 
 def _unwrapped(model: nn.Module, plan: Plan) -> nn.Module:

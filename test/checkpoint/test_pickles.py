@@ -161,14 +161,16 @@ def test_what_would_need_this_package_in_the_file_stays_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("is_training", [True, False])
-def test_whole_models_keep_pytorch_s_classes_and_layers_that_would_be_wrong_their_layout(is_training, tmp_path):
+def test_whole_models_keep_pytorch_s_classes_and_layers_that_would_train_wrong_their_layout(is_training, tmp_path):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 1, stride=2))
     after, report = converted(model.train(is_training), tmp_path, allow_pickle=True)
     assert b"torch_nhwc" not in (tmp_path / "out.pt").read_bytes()
     assert [type(layer) for layer in after] == [nn.Conv2d, nn.BatchNorm2d, nn.GroupNorm, nn.Conv2d]
     assert after[0].weight.stride() == STRIDES
-    assert after[3].weight.stride() == model[3].weight.stride()
-    assert "3: left unchanged, since the file would need torch_nhwc where it is loaded" in report.remarks
+    assert (after[3].weight.stride() == model[3].weight.stride()) == is_training
+    left = "3: left unchanged, since the file would need torch_nhwc where it is loaded"
+    assert (left in report.remarks) == is_training
+    assert nhwc.Reason.WRONG_GRADIENTS.value in report.remarks
 
 
 def test_a_format_of_inputs_is_for_archives_alone(tmp_path):

@@ -295,7 +295,7 @@ class TestPlan:
             assert "--table" not in out
             lines = map(str.split, out.splitlines())
             rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
-        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange", "SMALL_INPUTS"]
+        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange"]
         assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
         code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
         assert code == 0

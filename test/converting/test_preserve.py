@@ -11,9 +11,8 @@ STOCK = [nn.Conv2d, nn.GroupNorm, nn.ReLU, nn.Conv2d, nn.GroupNorm]
 
 
 def network():
-    """Return a model in evaluation mode, in which the convolutions stay as they are."""
     layers = nn.Conv2d(3, 6, 3, padding=1), nn.GroupNorm(2, 6), nn.ReLU(), nn.Conv2d(6, 4, 3), nn.GroupNorm(1, 4)
-    return nn.Sequential(*layers).eval()
+    return nn.Sequential(*layers)
 
 
 def types(model):
@@ -31,10 +30,12 @@ class TestPlan:
         model = network()
         plan = nhwc.plan(model)
         assert [row[:2] + row[3:] for row in plan.layers] == [
+            ("0", "Conv2d", Action.EXCHANGE, None),
             ("1", "GroupNorm", Action.EXCHANGE, None),
+            ("3", "Conv2d", Action.EXCHANGE, None),
             ("4", "GroupNorm", Action.EXCHANGE, None),
         ]
-        assert all("accuracy" in row.loses for row in plan.layers)
+        assert all(("accurate" if row.layer == "GroupNorm" else "right") in row.gains for row in plan.layers)
         assert types(model) == STOCK
         assert not nhwc.plan(model, preserve=False).layers
 
@@ -42,7 +43,7 @@ class TestPlan:
         plan, model = nhwc.plan(network(), filter_fn=lambda module, path: path != "4"), network()
         report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
         assert [type(model[index]).__name__ for index in (1, 4)] == ["PreservingGroupNorm", "GroupNorm"]
-        assert [row.reason for row in report.plan.layers] == [None, Reason.FILTERED]
+        assert [row.reason for row in report.plan.layers] == [None, None, None, Reason.FILTERED]
         assert report.plan.digest == plan.digest
 
     def test_a_model_whose_layers_differ_raises(self):
@@ -72,7 +73,7 @@ class TestConvert:
         before = types(model)
         report = nhwc.convert_(model)
         assert types(model) == before
-        assert [row.reason for row in report.plan.layers] == [Reason.EXCHANGED] * 2
+        assert [row.reason for row in report.plan.layers] == [Reason.EXCHANGED] * 4
         assert Reason.SAVED_WHOLE.value not in report.remarks
         report.revert()
         assert types(model) == before

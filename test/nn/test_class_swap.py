@@ -6,6 +6,8 @@ import io
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -162,3 +164,16 @@ def test_reports_revert_in_any_order_and_contiguous_takes_all_swaps_back():
     assert nhwc.Reason.SAVED_WHOLE.value in report.remarks
     nhwc.convert_(model, torch.contiguous_format)
     assert [type(layer) for layer in model] == [nn.Conv3d, nn.GroupNorm]
+
+
+def test_threads_that_swap_one_class_at_once_make_one(monkeypatch):
+    def slowly(layer_type, make=Preserving.mixin_for):
+        time.sleep(0.05)
+        return make(layer_type)
+
+    monkeypatch.setattr(Preserving, "mixin_for", slowly)
+    own = type("Own", (nn.Conv2d,), {})
+    layers = [own(3, 4, 3) for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda layer: swap_class(layer, Preserving), layers))
+    assert len({type(layer) for layer in layers}) == 1

@@ -1,5 +1,7 @@
 """The hook that converts a model's inputs to channels-last."""
 
+import copy
+
 import pytest
 import torch
 from bare_kernel import Kernel
@@ -145,7 +147,7 @@ class TestRanks:
 
 
 class TestOneChannel:
-    """Where a convolution takes one channel and strides over its width, its input is not converted."""
+    """Where PyTorch's convolution takes one channel and strides over its width, its input is not converted."""
 
     @pytest.mark.parametrize(
         ("layer", "stays"),
@@ -164,14 +166,43 @@ class TestOneChannel:
     )
     def test_an_input_of_one_channel_stays_as_it_is(self, layer, stays):
         model = Same(layer)
-        report = nhwc.convert_(model, input_format="channels_last")
+        report = nhwc.convert_(model, input_format="channels_last", preserve=False)
         x = torch.randn(2, 1, 4, 5)
         assert (model(x) is x) == stays
         assert in_channels_last(model(x)) != stays
         assert in_channels_last(model(torch.randn(2, 3, 4, 5)))
         assert any("one channel" in remark for remark in report.remarks) == stays
-        nhwc.convert_(model, input_format="channels_last")
+        nhwc.convert_(model, input_format="channels_last", preserve=False)
         assert len(model._forward_pre_hooks) == 1
+
+    def test_an_input_of_a_replaced_stem_is_converted(self):
+        model = nn.Sequential(nn.Conv3d(1, 4, 3, stride=2), nn.Conv3d(4, 4, 1))
+        expected = copy.deepcopy(model)
+        report = nhwc.convert_(model, input_format="channels_last")
+        assert not any("one channel" in remark for remark in report.remarks)
+        x = torch.randn(2, 1, 6, 6, 6)
+        stem, whole = model[0](model._forward_pre_hooks.popitem()[1](model, (x,), {})[0][0]), expected(x)
+        assert in_channels_last(stem)
+        torch.testing.assert_close(model[1](stem), whole)
+
+    @pytest.mark.filterwarnings("ignore:.torch.jit")
+    @pytest.mark.parametrize("preserve", [True, False])
+    def test_torchscript_does_the_same(self, preserve):
+        model = nn.Sequential(nn.Conv2d(1, 4, 3, stride=2))
+        nhwc.convert_(model, input_format="channels_last", preserve=preserve)
+        x = torch.randn(2, 1, 6, 6)
+        scripted = torch.jit.script(model)
+        assert scripted(x).stride() == model(x).stride()
+        assert in_channels_last(scripted(x)) == preserve
+
+
+def test_a_stride_of_0_in_a_dimension_of_size_1_does_not_matter():
+    model = Same(nn.Conv2d(3, 4, 1))
+    nhwc.convert_(model, input_format="channels_last")
+    x = torch.randn(3, 4, 5).expand(1, 3, 4, 5)
+    strange = x.as_strided(x.shape, (0, *x.stride()[1:]))
+    assert in_channels_last(model(strange))
+    assert model(torch.randn(1, 3, 4, 5).expand(2, 3, 4, 5)).stride()[0] == 0
 
 
 def image_network():

@@ -111,6 +111,7 @@ def test_state_of_a_tensor_subclass_is_left_with_its_reason_and_the_weight_conve
 STUCK = {
     "a slice of a flat buffer": lambda weight: torch.zeros(weight.numel() + 8).double()[8:].view(weight.shape),
     "packed bytes": lambda weight: torch.zeros(weight.shape, dtype=torch.uint8),
+    "codes": lambda weight: torch.zeros(weight.shape, dtype=torch.float8_e4m3fnuz),
     "part of a graph": lambda weight: weight.detach().clone().requires_grad_() * 2,
 }
 
@@ -245,3 +246,20 @@ def test_what_is_no_optimizer_raises(optimizer, request):
     said = f"expected an optimizer, or a list of them, got {request.node.callspec.id}"
     with pytest.raises(TypeError, match=said):
         nhwc.convert_(nn.Conv2d(3, 4, 3), optimizer=optimizer)
+
+
+def test_a_copy_that_lacks_a_replaced_layer_is_refused():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
+    with pytest.raises(ValueError, match="the averaged copy has no layer at '1', as the model has"):
+        nhwc.convert_(model, ema=copy.deepcopy(model)[:1])
+    assert [type(layer) for layer in model] == [nn.Conv2d, nn.GELU]
+
+
+def test_a_copy_with_a_computed_weight_is_refused_without_computing_it():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    other = copy.deepcopy(model)
+    nn.utils.parametrizations.spectral_norm(other[0])
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ValueError, match=r"the averaged copy has nothing at '0\.weight'"):
+        nhwc.convert_(model, ema=other)
+    torch.testing.assert_close(other.state_dict(), before, rtol=0, atol=0)

@@ -48,12 +48,12 @@ def dynunet(levels: int, norm: object, **options) -> Callable[[], nn.Module]:
 
 
 def unet(kernel: int) -> Callable[[], nn.Module]:
-    size = {"kernel_size": kernel, "up_kernel_size": kernel, "num_res_units": 1}
+    size = {"kernel_size": kernel, "up_kernel_size": kernel, "num_res_units": 1, "act": smooth}
     return monai("unet", "UNet", 3, 1, 2, (4, 8, 16, 16, 16), (2, 2, 2, 2), **size)
 
 
 groups = ("group", {"num_groups": 2})
-# An instance norm of 8 voxels, as there are at the last level, is so steep that a leaky ReLU behind one differs in the
+# An instance norm of 8 voxels, as there are at the last level, is so steep that a leaky ReLU after it differs in the
 # sign of some activations in any two float32 runs, and with it in the derivative.
 smooth = ("elu", {"inplace": True})
 blocks = {"blocks_down": (1,) * 4, "blocks_up": (1,) * 4}

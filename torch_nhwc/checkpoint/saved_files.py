@@ -133,7 +133,7 @@ class _Job:
         memory_format = self.options.format.name
         planned = plan(model, memory_format, preserve=False)
         rows = planned.rows
-        # Without `preserve` the layers are those that the conversion itself would make wrong.
+        # Without `preserve` the layers are those whose training the conversion itself would make wrong.
         needing = [row.path for row in rows if row.reason in _NEEDS_PACKAGE] + [row.path for row in planned.layers]
         left = list(dict.fromkeys(needing))
         if not rows and self.strict:

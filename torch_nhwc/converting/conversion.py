@@ -15,7 +15,8 @@ from torch_nhwc.layout import Format
 from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.planning.companions import sources_of
-from torch_nhwc.planning.deciding import Decisions, decide, match
+from torch_nhwc.planning.deciding import Decisions, decide
+from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import SEEN_BY_EXAMPLE, Action, CompanionRow, FilterFunction, Options, Plan, PlanRow
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
@@ -57,8 +58,8 @@ def convert_(
         strict: Whether to raise, before anything changes, if a weight is refused or there is none to convert.
         input_format: `"channels_last"` also converts the model's inputs, by a forward pre-hook; those of a rank that
             its convolutions have. `"channels_last_3d"` means volumes only.
-        preserve: Whether layers that lose channels-last, and those of a model that trains which PyTorch computes wrong,
-            are replaced: their class changes. If false, only those that the conversion itself makes wrong are.
+        preserve: Whether layers that lose channels-last, or that PyTorch computes wrong, are replaced: their class
+            changes. If false, only layers whose training the conversion itself makes wrong are, in training mode.
         each_forward: Whether weights stay as they are, and layers convert them in each forward: for parameters that
             have to be contiguous, before or after wrapping.
 

@@ -103,7 +103,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
             f"{caller}: expected torch.contiguous_format or {CHANNELS_LAST[rank]} for weights of rank {rank}, "
             f"got {memory_format}{_REQUIRED.get(memory_format, '')}"
         )
-    # As PyTorch's functions, these leave layers their classes, but for those that the conversion would make wrong.
+    # As PyTorch's functions, these leave layers their classes, but for those whose training the conversion makes wrong.
     options = Options(Format.of(memory_format), "detach", preserve=False)
     decisions = decide(found._replace(sites=sites), options)
     edits, left = _clone(decisions)

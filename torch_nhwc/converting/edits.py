@@ -33,7 +33,8 @@ from torch_nhwc.nn.hooks import (
 from torch_nhwc.nn.replacements import Preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
 from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.deciding import Decisions, match, outcomes_of
+from torch_nhwc.planning.deciding import Decisions, outcomes_of
+from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites import computed_weights, wrappers

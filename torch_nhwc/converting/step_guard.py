@@ -1,4 +1,4 @@
-"""The step guard: an optimizer pre-step hook, installed while any converted layer exists.
+"""The step guard: an optimizer pre-step hook, installed until every converted layer is reverted.
 
 Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different layouts,
 for example after loading a checkpoint in the other layout: their kernels read all of them in memory order. Before such
@@ -22,11 +22,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.ops import mismatched_layouts, set_strides_
+from torch_nhwc.planning.companions import CODES
 from torch_nhwc.rendering import warn
 from torch_nhwc.sites.wrappers import state_of, with_inner
 
-# One-byte numbers are codes with a scale for each block of memory, and cannot be permuted.
-_CODES = (torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
 _logger = logging.getLogger("torch_nhwc")
 
 _is_enabled = True
@@ -44,9 +43,10 @@ def set_step_guard(enabled: bool) -> None:
     """Turn the step guard on or off for the whole process. It is on by default.
 
     Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different
-    layouts. While any converted layer that trains exists, the guard checks before each step of such an optimizer,
-    gives state and gradients the strides of their parameter, and warns once for each optimizer. It never raises. It
-    does not see gradients that a closure or the optimizer's own step hooks assign.
+    layouts. Once a model that trains is converted, the guard checks before each step of such an optimizer, gives state
+    and gradients the strides of their parameter, and warns once for each optimizer. It is removed when every converted
+    layer is reverted, and stays if one was deleted, since copies of it may exist. It never raises. It does not see
+    gradients that a closure or the optimizer's own step hooks assign.
 
     Example:
         >>> torch_nhwc.training.set_step_guard(False)
@@ -185,7 +185,7 @@ def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool =
     for parameter in parameters:
         named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
         tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
-        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in _CODES]
+        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in CODES]
     apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
     moved = []
     for parameter, label, tensor in (companions[index] for index in apart):

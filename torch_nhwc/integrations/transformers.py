@@ -16,7 +16,6 @@ from torch_nhwc.checkpoint import contiguous_checkpoints_
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
-from torch_nhwc.running import training_mode
 from torch_nhwc.training import align_optimizer_
 
 _OPTIONS = ("memory_format", "plan", "input_format", "preserve", "each_forward", "strict")
@@ -94,9 +93,7 @@ class ChannelsLastTrainer(Trainer):  # type: ignore[misc]
         each_forward = getattr(self._options.get("plan"), "each_forward", self._options.get("each_forward"))
         if (self.is_fsdp_enabled or self.is_deepspeed_enabled) and not each_forward:
             raise ValueError("FSDP and DeepSpeed need contiguous parameters: give the trainer each_forward=True")
-        # `from_pretrained` returns a model in evaluation mode, in which fewer layers are replaced than training needs.
-        with training_mode(model):
-            self.conversion = convert_(model, optimizer=optimizer, **self._options)
+        self.conversion = convert_(model, optimizer=optimizer, **self._options)
         contiguous_checkpoints_(model)
 
     def _align(self, optimizer: Optimizer) -> None:

@@ -5,6 +5,7 @@ was made around a layer's, as PyTorch does to parametrize or shard it, stays the
 """
 
 import sys
+import threading
 from typing import Any, ClassVar, cast
 
 from torch import nn
@@ -42,6 +43,7 @@ class ModuleName(str):
 
 _swapped: dict[tuple[type[Swap], type], type] = {}
 _below: dict[type, type] = {}
+_lock = threading.RLock()  # two threads that swap one class get the same
 
 
 def swap_class(layer: nn.Module, kind: type[Swap]) -> None:
@@ -61,7 +63,8 @@ def swap_class(layer: nn.Module, kind: type[Swap]) -> None:
 def restore_class(layer: nn.Module, kind: type[Swap]) -> None:
     """Undo `swap_class`; other kinds of swaps stay."""
     if issubclass(type(layer), kind):
-        layer.__class__ = _with_kinds(type(layer), _kinds_of(type(layer)) - {kind})
+        with _lock:
+            layer.__class__ = _with_kinds(type(layer), _kinds_of(type(layer)) - {kind})
 
 
 def swapped_class(layer_type: type, kind: type[Swap]) -> type:
@@ -71,7 +74,8 @@ def swapped_class(layer_type: type, kind: type[Swap]) -> type:
         return known
     if issubclass(layer_type, kind):
         return layer_type
-    return _with_kinds(layer_type, _kinds_of(layer_type) | {kind})
+    with _lock:
+        return _with_kinds(layer_type, _kinds_of(layer_type) | {kind})
 
 
 def original_class(layer_type: type) -> type:
@@ -128,7 +132,8 @@ def _reduce(layer: Any, protocol: int) -> tuple[Any, ...]:
 
 def blank(layer_type: type, *kinds: type[Swap]) -> Any:
     """Return a layer of a class, swapped, without anything inside of it: for pickle."""
-    swapped: Any = _with_kinds(layer_type, set(kinds))
+    with _lock:
+        swapped: Any = _with_kinds(layer_type, set(kinds))
     return swapped.__new__(swapped)
 
 

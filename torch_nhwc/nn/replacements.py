@@ -296,67 +296,22 @@ def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
 
 
-def _has_one_tap(layer: Any) -> bool:
-    """Return whether a kernel has one tap in the plane, and no stride there; along depth there may be more of both."""
-    in_plane = all(size == 1 for size in (*layer.kernel_size[1:], *layer.stride[1:]))
-    along_depth = layer.kernel_size[0] == 1 or (layer.groups == 1 and not isinstance(layer.padding, str))
-    return layer.padding_mode == "zeros" and in_plane and along_depth
+def loses_gradient(layer: Any) -> bool:
+    """Return whether a layer that trains may get a wrong weight gradient because its weight is channels-last.
 
-
-def has_taps(layer: Any) -> bool:
-    """Return whether a convolution's kernel has more than one tap; a subclass may lack its base's attributes."""
-    return bool(max(getattr(layer, "kernel_size", (1,))) > 1)
-
-
-def _may_be_cut(layer: Any) -> bool:
-    """Return whether a 3D convolution is faster in slabs for some inputs of a batch of 1; groups gain nothing."""
-    if layer.groups != 1 or not has_taps(layer):
+    This is so for 2D convolutions of 1x1 with a stride and few channels in a group, on some CPUs.
+    """
+    if not layer.training or getattr(layer, "kernel_size", None) != (1, 1) or layer.stride == (1, 1):
         return False
-    if not layer.transposed:
-        return True
-    is_apart = layer.kernel_size[0] == layer.stride[0] and layer.dilation[0] == 1
-    return bool(is_apart and layer.padding[0] == layer.output_padding[0] == 0)
-
-
-def meets_small_input_rule(layer: Any) -> bool:
-    """Return whether a convolution may get a wrong weight gradient on small inputs, in either format, on some CPUs."""
-    if not (layer.training and has_taps(layer)):
+    if (layer.out_channels if layer.transposed else layer.in_channels) // layer.groups >= 16:
         return False
-    weight = layer._parameters.get("weight")
-    if weight is not None:
-        return bool(weight.requires_grad)
     # A parametrized weight would be computed if it were read.
     return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
 
 
-def meets_strided_rule(layer: Any) -> bool:
-    """Return whether a convolution may get a wrong weight gradient once it is channels-last, on some CPUs."""
-    if layer.kernel_size != (1, 1) or layer.stride == (1, 1):
-        return False
-    return bool((layer.out_channels if layer.transposed else layer.in_channels) // layer.groups < 16)
-
-
-def never(layer: Any) -> bool:
-    """Return false: the layers of a class lose nothing."""
-    return False
-
-
-def _is_circular(layer: Any) -> bool:
-    return bool(layer.padding_mode == "circular")
-
-
-def _is_unpadded(layer: Any) -> bool:
-    """Return whether a kernel of one tap has no padding in the plane, whose four numbers come first."""
-    return _is_circular(layer) or has_taps(layer) or not any(layer._reversed_padding_repeated_twice[:4])
-
-
 def _is_nearest(layer: Any) -> bool:
-    return layer.mode in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
-
-
-def takes_statistics(layer: Any) -> bool:
-    """Return whether a batch norm normalises by the statistics of its input; its output is right otherwise."""
-    return layer.training or (layer.running_mean is None and layer.running_var is None)
+    # A subclass may lack the attributes of its base.
+    return getattr(layer, "mode", None) in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
 
 
 def always(layer: Any) -> bool:
@@ -369,51 +324,43 @@ class Replacement(NamedTuple):
 
     preserving: type[nn.Module]
     """The class that replaces the layer's."""
-    loses: str
-    """The end of a sentence that begins with "on channels-last it loses"."""
+    gains: str
+    """The end of a sentence on the replacement that begins with "it is"."""
     concerns: Callable[[Any], bool] = always
     """Says of a layer if it loses anything; if not, it has no row in a plan."""
     serves: Callable[[Any], bool] = always
     """Says of a layer if the replacement takes its arguments."""
 
 
-_NORM = "the gradient where the batch is 1; the format; and speed, forward and backward"
-_SUMS = "accuracy in training, forward and backward, the more the larger the activation is"
-_POOL = "the format, forward and backward, and with it speed"
-_PADDING = "the format and speed forward"
-_SPEED = "speed, forward and backward"
-_SPEED_OF_ONE = f"{_SPEED}, above all for a batch of 1"
-_GRADIENT = "the right gradient of the weight, on inputs smaller than the kernel"
+_CONVOLUTION = "right and fast for every shape"
+_BATCH_NORM = "accurate for every size"
+_GROUP_NORM = "accurate, whatever the means are, and fast, above all backward"
+_INSTANCE_NORM = "in the format and fast, and its gradient is right for a batch of 1"
+_FORMAT = "in the format, forward and backward, and fast"
+_FAST = "fast, forward and backward"
+_FORWARD = "in the format and fast, forward"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
-    nn.GroupNorm: Replacement(
-        PreservingGroupNorm,
-        "accuracy, forward and backward, the more the farther means are from zero; and speed, above all backward",
-    ),
-    nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _NORM),
-    nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _NORM),
-    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _SUMS, never),
-    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _SUMS, never),
-    nn.GELU: Replacement(PreservingGELU, _SPEED),
-    nn.Softmax: Replacement(PreservingSoftmax, _POOL, serves=_is_over_channels),
-    nn.Softmax2d: Replacement(PreservingSoftmax2d, _POOL),
-    nn.LogSoftmax: Replacement(PreservingLogSoftmax, _POOL, serves=_is_over_channels),
-    nn.CrossEntropyLoss: Replacement(PreservingCrossEntropyLoss, "the format backward, and speed forward"),
-    nn.AvgPool3d: Replacement(PreservingAvgPool3d, _POOL),
-    nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _POOL),
-    nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _POOL),
-    nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, "the format forward"),
-    nn.CircularPad2d: Replacement(PreservingCircularPad2d, _PADDING),
-    nn.CircularPad3d: Replacement(PreservingCircularPad3d, _PADDING),
-    nn.Conv2d: Replacement(PreservingConv2d, f"{_PADDING}, in its circular padding", _is_circular),
-    nn.Conv3d: Replacement(
-        PreservingConv3d,
-        _SPEED_OF_ONE,
-        lambda layer: _is_circular(layer) or _has_one_tap(layer) or _may_be_cut(layer),
-        _is_unpadded,
-    ),
-    nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _GRADIENT, never),
-    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _SPEED_OF_ONE, _may_be_cut),
-    nn.Upsample: Replacement(PreservingUpsample, "the format backward", _is_nearest),
+    nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
+    nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _INSTANCE_NORM),
+    nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _INSTANCE_NORM),
+    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _BATCH_NORM),
+    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _BATCH_NORM),
+    nn.GELU: Replacement(PreservingGELU, _FAST),
+    nn.Softmax: Replacement(PreservingSoftmax, _FORMAT, serves=_is_over_channels),
+    nn.Softmax2d: Replacement(PreservingSoftmax2d, _FORMAT),
+    nn.LogSoftmax: Replacement(PreservingLogSoftmax, _FORMAT, serves=_is_over_channels),
+    nn.CrossEntropyLoss: Replacement(PreservingCrossEntropyLoss, "fast forward, and in the format backward"),
+    nn.AvgPool3d: Replacement(PreservingAvgPool3d, _FORMAT),
+    nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _FORMAT),
+    nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _FORMAT),
+    nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, _FORWARD),
+    nn.CircularPad2d: Replacement(PreservingCircularPad2d, _FORWARD),
+    nn.CircularPad3d: Replacement(PreservingCircularPad3d, _FORWARD),
+    nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION),
+    nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION),
+    nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),
+    nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
+    nn.Upsample: Replacement(PreservingUpsample, "in the format backward", _is_nearest),
 }
 
 # The names of the classes of which every layer is replaced.

@@ -15,14 +15,19 @@ from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, memory_id
 from torch_nhwc.ops import Outcome, plan_weights
+from torch_nhwc.sites import computed_weights
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
 
 AveragedCopy = nn.Module | Mapping[str, Tensor]
 # Types whose bytes are what they seem.
 _PLAIN = (Tensor, nn.Parameter)
-# Dtypes of one byte, which optimizers use as codes.
-_CODES = {torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2}
+# Dtypes of one byte, which optimizers use as codes with a scale for each block of memory: they cannot be permuted.
+CODES = frozenset(
+    each
+    for each in vars(torch).values()
+    if isinstance(each, torch.dtype) and each.itemsize == 1 and each is not torch.bool
+)
 
 
 @dataclass(slots=True)
@@ -91,8 +96,11 @@ class Sources(NamedTuple):
         return Sources(self.optimizers + others.optimizers, self.copies + others.copies)
 
     def layers_at(self, path: str) -> list[nn.Module]:
-        """Return the layers of the averaged copies at a path."""
-        return [copy.get_submodule(path) for copy in self.copies if isinstance(copy, nn.Module)]
+        """Return the layers of the averaged copies at a path, or raise a ValueError for a copy that lacks it."""
+        try:
+            return [copy.get_submodule(path) for copy in self.copies if isinstance(copy, nn.Module)]
+        except AttributeError as error:
+            raise ValueError(f"the averaged copy has no layer at {path!r}, as the model has") from error
 
     def weakly(self) -> "Callable[[], Sources]":
         """Return a function that gives those sources that still exist."""
@@ -150,7 +158,7 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
                 if type(value) is Tensor:
                     if value.dim() == 0:  # a count of steps
                         continue
-                    if value.dtype not in _CODES and value.shape == shape and value.layout is torch.strided:
+                    if value.dtype not in CODES and value.shape == shape and value.layout is torch.strided:
                         found.append(Companion(weight, key, value))
                         continue
                 found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
@@ -217,8 +225,12 @@ def _expect_kept(copies: Mapping[str, Tensor]) -> None:
 def _tensor_of(copy: Any, name: str) -> Tensor | None:
     if isinstance(copy, Mapping):
         return copy.get(name)
+    path, _, own = name.rpartition(".")
     try:
-        return attrgetter(name)(copy)  # type: ignore[no-any-return]
+        module = attrgetter(path)(copy) if path else copy
+        # Reading a computed weight would compute it, which may change the copy's buffers.
+        is_computed = own == "weight" and computed_weights.originals(module) is not None
+        return None if is_computed else getattr(module, own)
     except AttributeError:
         return None
 
@@ -245,9 +257,8 @@ def _matching(state: Any, shape: torch.Size, prefix: str = "") -> Iterator[tuple
 def _reason_to_stay(state: Tensor) -> Reason | None:
     if type(state) not in _PLAIN or state.layout is not torch.strided:
         return Reason.OTHER_KIND
-    # Bytes are codes with a scale for each block of memory: they cannot be permuted, and kernels that read them with
-    # the weight go by memory, too.
-    return Reason.STATE_IN_THE_WAY if state.dtype in _CODES else None
+    # Kernels that read codes with the weight go by memory, too.
+    return Reason.STATE_IN_THE_WAY if state.dtype in CODES else None
 
 
 def _as_tuple(value: Any) -> tuple[Any, ...]:

@@ -1,6 +1,6 @@
 """What happens to every site of a model, and to all that goes with it, decided before anything changes."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
@@ -13,28 +13,23 @@ from torch_nhwc.layout import (
     Format,
     Strides,
     is_fake,
-    is_permuted,
     known_strides,
     memory_id,
     tied_by_view,
 )
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
-from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import (
-    ALWAYS_REPLACED,
-    has_taps,
-    is_preserving,
-    meets_small_input_rule,
-)
+from torch_nhwc.nn.hooks import InputHook
+from torch_nhwc.nn.replacements import loses_gradient
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, expect_plan
-from torch_nhwc.rendering import amount
+from torch_nhwc.planning.matching import match_layers
+from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text
+from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
 from torch_nhwc.sites import computed_weights, wrappers
-from torch_nhwc.sites.finding import MEASURED_DEVICES, ReplaceableLayer, find, find_replaceable_layers, is_layer
+from torch_nhwc.sites.finding import find, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
-from torch_nhwc.sites.site import Found, Site
+from torch_nhwc.sites.site import Found, ReplaceableLayer, Site
 
 
 def plan(
@@ -98,11 +93,10 @@ def decide(
     _refuse_for_optimizers(found.sites, rows, options, sources)
     has_companions = with_gradients or sources.optimizers or sources.copies or options.storage == "reuse"
     companions = _decide_companions(found.sites, rows, options, sources) if has_companions else []
-    layers = _decide_layers(found.model, options, plan)
-    hook = _decide_input_hook(found, options)
-    decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, [])
-    decisions.remarks += _remarks(decisions)
-    return decisions
+    layers = _decide_layers(found, options, plan)
+    hook = decide_input_hook(found, options, layers)
+    remarks = remarks_on(found, options, rows, layers, hook)
+    return Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)
 
 
 @dataclass
@@ -476,225 +470,25 @@ def _decide_companions(
     return [companion for companion in companions if companion.weight.name not in refused]
 
 
-def _decide_layers(model: nn.Module, options: Options, plan: Plan | None) -> list[tuple[ReplaceableLayer, LayerRow]]:
+def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tuple[ReplaceableLayer, LayerRow]]:
     """Return the layers that lose channels-last or are wrong there, and what happens to each."""
     if not options.format.is_channels_last:
         return []
     planned = {row.path: row for row in plan.layers} if plan else {}
     decided = []
-    for layer in match_layers(plan, model) if plan else find_replaceable_layers(model):
-        reason, row = layer.reason, planned.get(layer.path)
-        if row is None and not (options.preserve or layer.fault is Reason.STRIDED_POINTWISE):
-            continue
-        if row is not None and not row.is_wanted:
+    for layer in match_layers(plan, found) if plan else found.layers:
+        reason, row, fault = layer.reason, planned.get(layer.path), None
+        if not options.preserve:
+            if reason in (None, Reason.EXCHANGED) and loses_gradient(layer.module):
+                fault = Reason.STRIDED_POINTWISE
+            elif row is None:
+                continue
+        if row is not None and not (row.is_wanted or row.reason is Reason.OTHER_DEVICE):
             reason = row.reason
         elif reason is None:
             reason = options.skip_reason(layer.module, layer.path)
         action = Action.KEEP if reason else Action.EXCHANGE
-        # A plan was perhaps made in training mode, and the layer has no fault in evaluation mode.
-        planned_fault = row.reason if row is not None and row.action is Action.EXCHANGE else None
-        reason = reason or layer.fault or planned_fault
-        decided.append((layer, LayerRow(layer.path, layer.kind, layer.loses, action, reason)))
+        if row is not None and row.action is Action.EXCHANGE:  # a plan was perhaps made in training mode
+            fault = row.reason
+        decided.append((layer, LayerRow(layer.path, layer.kind, layer.gains, action, reason or fault)))
     return decided
-
-
-def _decide_input_hook(found: Found, options: Options) -> InputHook | None:
-    """Return the hook that the model is to have: the present one, with what is requested added, or `None`.
-
-    An input of another rank than the convolutions' is no image or volume, for example a video of `[B, T, C, H, W]` for
-    convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it whose width is
-    strided: on some CPUs PyTorch computes those wrong where weight or input are channels-last.
-    """
-    present = input_hook(found.model)
-    if options.input_format is None:
-        return present if options.format.is_channels_last else None
-    expect_hookable(found.model)
-    if any(site.reason is Reason.PER_SAMPLE_GRADIENTS for site in found.sites):
-        raise RuntimeError(f"torch_nhwc: input_format: {Reason.PER_SAMPLE_GRADIENTS.value}")
-    ranks = ranks_to_bring(options.input_format, options.format)
-    sites = [site for site in found.sites if site.rank in ranks]
-    if not sites:
-        return present
-    return InputHook(_ranks_of(sites), _ranks_of(filter(_may_be_wrong_on_one_channel, sites))).joined(present)
-
-
-def _remark_on_input_hook(model: nn.Module, hook: InputHook | None) -> str:
-    """Return what the report says if a format of the inputs is requested."""
-    if hook is None:
-        return (
-            "input_format: no input is converted, since no convolution was found that would take one (example_inputs "
-            "show more of them)"
-        )
-    end = "revert removes it"
-    if hook == input_hook(model):
-        end = "it was there before, and goes with the revert of the report that it came with"
-    ranks = " and ".join(f"{rank}D" for rank in hook.ranks)
-    remark = f"input_format: a forward pre-hook converts {ranks} inputs of the {type(model).__name__}; {end}"
-    if hook.one_channel_ranks:
-        remark += "; inputs of one channel stay as they are, since strided convolutions of one channel may take them"
-    return remark
-
-
-def has_lost_input_hook(model: nn.Module, plan: Plan) -> bool:
-    """Return whether a model lacks the hook for its inputs that a plan has."""
-    if plan.input_format is None or input_hook(model) is not None:
-        return False
-    ranks = ranks_to_bring(plan.input_format, Format(plan.memory_format))
-    return any(row.rank in ranks for row in plan.rows)
-
-
-def ranks_to_bring(input_format: str, weights: Format) -> list[int]:
-    """Return the ranks of inputs that a format of the inputs means, for weights in a format."""
-    of_inputs = Format(None if input_format == "channels_last" else input_format)
-    return [rank for rank in CHANNELS_LAST if weights.serves(rank) and of_inputs.serves(rank)]
-
-
-def _may_be_wrong_on_one_channel(site: Site) -> bool:
-    """Return whether a convolution of one group takes one channel and strides over its width, if that is known."""
-    strides = getattr(site.module, "stride", None)
-    if isinstance(strides, tuple) and strides[-1:] == (1,):
-        return False
-    if site.tensor is None:
-        return True
-    channels = getattr(site.module, "in_channels", None)  # a computed weight may come from tensors of other shapes
-    has_one = site.tensor.shape[1:2] == (1,) if channels is None else channels == 1
-    return bool(has_one) and site.groups <= 1
-
-
-def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
-    return tuple(sorted({site.rank for site in sites}))
-
-
-_NORMS: dict[Reason, tuple[type, ...]] = {
-    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
-    Reason.GROUP_NORM: (nn.GroupNorm,),
-}
-
-
-def _remarks(decisions: Decisions) -> list[str]:
-    """Return what the report says of the whole model."""
-    found, options, rows = decisions.found, decisions.options, decisions.rows
-    remarks = []
-    each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
-    if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
-        remarks += [reason.value for reason in _losing_norms(decisions)]
-    is_saved_as_it_is = state_dict_hook_key(found.model) is None
-    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
-        remarks.append(Reason.BROADCAST.value)
-    if each_forward:
-        weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
-        size = amount(sum(tensor.nbytes for tensor in weights.values() if tensor is not None))
-        remarks.append(
-            f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
-        )
-    if options.input_format:
-        remarks.append(_remark_on_input_hook(found.model, decisions.input_hook))
-    is_hook_new = decisions.input_hook not in (None, input_hook(found.model))
-    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in decisions.layers):
-        remarks.append(Reason.SAVED_WHOLE.value)
-    return remarks + [reason.value for reason in _remarks_on_layers(decisions)]
-
-
-def _remarks_on_layers(decisions: Decisions) -> Iterator[Reason]:
-    """Yield what to know about layers that stay as they are, and are wrong in training."""
-    found, options = decisions.found, decisions.options
-    if not options.format.is_channels_last:
-        return
-    mended = {id(layer.module) for layer, row in decisions.layers if row.is_wanted}
-    others = (site.module for site in found.sites if id(site.module) not in mended and _may_be_on_cpu(site.tensor))
-    modules = [module for module in others if is_layer(module) and not is_preserving(type(module))]
-    if not options.preserve:
-        if any(map(meets_small_input_rule, modules)):
-            yield Reason.WRONG_GRADIENTS
-        return
-    untrained = any(has_taps(module) and not meets_small_input_rule(module) for module in modules)
-    has_norms = not found.module_types.isdisjoint((nn.BatchNorm2d, nn.BatchNorm3d))
-    are_trained = any(layer.fault is Reason.BATCH_STATISTICS for layer, _ in decisions.layers)
-    is_on_cpu = any(_may_be_on_cpu(site.tensor) for site in found.sites)
-    if untrained or (has_norms and is_on_cpu and not are_trained):
-        yield Reason.FOR_INFERENCE
-    if any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
-        names = {getattr(module, "original_name", "") for module in found.model.modules()}
-        if not names.isdisjoint(ALWAYS_REPLACED):
-            yield Reason.SCRIPTED_LAYERS
-
-
-def _may_be_on_cpu(tensor: Tensor | None) -> bool:
-    return tensor is None or tensor.device.type in MEASURED_DEVICES
-
-
-def _losing_norms(decisions: Decisions) -> list[Reason]:
-    """Return why norms that stay as they are will go wrong."""
-    kept = {type(layer.module) for layer, row in decisions.layers if row.action is Action.KEEP}
-    types: set[Any] = kept if decisions.options.preserve else decisions.found.module_types
-    types = {each for each in types if not is_preserving(each)}
-    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
-
-
-def _has_ranks() -> bool:
-    """Return whether this is one of several processes of a group."""
-    distributed = torch.distributed
-    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
-
-
-def _is_permuted(row: PlanRow) -> bool:
-    return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())
-
-
-def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
-    """Return the model's sites in the order of a plan's rows, or raise a ValueError that names the first difference."""
-    rows = expect_plan(plan).rows
-    found = find(model)
-    sites = {site.full_name: site for site in found.sites}
-    matched = []
-    for row in rows:
-        site = sites.pop(row.full_name, None) or _site_from_example(model, row)
-        if site is None:
-            raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")
-        if site.tensor is not None and row.shape is not None:
-            shape, dtype = tuple(site.tensor.shape), as_text(site.tensor.dtype)
-            if shape != row.shape or not (any_dtype or dtype == row.dtype):
-                raise ValueError(
-                    f"the model differs from the plan: {row.full_name!r} is {shape} of {dtype}, "
-                    f"the plan has {row.shape} of {row.dtype}"
-                )
-        matched.append(site if row.reason is not Reason.COMPUTED_IN_FORWARD else site.because(row.reason))
-    for site in sites.values():
-        raise ValueError(f"the model differs from the plan: the plan does not know {site.full_name!r} ({site.layer})")
-    return found._replace(sites=matched, observed=plan.observed)
-
-
-def match_layers(plan: Plan, model: nn.Module) -> list[ReplaceableLayer]:
-    """Return the model's layers that lose channels-last, in the order of a plan's rows, as `match` does for sites.
-
-    A layer that is kept is not compared: it may have another class since, or be another layer. One that only training
-    makes wrong need not be in the plan.
-    """
-    if not (plan.layers or (plan.preserve and Format(plan.memory_format).is_channels_last)):
-        return []
-    layers = {layer.path: layer for layer in find_replaceable_layers(model, {row.path for row in plan.layers})}
-    matched = []
-    for row in plan.layers:
-        layer = layers.pop(row.path, None)
-        if row.is_wanted and (layer is None or layer.kind != row.layer):
-            got = "no such layer" if layer is None else f"a {layer.kind}"
-            raise ValueError(f"the model differs from the plan: it has {got} at {row.path!r}, the plan a {row.layer}")
-        if layer is not None:
-            matched.append(layer)
-    for layer in layers.values():
-        if layer.reason is None and layer.fault is None and plan.preserve:
-            raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
-    return [*matched, *layers.values()]
-
-
-def _site_from_example(model: nn.Module, row: PlanRow) -> Site | None:
-    """Return the site of a row that only example inputs have shown."""
-    try:
-        module = model.get_submodule(row.path)
-    except AttributeError:
-        return None
-    tensor = getattr(module, row.name, None)
-    tensor, reason = (tensor, None) if isinstance(tensor, Tensor) else (None, row.reason)
-    if tensor is None and reason is not Reason.ON_THE_FLY:
-        return None
-    return Site(row.path, row.name, row.layer, row.rank, row.groups, module, tensor, reason)

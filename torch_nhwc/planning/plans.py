@@ -111,10 +111,10 @@ _NO_PART = (Reason.FAKE, Reason.TIED)
 
 
 class LayerRow(NamedTuple):
-    """A row says what happens to one layer that loses channels-last.
+    """A row says what happens to one layer that loses channels-last, or that PyTorch computes wrong.
 
     Example:
-        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Conv2d(3, 8, 1), torch.nn.GELU()))
+        >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU()))
         >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
         ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
     """
@@ -123,12 +123,12 @@ class LayerRow(NamedTuple):
     """The layer's path in the model; empty for the model itself."""
     layer: str
     """The layer's original class."""
-    loses: str
-    """What the layer loses on channels-last."""
+    gains: str
+    """What the replacement is: the end of a sentence that begins with "it is"."""
     action: Action
     """`EXCHANGE` or `KEEP`."""
     reason: Reason | None
-    """Why the layer stays as it is, or what PyTorch computes wrong in one that is replaced."""
+    """Why the layer stays as it is, or why it is replaced with `preserve=False`."""
 
     @property
     def is_wanted(self) -> bool:
@@ -175,7 +175,7 @@ class Plan:
         input_format: `"channels_last"` if a hook converts the model's inputs to channels-last, `"channels_last_3d"` if
             it converts volumes only, else `None`.
         layers: One for each layer that loses channels-last, or that PyTorch computes wrong, in the model's order. With
-            `preserve=False` only those that the conversion itself makes wrong.
+            `preserve=False` only those whose training the conversion itself makes wrong.
         preserve: Whether layers that lose channels-last are replaced.
         observed: Whether the model ran on example inputs, which show convolutions that are called by forward itself.
 
@@ -402,7 +402,7 @@ def full_table(rows: Sequence[PlanRow], layers: Sequence[LayerRow]) -> str:
         text += table(cells, ["site", "layer", "shape", "dtype", "action", "reason"])
     if layers:
         cells = [[row.path or "(the model itself)", row.layer, row.action.value, _name(row.reason)] for row in layers]
-        text += table(cells, ["layer that loses", "class", "action", "reason"])
+        text += table(cells, ["layer", "class", "action", "reason"])
     # A lazy weight that is kept will not be converted, as the sentence says.
     reasons = [row.reason for row in rows if not (row.reason is Reason.LAZY and row.action is Action.KEEP)]
     reasons += [row.reason for row in layers]
@@ -437,15 +437,15 @@ def _cells(some: Sequence[PlanRow], rows: Sequence[PlanRow]) -> list[list[str]]:
 
 
 def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
-    """Return what happens to the layers that lose channels-last, by their class; for layers that stay, their paths."""
+    """Return what happens to the layers that can be replaced, by their class; for layers that stay, their paths."""
     alike: dict[tuple[str, str, Action, Reason | None], list[str]] = {}
     for row in layers:
-        alike.setdefault((row.layer, row.loses, row.action, row.reason), []).append(row.path or "the model itself")
-    for (layer, loses, action, reason), paths in alike.items():
+        alike.setdefault((row.layer, row.gains, row.action, row.reason), []).append(row.path or "the model itself")
+    for (layer, gains, action, reason), paths in alike.items():
         if action is Action.EXCHANGE or reason is None:
-            why = reason.value if reason else f"on channels-last it loses {loses}"
+            why = reason.value if reason else gains
             yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: {why}"
         elif reason is Reason.EXCHANGED:
             yield f"{len(paths)} {layer} kept: {reason.value}"
         else:
-            yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}; on channels-last it loses {loses}"
+            yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}"

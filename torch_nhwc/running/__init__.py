@@ -12,7 +12,6 @@ from torch_nhwc.running.calls import (
     preserved_state,
     run_once,
     seconds,
-    training_mode,
 )
 from torch_nhwc.running.comparison import (
     TOLERANCES,
@@ -44,5 +43,4 @@ __all__ = [
     "seconds",
     "tensors_in",
     "tolerance_of",
-    "training_mode",
 ]

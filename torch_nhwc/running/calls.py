@@ -5,6 +5,7 @@ import inspect
 import io
 import random
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -25,7 +26,8 @@ def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[An
     """Run a model without gradients, in its own mode, and return its output; see `preserved_state`.
 
     PyTorch's generators are rewound only if the run draws from them or seeds them, so that other threads do not draw
-    the same numbers twice. Compiled modules run uncompiled, because a dispatch mode is active.
+    the same numbers twice. Compiled modules run uncompiled, because a dispatch mode is active; while this runs, those
+    that other threads call do as well, since PyTorch has one compiler stance for the process.
 
     Args:
         model: The model to run.
@@ -39,11 +41,29 @@ def run_once(model: nn.Module, inputs: Any, *contexts: AbstractContextManager[An
         )
         stack.enter_context(torch.no_grad())
         if "torch._dynamo" in sys.modules:  # otherwise nothing is compiled, and importing it takes seconds
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(_uncompiled())
         for context in contexts:
             stack.enter_context(context)
         stack.enter_context(draws)
         return call(model, inputs)
+
+
+_stance_lock = threading.Lock()
+_stances: list[Any] = []  # the one to restore, once for each thread that is inside of `_uncompiled`
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Run everything uncompiled. The stance is the process's: the last thread that leaves restores the former one."""
+    with _stance_lock:
+        _stances.append(_stances[0] if _stances else torch.compiler.set_stance("force_eager"))
+    try:
+        yield
+    finally:
+        with _stance_lock:
+            stance = _stances.pop()
+            if not _stances:
+                stance.__exit__(None, None, None)
 
 
 @contextmanager
@@ -68,22 +88,13 @@ def preserved_state(*models: nn.Module, must_rewind: Callable[[], bool] = lambda
             restore()
 
 
-def evaluation_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
-    return _mode(model, is_training=False)
-
-
-def training_mode(model: nn.Module) -> AbstractContextManager[None]:
-    """Put a model into training mode, and every module back into its own mode at the end of the block."""
-    return _mode(model, is_training=True)
-
-
 @contextmanager
-def _mode(model: nn.Module, is_training: bool) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and every module back into its own mode at the end of the block."""
     modes = _training_modes(model)
     try:
         if modes:
-            model.train(is_training)
+            model.eval()
         yield
     finally:
         for mode in modes:

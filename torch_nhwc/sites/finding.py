@@ -1,7 +1,7 @@
 """Find the sites of a model: its convolution weights, and the layers that lose channels-last."""
 
 import sys
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -13,20 +13,15 @@ from torch.nn.parameter import is_lazy
 from torch_nhwc.nn.class_swap import original_class
 from torch_nhwc.nn.replacements import (
     Replacement,
-    always,
     has_own_method,
     is_known,
     is_patched,
     is_preserving,
-    meets_small_input_rule,
-    meets_strided_rule,
-    never,
     replacement_for,
-    takes_statistics,
 )
 from torch_nhwc.sites import computed_weights, observed, scripted
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import LAYERS, Found, Site, TensorContainer, walk
+from torch_nhwc.sites.site import LAYERS, Found, ReplaceableLayer, Site, TensorContainer, walk
 
 
 def find(model: nn.Module, example_inputs: Any = None) -> Found:
@@ -53,16 +48,19 @@ def instead_of(given: Any) -> str:
 
 
 def walk_layers(model: nn.Module) -> Found:
-    """Return the sites of a model's layers, in the model's order, each layer once."""
+    """Return the sites of a model's layers, and the layers that can be replaced, in its order, each layer once."""
     sites: list[Site] = []
     tensors: list[Tensor | None] = []
-    module_types: set[type] = set()
+    layers: list[ReplaceableLayer] = []
+    kinds: dict[type, _LayerKind] = {}
     for path, module, wrapped in walk(model):
         module_type = type(module)
         if module._parameters or module._buffers:
             tensors += (*module._parameters.values(), *module._buffers.values())
-        module_types.add(module_type)
-        family, rank = _kind_of(module_type)  # type: ignore[arg-type]
+        kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
+        family, rank = kind.family, kind.rank
+        if kind.replacement is not None:
+            layers += _replaceable(path, module, kind, wrapped)
         if not family:
             continue
         if family == "layer":
@@ -77,7 +75,13 @@ def walk_layers(model: nn.Module) -> Found:
         if wrapped is not None:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
-    return Found(model, sites, module_types, tensors)
+    device = next((tensor.device for tensor in tensors if tensor is not None), None)
+    if device is not None and device.type not in MEASURED_DEVICES:  # that of layers without tensors, too
+        layers = [
+            each._replace(reason=Reason.OTHER_DEVICE) if each.reason is None and not _tensors_of(each.module) else each
+            for each in layers
+        ]
+    return Found(model, sites, {*kinds}, tensors, layers)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -135,91 +139,26 @@ def _sites_of_layer(path: str, module: nn.Module, rank: int, wrapped: Reason | N
     return [_site(path, "weight", module, rank, tensor, reason)]
 
 
-class ReplaceableLayer(NamedTuple):
-    """A layer that is worse on channels-last than its replacement, which it may be already, or wrong in any format."""
-
-    path: str
-    module: nn.Module
-    kind: str
-    """The name of its class in its package."""
-    loses: str
-    """The end of a sentence that begins with "on channels-last it loses"."""
-    reason: Reason | None
-    """Why it cannot be replaced, or need not be."""
-    fault: Reason | None
-    """What PyTorch computes wrong in it."""
-
-
-_CONVOLUTIONS = tuple(layer for layers in LAYERS.values() for layer in layers)
-# What PyTorch computes wrong in a layer. The layer alone decides, and not the machine: ranks and saved plans agree.
-_FAULTS: tuple[tuple[tuple[type, ...], Callable[[Any], bool], Reason], ...] = (
-    (_CONVOLUTIONS, meets_strided_rule, Reason.STRIDED_POINTWISE),
-    (_CONVOLUTIONS, meets_small_input_rule, Reason.SMALL_INPUTS),
-    ((nn.BatchNorm2d, nn.BatchNorm3d), takes_statistics, Reason.BATCH_STATISTICS),
-)
-_GRADIENT = "the right gradient of its weight, on some CPUs"
-
-
-def find_replaceable_layers(model: nn.Module, planned: Container[str] = ()) -> list[ReplaceableLayer]:
-    """Return the layers of a model that lose on channels-last, or that PyTorch computes wrong, in its order.
-
-    Args:
-        model: The model.
-        planned: Paths of layers that a plan names. They are returned whatever their mode is by now.
-
-    Example:
-        >>> (layer,) = torch_nhwc.sites.finding.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
-        >>> layer.path, layer.kind, layer.loses
-        ('0', 'GELU', 'speed, forward and backward')
-    """
-    found = []
-    kinds: dict[type, _LayerKind | None] = {}
-    model_device: torch.device | None = None
-    for path, module, wrapped in walk(model):
-        module_type = type(module)
-        kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
-        if kind is None:
-            continue
-        fault = _fault_of(module, kind.faults) if kind.faults else None
-        concerns = kind.replacement.concerns
-        # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
-        loses = concerns is always or (concerns is not never and _holds(concerns, module))
-        if not (loses or fault or kind.reason is Reason.EXCHANGED or path in planned):
-            continue
-        reason = kind.reason
-        if reason is None:
-            is_right = fault is not None or (kind.is_convolution and path in planned)  # whether or not it is faster
-            device = _device_of(module)
-            if device is None:
-                device = model_device = model_device or _device_of_any(model)
-            reason = _reason_of(module, kind.replacement, is_right, device)
-            if reason is Reason.OTHER_DEVICE and not loses:  # PyTorch's faults are those of its CPU kernels
-                continue
-        if wrapped is not None and reason is not Reason.EXCHANGED:
-            reason = wrapped
-        what = kind.replacement.loses if loses or not kind.is_convolution else _GRADIENT
-        found.append(ReplaceableLayer(path, module, kind.name, what, reason, fault))
-    return found
-
-
 class _LayerKind(NamedTuple):
     """What is the same for all layers of a class."""
 
-    replacement: Replacement
-    name: str
+    family: str
+    """What kind of convolution it is; empty for other layers."""
+    rank: int
+    """The rank of its weight."""
+    replacement: Replacement | None
+    name: str = ""
     """The name of the class in its package."""
-    reason: Reason | None
+    reason: Reason | None = None
     """Why no layer of the class can be replaced, or has to be."""
-    faults: "_Faults"
-    is_convolution: bool
 
 
-def _layer_kind(module: nn.Module) -> _LayerKind | None:
-    """Return what there is to know of a module's class; `None` if there is no replacement for it."""
+def _layer_kind(module: nn.Module) -> _LayerKind:
     layer_type = _later_class(module) or type(module)
-    replacement = None if issubclass(layer_type, torch.jit.ScriptModule) else replacement_for(layer_type)
+    family = _kind_of(type(module))  # type: ignore[arg-type]
+    replacement = None if family[0] == "scripted" else replacement_for(layer_type)
     if replacement is None:
-        return None
+        return _LayerKind(*family, None)
     original, reason = original_class(layer_type), None
     if is_preserving(layer_type):
         reason = Reason.EXCHANGED
@@ -229,30 +168,30 @@ def _layer_kind(module: nn.Module) -> _LayerKind | None:
         reason = Reason.OTHER_CLASS
     elif is_patched(original):
         reason = Reason.FORWARD_REPLACED
-    faults = [(has_fault, fault) for layers, has_fault, fault in _FAULTS if issubclass(layer_type, layers)]
-    return _LayerKind(replacement, original.__name__, reason, faults, issubclass(layer_type, _CONVOLUTIONS))
+    return _LayerKind(*family, replacement, original.__name__, reason)
 
 
-_Faults = list[tuple[Callable[[Any], bool], Reason]]
+def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> list[ReplaceableLayer]:
+    """Return a layer if it loses anything, as a list."""
+    replacement: Any = kind.replacement
+    reason = kind.reason
+    # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
+    if reason is not Reason.EXCHANGED:
+        if not replacement.concerns(module):
+            return []
+        reason = wrapped or reason or _reason_of(module, replacement)
+    return [ReplaceableLayer(path, module, kind.name, replacement.gains, reason)]
 
 
-def _fault_of(layer: nn.Module, faults: _Faults) -> Reason | None:
-    """Return the first fault of a layer; `None` for a subclass that lacks the attributes of its base."""
-    try:
-        for has_fault, fault in faults:
-            if has_fault(layer):
-                return fault
-    except AttributeError:
-        pass
-    return None
+def find_replaceable_layers(model: nn.Module) -> Sequence[ReplaceableLayer]:
+    """Return the layers of a model that lose on channels-last, or that PyTorch computes wrong, in its order.
 
-
-def _holds(predicate: Callable[[Any], bool], layer: nn.Module) -> bool:
-    """Return what a predicate says of a layer; false for a subclass that lacks the attributes of its base."""
-    try:
-        return predicate(layer)
-    except AttributeError:
-        return False
+    Example:
+        >>> (layer,) = torch_nhwc.sites.finding.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
+        >>> layer.path, layer.kind, layer.gains
+        ('0', 'GELU', 'fast, forward and backward')
+    """
+    return walk_layers(model).layers
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:
@@ -260,30 +199,19 @@ def _later_class(module: nn.Module) -> type[nn.Module] | None:
     return module.cls_to_become if isinstance(module, LazyModuleMixin) else None
 
 
-def _reason_of(
-    module: nn.Module, replacement: Replacement, is_right: bool, device: torch.device | None
-) -> Reason | None:
+def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
     """Return why a layer cannot be replaced, though others of its class are."""
     if has_own_method(module):
         return Reason.FORWARD_REPLACED
-    if not (is_right or replacement.serves(module)):
+    if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
-    return None if device is None or device.type in MEASURED_DEVICES else Reason.OTHER_DEVICE
+    tensors = _tensors_of(module)
+    return Reason.OTHER_DEVICE if tensors and tensors[0].device.type not in MEASURED_DEVICES else None
 
 
 # The devices whose losses and faults are known; a meta tensor stands for one on a CPU.
 MEASURED_DEVICES = ("cpu", "meta")
 
 
-def _device_of(module: nn.Module) -> torch.device | None:
-    """Return the device of a module's first tensor of its own."""
-    for tensors in (module._parameters, module._buffers):
-        for tensor in tensors.values():
-            if tensor is not None:
-                return tensor.device
-    return None
-
-
-def _device_of_any(model: nn.Module) -> torch.device | None:
-    """Return the device of a model's first tensor."""
-    return next((device for _, module, _ in walk(model) if (device := _device_of(module)) is not None), None)
+def _tensors_of(module: nn.Module) -> list[Tensor]:
+    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]

@@ -184,32 +184,18 @@ class Reason(enum.Enum):
         "the forward of the layer or its class has been replaced by other code: convert before that is done",
     )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
-    OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and its losses on other devices were not measured"
+    OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and other devices were not measured"
 
-    SMALL_INPUTS = (
-        Kind.FAULT,
-        "on CPUs with AVX-512 the gradient of its weight is wrong for inputs so small that no output sees the whole "
-        "kernel, on channels-last more often than on contiguous",
-    )
     STRIDED_POINTWISE = (
         Kind.FAULT,
-        "on a CPU the gradient of its weight is wrong on channels-last, or the process dies: without AVX-512, or on "
-        "several threads",
-    )
-    BATCH_STATISTICS = (
-        Kind.FAULT,
-        "on a CPU its statistics and gradients are inaccurate on channels-last, the more so the larger the batch is",
+        "on some CPUs the gradient of its weight is wrong on channels-last, or the process dies. For tools that fuse "
+        "or quantize layers by their class, call eval() before convert_, or convert_ after them",
     )
 
     WRONG_GRADIENTS = (
         Kind.MODEL,
         "preserve=False leaves convolutions in the model whose weight gradients PyTorch computes wrong on some CPUs, "
-        "for inputs so small that no output sees the whole kernel: preserve=True replaces them",
-    )
-    FOR_INFERENCE = (
-        Kind.MODEL,
-        "2D convolutions and batch norms in evaluation mode, or without gradients, keep PyTorch's classes: call "
-        "convert_ again before training them",
+        "for some shapes: before training, call convert_ with preserve=True",
     )
     INSTANCE_NORM = (
         Kind.MODEL,

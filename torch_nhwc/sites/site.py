@@ -1,6 +1,6 @@
 """The sites of a model, the walk over its modules, and the operators that convolve."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -56,6 +56,19 @@ class Site:
         return f"{self.path!r} ({self.layer})" if self.path else f"the module itself ({self.layer})"
 
 
+class ReplaceableLayer(NamedTuple):
+    """A layer that is worse on channels-last, or wrong, than its replacement, which it may be already."""
+
+    path: str
+    module: nn.Module
+    kind: str
+    """The name of its class in its package."""
+    gains: str
+    """The end of a sentence on the replacement that begins with "it is"."""
+    reason: Reason | None
+    """Why it cannot be replaced, or need not be."""
+
+
 class Found(NamedTuple):
     """What one walk over a model has found."""
 
@@ -65,6 +78,7 @@ class Found(NamedTuple):
     """The classes of all modules, without those inside of TorchScript modules."""
     tensors: list[Tensor | None]
     """All parameters and buffers, sites or not."""
+    layers: Sequence[ReplaceableLayer] = ()
     observed: bool = False
     """True if the model ran on example inputs."""
 

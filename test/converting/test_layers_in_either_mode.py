@@ -1,6 +1,7 @@
-"""What `preserve` replaces in models that train: convolutions and batch norms that PyTorch computes wrong."""
+"""Convolutions and batch norms that PyTorch computes wrong are replaced in training and in evaluation mode."""
 
 import copy
+import dataclasses
 import io
 import itertools
 import pickle
@@ -14,13 +15,7 @@ import torch_nhwc as nhwc
 from torch_nhwc import Plan, Reason
 from torch_nhwc.planning import Action
 
-FAULTS = {
-    "conv": ("Conv2d", Reason.SMALL_INPUTS),
-    "norm": ("BatchNorm2d", Reason.BATCH_STATISTICS),
-    "up": ("ConvTranspose2d", Reason.SMALL_INPUTS),
-    "strided": ("Conv2d", Reason.STRIDED_POINTWISE),
-}
-CONVOLUTIONS = {"conv", "up"}
+KINDS = {"conv": "Conv2d", "norm": "BatchNorm2d", "up": "ConvTranspose2d", "point": "Conv2d", "strided": "Conv2d"}
 
 
 def network():
@@ -73,41 +68,68 @@ def assert_alike(model, other, x):
 )
 def test_mode_gradients_and_the_option_say_what_is_replaced(is_training, requires_grad, preserve):
     model = network().train(is_training).requires_grad_(requires_grad)
-    expected = {"strided"}
-    if preserve and is_training:
-        expected |= {"norm"} | (CONVOLUTIONS if requires_grad else set())
+    expected = {*KINDS} if preserve else {"strided"} if is_training and requires_grad else set()
     plan = nhwc.plan(model, preserve=preserve)
     report = nhwc.convert_(model, preserve=preserve)
     assert replaced(model) == {row.path for row in report.plan.layers} == expected
     assert report.plan == plan
     assert report.plan.preserve is preserve
-    of_all = {(path, kind, Action.EXCHANGE, reason) for path, (kind, reason) in FAULTS.items()}
-    assert {(row.path, row.layer, row.action, row.reason) for row in plan.layers} == {
-        each for each in of_all if each[0] in expected
-    }
-    has_wrong_gradients = is_training and requires_grad and not preserve
-    is_for_inference = preserve and not (is_training and requires_grad)
-    assert (Reason.WRONG_GRADIENTS.value in report.remarks) is has_wrong_gradients
-    assert (Reason.FOR_INFERENCE.value in report.remarks) is is_for_inference
+    reason = None if preserve else Reason.STRIDED_POINTWISE
+    rows = [(row.path, row.layer, row.action, row.reason) for row in plan.layers]
+    assert rows == [(path, kind, Action.EXCHANGE, reason) for path, kind in KINDS.items() if path in expected]
+    assert (Reason.WRONG_GRADIENTS.value in report.remarks) is (requires_grad and not preserve)
     report.revert()
     assert types(model) == types(network())
 
 
-def test_only_the_layer_counts():
-    """One that is frozen, or in evaluation mode, stays in a model that trains."""
-    model = network()
-    model.conv.weight.requires_grad_(False)
-    model.up.eval()
-    model.norm.eval()
-    report = nhwc.convert_(model)
-    assert replaced(model) == {"strided"}
-    assert Reason.FOR_INFERENCE.value in report.remarks
+@MODELS
+def test_a_model_that_is_converted_in_evaluation_mode_trains_right(make, x):
+    model = make().eval()
+    plan = nhwc.convert_(model, optimizer=()).plan
+    assert plan == nhwc.plan(make())
+    assert_alike(model.train(), make(), x)
+    assert nhwc.check(model, plan) == []
 
 
-def test_a_batch_norm_without_running_statistics_is_replaced_in_evaluation_mode():
-    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.BatchNorm2d(4, track_running_stats=False)).eval()
-    (row,) = nhwc.convert_(model).plan.layers
-    assert (row.path, row.reason) == ("1", Reason.BATCH_STATISTICS)
+def test_a_report_has_one_line_for_each_kind(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    lines = str(nhwc.convert_(network())).splitlines()
+    assert [line for line in lines if "replaced:" in line] == [
+        "3 Conv2d replaced: right and fast for every shape",
+        "1 BatchNorm2d replaced: accurate for every size",
+        "1 ConvTranspose2d replaced: right and fast for every shape",
+    ]
+
+
+def test_without_preserve_tools_find_the_classes_and_the_report_names_the_way_out(monkeypatch):
+    """Quantization by class would leave a replaced layer as it is, between quantized ones."""
+    fused = nn.Sequential(nn.Conv2d(3, 4, 1, stride=2), nn.ReLU()).eval()
+    nhwc.convert_(fused, preserve=False)
+    assert type(torch.ao.quantization.fuse_modules(fused, [["0", "1"]])[0]) is torch.ao.nn.intrinsic.ConvReLU2d
+    report = nhwc.convert_(nn.Conv2d(3, 4, 1, stride=2), preserve=False)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert "tools that fuse or quantize layers by their class, call eval() before convert_" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: nn.Conv3d(2, 4, 1, stride=2), V),
+        (lambda: nn.Conv3d(2, 4, (3, 1, 1), padding=1, padding_mode="replicate"), V),
+        (lambda: nn.Conv3d(2, 4, (3, 1, 1), padding=(1, 1, 0), padding_mode="reflect"), V),
+        (lambda: nn.Conv3d(2, 4, 1, padding=1), V),
+        (lambda: nn.Conv3d(2, 4, 3, groups=2), V),
+        (lambda: nn.ConvTranspose3d(2, 4, 3, stride=2), V),
+    ],
+    ids=["strided", "replicate", "reflect", "padded", "grouped", "overlapping"],
+)
+def test_volumes_of_every_kind_are_replaced(make, x):
+    torch.manual_seed(0)
+    model = nn.Sequential(make()).eval()
+    stock = copy.deepcopy(model)
+    nhwc.convert_(model, input_format="channels_last", optimizer=())
+    assert replaced(model) == {"0"}
+    assert_alike(model, stock, x)
 
 
 def test_contiguous_takes_the_classes_back_and_ignores_the_option():
@@ -156,17 +178,26 @@ class TestPlans:
         plan = nhwc.plan(make().eval())
         model = make()
         report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
-        assert replaced(model) == {row.path for row in nhwc.plan(make()).layers}  # what would be wrong otherwise
+        assert replaced(model) == {row.path for row in plan.layers} == {row.path for row in nhwc.plan(make()).layers}
         assert nhwc.check(model, plan) == []
         report.revert()
         assert types(model) == types(make())
 
     @pytest.mark.parametrize("is_training", [True, False])
-    def test_without_replaced_layers_stays_so(self, is_training):
+    def test_without_preserve_replaces_what_would_train_wrong(self, is_training):
         plan = nhwc.plan(network().train(not is_training), preserve=False)
         model = network().train(is_training)
-        assert nhwc.convert_(model, plan=Plan.from_json(plan.to_json())).plan == plan
-        assert replaced(model) == {"strided"}
+        report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
+        assert replaced(model) == {"strided"}  # because of the plan, or of the mode
+        report.revert()
+        assert types(model) == types(network())
+
+    def test_of_another_device_replaces_layers_on_a_cpu(self):
+        plan = nhwc.plan(network())
+        rows = [row._replace(action=Action.KEEP, reason=Reason.OTHER_DEVICE) for row in plan.layers]
+        model = network()
+        nhwc.convert_(model, plan=dataclasses.replace(plan, layers=tuple(rows)))
+        assert replaced(model) == {*KINDS}
 
     def test_of_contiguous_fits_models_with_layers_that_lose(self):
         model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
@@ -188,7 +219,7 @@ def test_averaged_copies_go_along():
     averaged = torch.optim.swa_utils.AveragedModel(model)
     other = copy.deepcopy(model)
     report = nhwc.convert_(model, ema=[averaged, other])
-    assert replaced(averaged.module) == replaced(other) == replaced(model) == {*FAULTS}
+    assert replaced(averaged.module) == replaced(other) == replaced(model) == {*KINDS}
     averaged.update_parameters(model)
     report.revert()
     assert types(averaged.module) == types(other) == types(model) == types(network())
@@ -198,7 +229,7 @@ def test_weights_of_each_forward_and_replaced_layers_compose():
     model = network()
     report = nhwc.convert_(model, each_forward=True)
     assert type(model.conv).__name__ == "EachForwardPreservingConv2d"
-    assert replaced(model) == {*FAULTS}
+    assert replaced(model) == {*KINDS}
     assert_alike(model, network(), X)
     report.revert()
     assert types(model) == types(network())
@@ -233,7 +264,7 @@ def test_subclasses_with_code_of_their_own_stay():
     report = nhwc.convert_(model)
     assert replaced(model) == {"0"}
     assert [row.reason for row in report.plan.layers] == [
-        Reason.SMALL_INPUTS,
+        None,
         *[Reason.OTHER_CLASS] * 2,
         Reason.FORWARD_REPLACED,
     ]

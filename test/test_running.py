@@ -1,0 +1,36 @@
+"""Running a model so that nothing remains of it."""
+
+import threading
+
+import torch
+import torch._dynamo  # otherwise nothing is compiled, and there is no stance
+from torch import nn
+
+from torch_nhwc.running import run_once
+
+
+def test_runs_in_several_threads_leave_the_compiler_as_it_was():
+    """PyTorch has one stance for the process: whoever restores it first must not leave it to the others."""
+
+    class Waits(nn.Module):
+        def forward(self, x):
+            entered[int(x)].set()
+            assert leave[int(x)].wait(10)
+            return x
+
+    entered, leave = ([threading.Event(), threading.Event()] for _ in range(2))
+    calls = []
+
+    @torch.compile(backend=lambda graph, inputs: calls.append(graph) or graph.forward)
+    def compiled(x):
+        return x + 1
+
+    threads = [threading.Thread(target=run_once, args=(Waits(), torch.tensor(index))) for index in range(2)]
+    for thread, event in zip(threads, entered):
+        thread.start()
+        assert event.wait(10)
+    for thread, event in zip(threads, leave):
+        event.set()
+        thread.join()
+    compiled(torch.ones(2))
+    assert calls

@@ -1,0 +1,162 @@
+"""The hook for a model's inputs, and what a report says about the whole model."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from torch_nhwc.layout import CHANNELS_LAST, Format, is_permuted
+from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
+from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving
+from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow
+from torch_nhwc.rendering import amount
+from torch_nhwc.sites.finding import MEASURED_DEVICES, is_layer
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.site import Found, ReplaceableLayer, Site
+
+_Layers = Sequence[tuple[ReplaceableLayer, LayerRow]]
+
+
+def decide_input_hook(found: Found, options: Options, layers: _Layers) -> InputHook | None:
+    """Return the hook that the model is to have: the present one, with what is requested added, or `None`.
+
+    An input of another rank than the convolutions' is no image or volume, for example a video of `[B, T, C, H, W]` for
+    convolutions in 2D. One of one channel stays as it is if a convolution of one channel may take it that is not
+    replaced, and whose width is strided: on some CPUs PyTorch computes those wrong on channels-last.
+    """
+    present = input_hook(found.model)
+    if options.input_format is None:
+        return present if options.format.is_channels_last else None
+    expect_hookable(found.model)
+    if any(site.reason is Reason.PER_SAMPLE_GRADIENTS for site in found.sites):
+        raise RuntimeError(f"torch_nhwc: input_format: {Reason.PER_SAMPLE_GRADIENTS.value}")
+    ranks = ranks_to_bring(options.input_format, options.format)
+    sites = [site for site in found.sites if site.rank in ranks]
+    if not sites:
+        return present
+    right = _replaced(layers)
+    others = [site for site in sites if id(site.module) not in right and _may_be_wrong_on_one_channel(site)]
+    return InputHook(_ranks_of(sites), _ranks_of(others)).joined(present)
+
+
+def _remark_on_input_hook(model: nn.Module, hook: InputHook | None) -> str:
+    """Return what the report says if a format of the inputs is requested."""
+    if hook is None:
+        return (
+            "input_format: no input is converted, since no convolution was found that would take one (example_inputs "
+            "show more of them)"
+        )
+    end = "revert removes it"
+    if hook == input_hook(model):
+        end = "it was there before, and goes with the revert of the report that it came with"
+    ranks = " and ".join(f"{rank}D" for rank in hook.ranks)
+    remark = f"input_format: a forward pre-hook converts {ranks} inputs of the {type(model).__name__}; {end}"
+    if hook.one_channel_ranks:
+        remark += "; inputs of one channel stay as they are, since strided convolutions of one channel may take them"
+    return remark
+
+
+def has_lost_input_hook(model: nn.Module, plan: Plan) -> bool:
+    """Return whether a model lacks the hook for its inputs that a plan has."""
+    if plan.input_format is None or input_hook(model) is not None:
+        return False
+    ranks = ranks_to_bring(plan.input_format, Format(plan.memory_format))
+    return any(row.rank in ranks for row in plan.rows)
+
+
+def ranks_to_bring(input_format: str, weights: Format) -> list[int]:
+    """Return the ranks of inputs that a format of the inputs means, for weights in a format."""
+    of_inputs = Format(None if input_format == "channels_last" else input_format)
+    return [rank for rank in CHANNELS_LAST if weights.serves(rank) and of_inputs.serves(rank)]
+
+
+def _may_be_wrong_on_one_channel(site: Site) -> bool:
+    """Return whether a convolution of one group takes one channel and strides over its width, if that is known."""
+    strides = getattr(site.module, "stride", None)
+    if isinstance(strides, tuple) and strides[-1:] == (1,):
+        return False
+    if site.tensor is None:
+        return True
+    channels = getattr(site.module, "in_channels", None)  # a computed weight may come from tensors of other shapes
+    has_one = site.tensor.shape[1:2] == (1,) if channels is None else channels == 1
+    return bool(has_one) and site.groups <= 1
+
+
+def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
+    return tuple(sorted({site.rank for site in sites}))
+
+
+_NORMS: dict[Reason, tuple[type, ...]] = {
+    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
+    Reason.GROUP_NORM: (nn.GroupNorm,),
+}
+
+
+def remarks_on(
+    found: Found, options: Options, rows: Sequence[PlanRow], layers: _Layers, hook: InputHook | None
+) -> list[str]:
+    """Return what the report says of the whole model."""
+    remarks = []
+    each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
+    if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
+        remarks += [reason.value for reason in _losing_norms(found, options, layers)]
+    is_saved_as_it_is = state_dict_hook_key(found.model) is None
+    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+        remarks.append(Reason.BROADCAST.value)
+    if each_forward:
+        weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
+        size = amount(sum(tensor.nbytes for tensor in weights.values() if tensor is not None))
+        remarks.append(
+            f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
+        )
+    if options.input_format:
+        remarks.append(_remark_on_input_hook(found.model, hook))
+    is_hook_new = hook not in (None, input_hook(found.model))
+    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in layers):
+        remarks.append(Reason.SAVED_WHOLE.value)
+    if options.format.is_channels_last:
+        remarks += [reason.value for reason in _remarks_on_layers(found, options, layers)]
+    return remarks
+
+
+def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Iterator[Reason]:
+    """Yield what to know about layers that stay as they are, and that PyTorch computes wrong."""
+    right = _replaced(layers)
+    if not options.preserve:
+        if any(_may_train(site) for site in found.sites if id(site.module) not in right):
+            yield Reason.WRONG_GRADIENTS
+    elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
+        names = {getattr(module, "original_name", "") for module in found.model.modules()}
+        if not names.isdisjoint(ALWAYS_REPLACED):
+            yield Reason.SCRIPTED_LAYERS
+
+
+def _replaced(layers: _Layers) -> set[int]:
+    """Return the ids of the layers that are replaced, now or already."""
+    return {id(layer.module) for layer, row in layers if row.is_wanted}
+
+
+def _may_train(site: Site) -> bool:
+    """Return whether a weight of a layer of PyTorch's may get a gradient on a CPU, in this mode or the other."""
+    if is_preserving(type(site.module)) or not is_layer(site.module):
+        return False
+    return site.tensor is None or (site.tensor.requires_grad and site.tensor.device.type in MEASURED_DEVICES)
+
+
+def _losing_norms(found: Found, options: Options, layers: _Layers) -> list[Reason]:
+    """Return why norms that stay as they are will go wrong."""
+    kept = {type(layer.module) for layer, row in layers if row.action is Action.KEEP}
+    types: set[Any] = kept if options.preserve else found.module_types
+    types = {each for each in types if not is_preserving(each)}
+    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
+
+
+def _has_ranks() -> bool:
+    """Return whether this is one of several processes of a group."""
+    distributed = torch.distributed
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
+
+
+def _is_permuted(row: PlanRow) -> bool:
+    return row.takes_part and is_permuted(torch.Size(row.shape or ()), row.target_strides or ())
