@@ -50,9 +50,12 @@ bool is_channels_last(const at::Tensor& input) {
   return false;
 }
 
+bool has_channels_last_strides(const at::Tensor& input) {
+  return input.sym_strides() == at::SymIntArrayRef(canonical_strides(input.sym_sizes()));
+}
+
 at::Tensor to_channels_last(const at::Tensor& input) {
-  const at::SymDimVector strides = canonical_strides(input.sym_sizes());
-  if (input.sym_strides() == at::SymIntArrayRef(strides)) return input;
+  if (has_channels_last_strides(input)) return input;
   // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
   const at::Tensor dense = channels_to_end(input).contiguous();
   return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));

@@ -66,7 +66,8 @@ at::Tensor as_batch(const Call& call) {
 /// Returns whether a contiguous volume meets a channels-last weight. Of 2D ones PyTorch itself takes the weight's
 /// format, of volumes only where oneDNN computes.
 bool is_volume_in_other_format(const Call& call) {
-  return call.axes() == 3 && !is_channels_last(call.input) && is_channels_last(call.weight);
+  if (call.axes() != 3 || is_channels_last(call.input) || !is_channels_last(call.weight)) return false;
+  return !has_channels_last_strides(call.input);
 }
 
 at::Tensor formatted(const Call& call) {
