@@ -344,8 +344,7 @@ def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch):
     measured = read(out)
     assert [row["model"] for row in measured["results"]] == ["first"] * 2 + ["second"] * 2
     for row in measured["results"]:
-        of_training = {"full, preserved"} if row["mode"] == "training" else set()
-        assert row["over"].keys() == {"contiguous", "weights only", "full"} | of_training
+        assert row["over"].keys() == {"contiguous", "weights only", "full", "full, preserved"}
         assert row["over"][row["choice"]] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
     assert "over full (99 % interval)" in report_tune.decisions(measured)
     del measured["level"]

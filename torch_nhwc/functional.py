@@ -587,13 +587,15 @@ def _is_pytorch_s_way_compiled(input: Any, weight: Any, bias: Any, *arguments: A
     return _constant_way(tensors, bias_type, requires_grad, arguments) in _PYTORCH_S_COMPILED
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator, unused-ignore]
 def _constant_way(tensors: Any, bias_type: Any, requires_grad: bool, arguments: Any) -> str:
     """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
     made = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors]
     bias = None if bias_type is None else torch.empty_strided(*bias_type[:2], dtype=bias_type[2])
     with torch.set_grad_enabled(requires_grad):
         return _way_of(made[0], made[1].requires_grad_(requires_grad), bias, *arguments)
+
+
+_constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
 
 
 def _are_usual(stride: Any, padding: Any, dilation: Any, groups: Any, axes: int, output_padding: Any) -> bool:
@@ -654,10 +656,14 @@ def _is_plain_subclass(kind: type) -> bool:
     return issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
 
 
+def is_exported() -> bool:
+    """Return whether a compiler or ONNX traces, which get PyTorch's own functions."""
+    return torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
+
+
 def _is_pytorch_s(*tensors: Any) -> bool:
     """Return whether a call is not ours: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
-    is_traced = torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
-    return is_traced or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
+    return is_exported() or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
 
 
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:

@@ -11,7 +11,8 @@ namespace nhwc {
 /// In 3 dimensions, for which PyTorch has no such format, the strides are `(C * L, 1, C)`.
 bool is_channels_last(const at::Tensor& input);
 
-/// Returns whether an activation has the canonical strides of channels-last; an ambiguous one may be contiguous as well.
+/// Returns whether an activation has the canonical strides of channels-last; an ambiguous one may be contiguous as
+/// well.
 bool has_channels_last_strides(const at::Tensor& input);
 
 /// Returns the view `[N, *spatial, C]`, which is contiguous where the activation is dense and channels-last.

@@ -10,9 +10,12 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+import torch_nhwc  # noqa: F401  registers the operators
+
 _CONVOLUTIONS = {
     *(functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d),
     *(torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d),
+    *(torch.ops.nhwc.conv2d, torch.ops.nhwc.conv3d, torch.ops.nhwc.conv_transpose2d, torch.ops.nhwc.conv_transpose3d),
 }
 
 

@@ -194,12 +194,23 @@ class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
     forward = PreservingCircularPad2d.forward
 
 
+def _one_channel_in_format(input: Tensor) -> Tensor:
+    """Return an input of one channel, which is in both formats at once, with the strides of channels-last.
+
+    The weight of one channel is contiguous, so that only these strides say in which format the result is to be.
+    """
+    if not is_scripting():
+        input = input if functional.is_exported() else in_format(input)
+        return input
+    return in_format(input)
+
+
 class PreservingConv2d(Preserving, nn.Conv2d):
     """`Conv2d` whose numbers are right for every shape, with a circular padding that reads memory in order."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.in_channels == 1 and input.dim() == 4:  # in both formats at once: its result is to be in one
-            input = in_format(input)
+        if self.in_channels == 1 and input.dim() == 4:
+            input = _one_channel_in_format(input)
         if self.padding_mode != "zeros":
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
@@ -216,8 +227,8 @@ class PreservingConv3d(Preserving, nn.Conv3d):
     """`Conv3d` whose numbers are right for every shape, fast for a batch of 1 and with one tap in the plane."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        if self.in_channels == 1 and input.dim() == 5:  # in both formats at once: its result is to be in one
-            input = in_format(input)
+        if self.in_channels == 1 and input.dim() == 5:
+            input = _one_channel_in_format(input)
         if self.padding_mode != "zeros":
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
