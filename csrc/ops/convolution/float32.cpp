@@ -67,11 +67,13 @@ bool is_wrong(const Call& call) {
 
 /// Returns PyTorch's result in float32, cast to the input's dtype and in its format.
 at::Tensor computed(const Call& call) {
-  Call wide = call;
-  wide.input = call.input.to(at::kFloat);
-  wide.weight = call.weight.to(at::kFloat);
-  if (call.has_bias()) wide.bias = call.bias->to(at::kFloat);
-  const at::Tensor out = wide.pytorchs().to(call.input.scalar_type());
+  const auto wide = [](const at::Tensor& tensor) { return tensor.to(at::kFloat); };
+  const OptionalTensor bias = call.has_bias() ? OptionalTensor(wide(*call.bias)) : OptionalTensor();
+  const at::SymDimVector none(call.axes(), 0);
+  const at::Tensor out =
+      at::convolution_symint(wide(call.input), wide(call.weight), bias, call.stride, call.padding, call.dilation,
+                             call.is_transposed, call.is_transposed ? call.output_padding : none, call.groups)
+          .to(call.input.scalar_type());
   return call.is_channels_last_input() ? to_channels_last(out) : out;
 }
 

@@ -255,7 +255,8 @@ bool is_linear(const Call& call) {
     return false;
   }
   const auto precision = [](at::Float32Op op) {
-    return at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
+    const at::Float32Precision set = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
+    return set == at::Float32Precision::NONE ? at::Float32Precision::IEEE : set;
   };
   return precision(at::Float32Op::MATMUL) == precision(at::Float32Op::CONV);
 }
