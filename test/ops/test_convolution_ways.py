@@ -68,6 +68,9 @@ def on_contiguous(case):
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), (2,)), "restored"),
         (("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)), "slabs"),
         (("conv_transpose3d", (1, 16, 9, 10, 8), (16, 24, 2, 2, 2), (2,)), "slabs"),
+        (("conv3d", (1, 128, 3, 4, 3), (64, 128, 3, 3, 3), (1, 1)), "gathered"),
+        (("conv3d", (1, 64, 4, 4, 4), (64, 64, 3, 3, 3), (1, 1)), "slabs"),
+        (("conv3d", (1, 64, 3, 3, 3), (64, 64, 3, 3, 3), (1, 1)), "restored"),
     ],
 )
 def test_each_way(case, way):
@@ -97,6 +100,33 @@ def test_an_ambiguous_volume_is_in_both_formats():
     x, w = torch.randn(4, 1, 1, 1, 1), torch.empty(4, 17, 2, 2, 2, memory_format=torch.channels_last_3d).normal_()
     ours, theirs = functional.conv_transpose3d(x[:, :, 0:1], w[:1], None, 2), F.conv_transpose3d(x, w[:1], None, 2)
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(
+    ("shape", "kernel", "arguments"),
+    [
+        ((1, 128, 3, 4, 3), (64, 128, 3, 3, 3), (1, 1)),
+        ((1, 128, 5, 7, 9), (70, 128, 2, 3, 4), ((2, 1, 2), (1, 0, 1), (1, 2, 1))),
+        ((1, 320, 5, 5, 5), (128, 320, 3, 3, 3), (1, 1)),
+    ],
+)
+def test_few_positions_are_gathered_for_a_matrix_product(shape, kernel, arguments):
+    x, w, b = *(channels_last(torch.randn(sizes)) for sizes in (shape, kernel)), torch.randn(kernel[0])
+    assert way_of("conv3d", x, w, b, arguments) == "gathered"
+
+    def of_both_orders(convolve, leaves):
+        leaves = [each.detach().requires_grad_() for each in leaves]
+        out = convolve(*leaves, *arguments)
+        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+        return [out, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]
+
+    got = of_both_orders(functional.conv3d, (x, w, b))
+    for ours, real in zip(got, of_both_orders(F.conv3d, (x.double(), w.double(), b.double()))):
+        assert (ours.double() - real).norm() <= 3e-6 * real.norm()
+    assert_in_format(got[0])
+    assert_in_format(got[1])
+    assert got[2].stride() == w.stride()
+    assert way_of("conv3d", x.bfloat16(), w.bfloat16(), None, arguments) in ("pytorch", "float32", "trimmed", "slabs")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
