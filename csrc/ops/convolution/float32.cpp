@@ -1,4 +1,5 @@
-// Convolutions of half precision in float32: those that oneDNN does not take, and those that it computes wrong.
+#include "ops/convolution/float32.h"
+
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 
@@ -11,7 +12,6 @@
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
 #include "ops/convolution/faults.h"
-#include "ops/convolution/ways.h"
 
 namespace nhwc {
 namespace {

@@ -22,11 +22,4 @@ const Way& way_of(const Call& call);
 /// Returns the convolution, by its way.
 at::Tensor convolution(const Call& call);
 
-/// Returns whether a call of half precision is slow in PyTorch, or wrong.
-bool needs_float32(const Call& call);
-
-/// Computes a call of half precision in float32, and saves for the backward what PyTorch saves. Derivatives of higher
-/// order are PyTorch's.
-at::Tensor by_float32(const Call& call);
-
 }  // namespace nhwc
