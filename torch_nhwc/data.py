@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, _utils, get_worker_info
 
-from torch_nhwc.layout import CHANNELS_LAST, Format, in_format, is_convertible
+from torch_nhwc.layout import CHANNELS_LAST, Format, is_convertible, to_format
 from torch_nhwc.ops import copy_weight_
 from torch_nhwc.running import map_tensors
 
@@ -141,7 +141,7 @@ def _in_channels_last(wanted: Format, tensor: Tensor) -> Tensor:
         return tensor
     is_dense = tensor.is_contiguous(memory_format=CHANNELS_LAST[tensor.dim()])
     if type(tensor) is not Tensor or not tensor.is_cpu or tensor.requires_grad or is_dense:
-        return in_format(tensor)
+        return to_format(tensor)
     return copy_weight_(_empty_batch(tensor.shape, tensor), tensor)
 
 

@@ -95,13 +95,13 @@ known_strides = lru_cache(4096)(_canonical_strides)  # a model has many weights 
 CONTIGUOUS = Format("contiguous_format")
 
 
-def in_format(tensor: Tensor, channels_last: bool = True) -> Tensor:
+def to_format(tensor: Tensor, channels_last: bool = True) -> Tensor:
     """Return a 4D or 5D tensor in channels-last, or contiguous, in canonical strides: itself where it has them.
 
     Bytes move only where they have to. Transforms, tracers, compilers and TorchScript may run it.
 
     Example:
-        >>> torch_nhwc.layout.in_format(torch.ones(1, 2, 1, 3)).stride()
+        >>> torch_nhwc.layout.to_format(torch.ones(1, 2, 1, 3)).stride()
         (6, 1, 6, 2)
     """
     if not is_scripting():

@@ -18,7 +18,7 @@ Strides canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format) 
   return strides;
 }
 
-bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format) {
+bool is_in_format(const at::Tensor& weight, at::MemoryFormat memory_format) {
   return weight.strides() == at::IntArrayRef(canonical_strides(weight.sizes(), memory_format));
 }
 

@@ -13,7 +13,7 @@ Strides canonical_strides(at::IntArrayRef size, at::MemoryFormat memory_format);
 
 /// Returns whether the strides are exactly the canonical ones. `is_contiguous(memory_format)` is weaker: it ignores the
 /// strides of dimensions of size 1, which decide the format of an ambiguous tensor for PyTorch.
-bool in_format(const at::Tensor& weight, at::MemoryFormat memory_format);
+bool is_in_format(const at::Tensor& weight, at::MemoryFormat memory_format);
 
 /// Returns channels_last or channels_last_3d, by rank.
 at::MemoryFormat channels_last_of(const at::Tensor& weight);

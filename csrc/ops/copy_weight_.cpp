@@ -28,7 +28,7 @@ void check_arguments(const at::Tensor& self, const at::Tensor& weight) {
 
 void copy_weight_kernel_(const at::Tensor& self, const at::Tensor& weight) {
   check_arguments(self, weight);
-  TORCH_CHECK(in_format(self, at::MemoryFormat::Contiguous) || in_format(self, channels_last_of(self)),
+  TORCH_CHECK(is_in_format(self, at::MemoryFormat::Contiguous) || is_in_format(self, channels_last_of(self)),
               mismatch(self, weight));
   TORCH_CHECK(!self.is_neg() && !self.is_conj(), op, ": expected a tensor that is not a lazy view, got ",
               describe(self));

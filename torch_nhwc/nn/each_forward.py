@@ -7,7 +7,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from torch_nhwc.layout import CHANNELS_LAST, in_format
+from torch_nhwc.layout import CHANNELS_LAST, to_format
 from torch_nhwc.nn.class_swap import Swap
 from torch_nhwc.ops import convert_weight
 
@@ -101,10 +101,10 @@ def weight_for(weight: Tensor, groups: int) -> Tensor:
     if memory_format is None:
         return weight
     if groups == 1 and _channels_of(weight) == 1:
-        return in_format(weight, channels_last=False)
+        return to_format(weight, channels_last=False)
     dtype = _dtype_of_autocast(weight)
     if dtype is None and _is_in_order(weight, memory_format):
-        return in_format(weight)
+        return to_format(weight)
     return converted(weight, memory_format, dtype)
 
 

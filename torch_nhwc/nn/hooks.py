@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.layout import CHANNELS_LAST, Format, contiguous_copies, in_format, is_convertible
+from torch_nhwc.layout import CHANNELS_LAST, Format, contiguous_copies, is_convertible, to_format
 from torch_nhwc.nn.each_forward import converted
 from torch_nhwc.ops import convert_weight_
 from torch_nhwc.rendering import warn
@@ -57,7 +57,7 @@ def converted_input(value: Tensor, ranks: list[int], least: int = 2) -> Tensor:
     """Return an input of one of some ranks, and at least as many channels, in channels-last; also in TorchScript."""
     if not value.is_floating_point() or not is_convertible(value, ranks) or value.size(1) < least:
         return value
-    return in_format(value)
+    return to_format(value)
 
 
 def _hook(scripted: Callable[..., Any]) -> Callable[..., Any]:
@@ -106,8 +106,8 @@ class InputHook:
                 return value
             if value.dim() in self.one_channel_ranks and value.size(1) == 1:
                 # In the strides of channels-last it would be what is to be avoided.
-                return in_format(value, channels_last=False) if value.stride(1) == 1 else value
-            return in_format(value)
+                return to_format(value, channels_last=False) if value.stride(1) == 1 else value
+            return to_format(value)
         if type(value) is dict:
             items = {key: self.convert(each) for key, each in value.items()}
             return items if any(items[key] is not value[key] for key in value) else value

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
-from torch_nhwc.layout import in_format
+from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 
 
@@ -200,9 +200,9 @@ def _one_channel_in_format(input: Tensor) -> Tensor:
     The weight of one channel is contiguous, so that only these strides say in which format the result is to be.
     """
     if not is_scripting():
-        input = input if functional.is_exported() else in_format(input)
+        input = input if functional.is_exported() else to_format(input)
         return input
-    return in_format(input)
+    return to_format(input)
 
 
 class PreservingConv2d(Preserving, nn.Conv2d):

