@@ -7,7 +7,7 @@ compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript 
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Optional, cast
 
 import torch
@@ -680,8 +680,27 @@ def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
         tensors = tuple(each for each in arguments if isinstance(each, Tensor))
         is_plain = all(_is_plain(type(each)) for each in tensors) and not _TENSORS.issuperset(map(type, tensors))
         if is_plain and has_torch_function(tensors):
-            return cast(Tensor, handle_torch_function(globals()[name], tensors, *arguments, **options))
+            return cast(Tensor, handle_torch_function(_keeping_class(name), tensors, *arguments, **options))
     return cast(Tensor, getattr(F, name)(*arguments, **options))
+
+
+@lru_cache(maxsize=64)
+def _keeping_class(name: str) -> Any:
+    """Return our function of a name, whose result has the class of its first argument.
+
+    PyTorch's `__torch_function__` would give the class to a view, and the backward of an in-place activation copies the
+    gradients of views to contiguous.
+    """
+    function = globals()[name]
+
+    @wraps(function)
+    def call(input: Any, *arguments: Any, **options: Any) -> Any:
+        result = function(input, *arguments, **options)
+        if type(result) is Tensor and not result._is_view():
+            result.__class__ = type(input)
+        return result
+
+    return call
 
 
 def _are(kinds: tuple[type, ...], *values: Any) -> bool:

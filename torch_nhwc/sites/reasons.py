@@ -194,8 +194,9 @@ class Reason(enum.Enum):
 
     WRONG_GRADIENTS = (
         Kind.MODEL,
-        "preserve=False leaves convolutions in the model whose weight gradients PyTorch computes wrong on some CPUs, "
-        "for some shapes: before training, call convert_ with preserve=True",
+        "preserve=False leaves convolutions in the model whose weight gradients PyTorch computes wrong for inputs so "
+        "small that no output sees the whole kernel (on some CPUs), and with groups for views with odd strides in "
+        "dimensions of size 1: preserve=True replaces them",
     )
     INSTANCE_NORM = (
         Kind.MODEL,
