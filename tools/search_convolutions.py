@@ -122,7 +122,10 @@ def draw(seed: int, index: int) -> Case:
 
 def _draw(random: Random) -> Case:
     space = random.choice((2, 3))
-    is_pointwise = random.random() < 0.15
+    kind = random.random()
+    is_pointwise = kind < 0.15
+    # AMX packs taps as channels: products of powers of 2.
+    is_packed = 0.15 <= kind < 0.25
 
     def per_axis(values: range | tuple[int, ...]) -> tuple[int, ...]:
         """Draw one value for all axes, as most layers have, or one for each."""
@@ -131,17 +134,17 @@ def _draw(random: Random) -> Case:
         return tuple(random.choice(values) for _ in range(space))
 
     transposed = random.random() < 0.3
-    kernel = (1,) * space if is_pointwise else per_axis(range(1, 10))
-    stride = per_axis((1, 2, 2, 3) if is_pointwise else (1, 1, 2, 2, 3, 4))
+    kernel = (1,) * space if is_pointwise else per_axis((1, 4, 8) if is_packed else range(1, 10))
+    stride = per_axis((1, 2, 2, 3) if is_pointwise else (1, 4, 8) if is_packed else (1, 1, 2, 2, 3, 4))
     if random.random() < 0.1:
         stride = tuple(k + random.randint(0, 2) for k in kernel)
     dilation = per_axis((1, 1, 1, 2, 3))
-    most = [(k - 1) * d for k, d in zip(kernel, dilation)]
+    most = [0 if is_packed else (k - 1) * d for k, d in zip(kernel, dilation)]
     drawn = [random.choice((0, reach // 2, reach // 2, reach, random.randint(0, reach))) for reach in most]
     more = per_axis((0, 0, 1, 2)) if transposed else (0,) * space
-    groups = random.choice((1, 1, 1, 2) if is_pointwise else (1, 1, 2, 3, 4, 8, 16, 32, 64))
+    groups = random.choice((1, 1, 1, 2) if is_pointwise or is_packed else (1, 1, 2, 3, 4, 8, 16, 32, 64))
     is_depthwise = groups > 1 and random.random() < 0.6
-    channels = random.choice(range(1, 20) if is_pointwise else CHANNELS)
+    channels = random.choice(range(1, 20) if is_pointwise else (8, 12, 16, 24) if is_packed else CHANNELS)
     return Case(
         transposed=transposed,
         batch=random.choice((1, 1, 2, 3, 4)),
@@ -153,7 +156,7 @@ def _draw(random: Random) -> Case:
         padding=tuple(drawn),
         dilation=dilation,
         output_padding=tuple(min(m, max(s, d) - 1) for m, s, d in zip(more, stride, dilation)),
-        size=per_axis(range(1, random.choice((5, 9, 17, 40)))),
+        size=per_axis((4, 8, 16, 32) if is_packed else range(1, random.choice((5, 9, 17, 40)))),
         bias=random.random() < 0.7,
         dtype=random.choice(tuple(LIMITS)),
     )
@@ -315,7 +318,7 @@ def search(options: argparse.Namespace, threads: int) -> tuple[dict[str, Any], l
             way: is_bad,
         }
         row = rows.setdefault(f"{case.kind} {case.dtype}", {layout: Counter() for layout in FORMATS})
-        row[result["format"]].update(counts)
+        row[result["format"]].update({what: int(is_counted) for what, is_counted in counts.items()})
         if is_bad:
             wrong.append({**result, "way": way, **case._asdict()})
         if number % CHUNK == 0:
