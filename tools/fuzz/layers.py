@@ -16,7 +16,7 @@ from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
 # Ours may be this many times as far from float64 as contiguous PyTorch is, and the floor of its dtype on top, in units
 # of the largest value.
 MULTIPLE = 4
-FLOOR = {torch.float64: 2e-14, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FLOOR = {torch.float64: 2e-14, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Arguments = dict[str, Any]
 # A layer's arguments, and the shape of its input.
