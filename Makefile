@@ -17,7 +17,7 @@ export PATH := $(PATH):$(abspath $(bin))$(beside)
 compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive lint fuzz planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -32,6 +32,16 @@ test-all: test test-exhaustive
 # What `make test` leaves out, and nothing else.
 test-exhaustive: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m exhaustive
+
+# What depends on the kind of the CPU, as on one without AVX-512; where this CPU has none, `make test` has done it.
+on_avx2 := test/ops/test_convolution*.py test/ops/test_*norm*.py test/ops/test_activations.py test/nn test/sites \
+  test/converting/test_preserve.py test/converting/test_layers_in_either_mode.py test/verifying/test_real_models.py \
+  test/test_functional.py test/test_hazards.py test/test_right_models.py
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export TORCH_NHWC_CPU_CAPABILITY := avx2
+test-avx2: $(VENV)/has-test $(VENV)/built
+	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) -m "not exhaustive" $(on_avx2); fi
 
 # The library is built here with warnings as errors.
 lint: export TORCH_NHWC_WERROR := 1

@@ -7,16 +7,12 @@ from contextlib import contextmanager
 import torch
 from reference import FORMATS, canonical_strides
 from torch import nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 import torch_nhwc  # noqa: F401  registers the operators
 
-_CONVOLUTIONS = {
-    *(functional.conv2d, functional.conv3d, functional.conv_transpose2d, functional.conv_transpose3d),
-    *(torch.conv2d, torch.conv3d, torch.conv_transpose2d, torch.conv_transpose3d),
-    *(torch.ops.nhwc.conv2d, torch.ops.nhwc.conv3d, torch.ops.nhwc.conv_transpose2d, torch.ops.nhwc.conv_transpose3d),
-}
+# By name: `opcheck` replaces operators in `torch.ops`.
+_CONVOLUTIONS = "conv2d", "conv3d", "conv_transpose2d", "conv_transpose3d"
 
 
 class WeightsAtConvolutions(TorchFunctionMode):
@@ -27,7 +23,7 @@ class WeightsAtConvolutions(TorchFunctionMode):
         self.weights = []
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in _CONVOLUTIONS:
+        if getattr(function, "__name__", "") in _CONVOLUTIONS:
             self.weights.append(args[1] if len(args) > 1 else kwargs["weight"])
         return function(*args, **(kwargs or {}))
 

@@ -16,7 +16,7 @@ from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
 # Ours may be this many times as far from float64 as contiguous PyTorch is, and the floor of its dtype on top, in units
 # of the largest value.
 MULTIPLE = 4
-FLOOR = {torch.float64: 2e-14, torch.float32: 4e-6, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+FLOOR = {torch.float64: 2e-14, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.float32, torch.float32, torch.bfloat16, torch.float16, torch.float64]
 Arguments = dict[str, Any]
 # A layer's arguments, and the shape of its input.
@@ -140,7 +140,8 @@ def _convolution(random: Random, layer_type: type) -> Drawn:
         arguments["padding_mode"] = random.choice(("zeros", "zeros", "circular", "reflect", "replicate"))
         if random.random() < 0.1:
             arguments |= {"padding": random.choice(("same", "valid")), "stride": 1}
-    return arguments, [random.choice((1, 1, 2, 3)), in_channels, *_sizes(random, space)]
+    scale = random.choice((1, 1, 1, 2)) if space == 2 else 1
+    return arguments, [random.choice((1, 1, 2, 3)), in_channels, *_sizes(random, space, scale=scale)]
 
 
 def _upsample(random: Random, layer_type: type) -> Drawn:
@@ -247,23 +248,6 @@ def _run(layer: nn.Module, x: Tensor, more: tuple[Tensor, ...], gradient: Tensor
     return {name: each for name, each in results.items() if each is not None}
 
 
-def _is_beyond_pytorch(layer: nn.Module, x: Tensor, y: Tensor) -> bool:
-    """Return whether PyTorch's own weight gradient may be memory that nobody wrote, or damage the heap.
-
-    With oneDNN, it may in any format if along an axis no position of the output sees the whole kernel.
-    """
-    if not isinstance(layer, nn.modules.conv._ConvNd) or layer.padding_mode != "zeros":
-        return False
-    positions, seen = (x, y) if layer.transposed else (y, x)
-    paddings = layer._reversed_padding_repeated_twice[::2][::-1]  # those at the beginning, axis by axis
-    for axis, (size, stride, dilation) in enumerate(zip(layer.kernel_size, layer.stride, layer.dilation)):
-        count, length = positions.shape[axis - len(paddings)], seen.shape[axis - len(paddings)]
-        starts = (position * stride - paddings[axis] for position in range(count))
-        if not any(start >= 0 and start + dilation * (size - 1) < length for start in starts):
-            return True
-    return False
-
-
 def _in_format(x: Tensor, order: list[int] | None) -> Tensor:
     if order is None and x.dim() in FORMATS:
         return x.contiguous(memory_format=FORMATS[x.dim()])
@@ -299,8 +283,8 @@ def check(case: dict[str, Any]) -> dict[str, float]:
     if case["is_sliced"]:
         given = torch.cat([given, given], dim=-1)[..., : x.shape[-1]]
     expected = _run(reference, x.double(), exactly, gradient.double())
-    try:
-        theirs = {} if _is_beyond_pytorch(plain, x, y) else _run(plain, x, more, gradient)
+    try:  # PyTorch's own convolutions may be wrong, or end the process
+        theirs = {} if isinstance(plain, nn.modules.conv._ConvNd) else _run(plain, x, more, gradient)
     except NotImplementedError:  # then ours may have the dtype, on channels-last at least
         theirs = {}
     try:
