@@ -5,8 +5,7 @@
 It draws random convolutions, computes each forward and backward in both formats, and compares with float64. Memory that
 nobody wrote shows by `MALLOC_PERTURB_`. A damaged heap ends the process by glibc's checks, so cases run in forked ones.
 The table says how many cases are wrong, and how many of those no rule of `RULES` flags: any above 0 is news.
-`--safe explicit` computes what a rule flags by `explicit` below, `--safe functional` everything by
-`torch_nhwc.functional`; then nothing should be wrong.
+`--safe functional` computes everything by `torch_nhwc.functional`; then nothing should be wrong.
 
 The environment of `--python` needs torch, and torch_nhwc only for `--safe functional`. Its worker is this file, too.
 """
@@ -188,35 +187,6 @@ def plain(case: Case, x: Any, weight: Any, bias: Any, functions: Any = None) -> 
     return convolution(x, weight, bias, case.stride, case.padding, case.dilation, case.groups)
 
 
-def explicit(case: Case, x: Any, weight: Any, bias: Any) -> Any:
-    """Compute what a rule flags without padding: from an input that is padded and sliced, or with a cut output."""
-    from torch.nn.functional import pad
-
-    if not flags(case):
-        return plain(case, x, weight, bias)
-    unpadded = case._replace(padding=(0,) * len(case.size))
-    if case.transposed:
-        if strided_pointwise(case):  # What `output_padding` adds has no taps.
-            y = plain(unpadded._replace(output_padding=(0, 0)), x, weight, None)
-            y = pad(y, (0, case.output_padding[1], 0, case.output_padding[0]))
-            y = y if bias is None else y + bias.view(-1, 1, 1)
-        else:
-            y = plain(unpadded, x, weight, bias)
-        for axis, (padding, size) in enumerate(zip(case.padding, case.output)):
-            y = y.narrow(2 + axis, padding, size)
-        return y
-    stride = list(case.stride)
-    x = pad(x, [each for padding in reversed(case.padding) for each in (padding, padding)])
-    for axis, (kernel, dilation, positions) in enumerate(zip(case.kernel, case.dilation, case.output)):
-        if positions == 1:  # A stride means nothing then, and is what h42 is about.
-            x = x.narrow(2 + axis, 0, (kernel - 1) * dilation + 1)
-            stride[axis] = 1
-    if strided_pointwise(case):
-        x = x[:, :, :: stride[0], :: stride[1]]
-        stride = [1, 1]
-    return plain(unpadded._replace(stride=tuple(stride)), x, weight, bias)
-
-
 def functional(case: Case, x: Any, weight: Any, bias: Any) -> Any:
     """Compute a convolution by torch_nhwc."""
     import torch_nhwc.functional
@@ -224,7 +194,7 @@ def functional(case: Case, x: Any, weight: Any, bias: Any) -> Any:
     return plain(case, x, weight, bias, torch_nhwc.functional)
 
 
-WAYS = {"plain": plain, "explicit": explicit, "functional": functional}
+WAYS = {"plain": plain, "functional": functional}
 
 
 def errors(case: Case, layout: str, way: str) -> dict[str, float]:
@@ -416,7 +386,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--isa", nargs="+", default=[None], help="values of ONEDNN_MAX_CPU_ISA, such as AVX2")
     parser.add_argument("--python", default=sys.executable, help="the interpreter of another environment")
-    parser.add_argument("--safe", choices=("explicit", "functional"), help="how flagged convolutions are computed")
+    parser.add_argument("--safe", choices=("functional",), help="how flagged convolutions are computed")
     parser.add_argument("--out", type=Path, help="add the counts to a file of results")
     parser.add_argument("--cases", type=Path, help="append each wrong result here, a line of JSON each")
     parser.add_argument("--worker", type=json.loads, help=argparse.SUPPRESS)

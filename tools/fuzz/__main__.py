@@ -1,6 +1,6 @@
 """Generate cases at scale, in child processes that show unwritten memory, and whose crash is a result.
 
-    python tools/fuzz [--scale 0.01] [--seed 7] [--operators 9] [--layers 9] [--networks 9] [--kills 9] [--damage 9]
+    python tools/fuzz [--scale 0.01] [--seed 7] [--operators 9] [--layers 9] [--networks 9]
 
 Each part has a file here, with `draw`, which makes a case of plain data from a random generator, and `check`, which
 raises if the case fails. Without counts, all parts run in full, times the scale; otherwise, those that are named run.
@@ -29,8 +29,6 @@ PARTS = {
     "operators": (200_000, 5_000),
     "layers": (20_000, 1_000),
     "networks": (5_000, 250),
-    "kills": (500, 125),
-    "damage": (2_000, 250),
 }
 LEVELS = ("baseline", "avx2", "avx512", "avx512_vbmi")
 HANGS_AFTER = 300  # seconds in one case
