@@ -13,8 +13,6 @@ export TORCH_NHWC_VENV := $(VENV)
 # Programs of packages, such as ninja, wherever the packages are: here, or beside an interpreter that PATH does not name.
 beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTHON)))))
 export PATH := $(PATH):$(abspath $(bin))$(beside)
-# The models that are measured compiled as well, half a minute to two for each dtype and mode.
-compiled_models := resnet50 segresnet3d dynunet3d vae_kl
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
 .PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
@@ -83,18 +81,13 @@ site-serve: $(VENV)/has-docs
 # Two hours and 12 GB of memory; nothing else may run on the machine.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
-	$(bin)/python benchmarks/bench_calls.py
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_models.py --each-forward
-	$(bin)/python benchmarks/bench_forward.py
-	$(bin)/python benchmarks/bench_walk.py
-	$(bin)/python benchmarks/bench_guard.py
+	$(bin)/python benchmarks/bench_overhead.py
 	$(bin)/python benchmarks/bench_collate.py
-	$(bin)/python benchmarks/bench_trace.py
 	$(bin)/python benchmarks/bench_layers.py
-	$(bin)/python benchmarks/bench_layouts.py --compile $(compiled_models)
+	$(bin)/python benchmarks/bench_layouts.py
 	$(bin)/python benchmarks/bench_tune.py
-	$(bin)/python benchmarks/bench_verify.py
 	$(bin)/python benchmarks/count_accesses.py
 	$(bin)/python benchmarks/report.py
 

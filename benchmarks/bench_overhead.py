@@ -13,6 +13,7 @@ from collections.abc import Callable
 import machine
 import torch
 from stopwatch import Stopwatch, in_turns
+from tables import table
 from torch import nn
 
 from torch_nhwc.layout import CHANNELS_LAST
@@ -25,10 +26,14 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "Conv2d 3x3, depthwise, strided": (lambda: nn.Conv2d(8, 8, 3, 2, 1, groups=8), (1, 8, 8, 8)),
     "Conv2d 1x1": (lambda: nn.Conv2d(8, 8, 1), (1, 8, 8, 8)),
     "ConvTranspose2d 2x2, strided": (lambda: nn.ConvTranspose2d(8, 8, 2, 2), (1, 8, 8, 8)),
+    "Conv2d 3x3 on 2x2 pixels": (lambda: nn.Conv2d(8, 8, 3, padding=1), (1, 8, 2, 2)),
     "Conv3d 3x3x3": (lambda: nn.Conv3d(8, 8, 3, padding=1), (2, 8, 4, 4, 4)),
+    "Conv3d 3x3x3 on 2x2x2 voxels": (lambda: nn.Conv3d(8, 8, 3, padding=1), (2, 8, 2, 2, 2)),
     "ConvTranspose3d 2x2x2, strided": (lambda: nn.ConvTranspose3d(8, 8, 2, 2), (2, 8, 4, 4, 4)),
+    "BatchNorm2d": (lambda: nn.BatchNorm2d(8), (1, 8, 8, 8)),
 }
 CALLS_OF_A_SAMPLE = 50
+MODES = ("forward", "forward with backward")
 
 
 def measure(name: str, rounds: int) -> list[dict[str, object]]:
@@ -40,7 +45,7 @@ def measure(name: str, rounds: int) -> list[dict[str, object]]:
     x = torch.randn(shape).to(memory_format=memory_format).requires_grad_()
     gradient = torch.ones_like(stock(x))
     rows = []
-    for mode in ("forward", "forward with backward"):
+    for mode in MODES:
 
         def call(layer: nn.Module, mode: str = mode) -> float:
             def run() -> None:
@@ -56,6 +61,16 @@ def measure(name: str, rounds: int) -> list[dict[str, object]]:
         medians = {key: statistics.median(values) for key, values in taken.items()}
         rows.append({"layer": name, "shape": shape, "mode": mode, **medians, "more": statistics.median(more)})
     return rows
+
+
+def as_table(measured: dict) -> str:
+    """Return the report's table: microseconds of a call, and how many more the replacement takes."""
+    by_layer: dict[str, list[str]] = {}
+    for row in measured["results"]:
+        cells = by_layer.setdefault(row["layer"], [row["layer"], "x".join(map(str, row["shape"]))])
+        cells += [f"{row['stock']:.0f}", f"{row['more']:+.0f}"]
+    head = [cell for mode in MODES for cell in (f"{mode}: PyTorch's, us", "ours, more")]
+    return table(["layer", "input", *head], by_layer.values())
 
 
 def main() -> None:

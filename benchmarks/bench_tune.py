@@ -22,8 +22,8 @@ from typing import Any
 
 import machine
 import torch
-from bench_layouts import MODES, default_dtypes
-from layout_models import MODELS, first_tensor
+from bench_layouts import default_dtypes
+from layout_models import MODELS, MODES, first_tensor
 from stopwatch import summary
 from torch import nn
 
@@ -159,7 +159,7 @@ def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: 
 
 def main() -> None:
     parser = machine.parser(__doc__, machine.RESULTS / "tune-cpu.json")
-    parser.add_argument("--model", nargs="*", choices=list(MODELS))
+    parser.add_argument("--model", nargs="*", choices=[name for name in MODELS if not MODELS[name].decodes])
     parser.add_argument("--dtype", nargs="*", choices=["float32", "bfloat16"])
     parser.add_argument("--mode", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--missing", action="store_true", help="only what the file has no result of")

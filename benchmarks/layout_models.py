@@ -9,13 +9,24 @@ from torch import Tensor, nn
 
 from torch_nhwc.running import tensors_in
 
+MODES = ("inference", "training")
+
 
 class LayoutModel(NamedTuple):
-    """A model with random weights, the shape of its input, and what else its `forward` takes."""
+    """A model with random weights, the shape of its input, and what else its `forward` takes.
+
+    A model that `decodes` is an autoencoder of which only the decoder is measured, in inference.
+    """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     extra: Callable[[int], dict[str, Tensor]] = lambda batch: {}
+    decodes: bool = False
+
+    @property
+    def modes(self) -> tuple[str, ...]:
+        """The modes that are measured."""
+        return MODES[:1] if self.decodes else MODES
 
     def extra_inputs(self, batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the other arguments, the floating-point ones in a dtype."""
@@ -24,6 +35,8 @@ class LayoutModel(NamedTuple):
 
     def call(self, model: nn.Module, x: Tensor) -> Tensor:
         """Return the first tensor of the model's output."""
+        if self.decodes:
+            return model.decode(x).sample
         return first_tensor(model(x, **self.extra_inputs(len(x), x.dtype)))
 
 
@@ -110,6 +123,58 @@ basic_unet3d = network("monai.networks.nets.basic_unet", "BasicUNet", 3, 1, 2, f
 attention_unet3d = network("monai.networks.nets.attentionunet", "AttentionUnet", 3, 1, 2, (16, 32, 64), (2, 2))
 
 
+def nnunet(name: str, **blocks: list[int]) -> Callable[[], nn.Module]:
+    """Return what makes one of nnU-Net's networks.
+
+    The package is installed by `pip install --no-deps dynamic-network-architectures`: it requires torchvision, which
+    these networks do not need.
+    """
+    return network(
+        *("dynamic_network_architectures.architectures.unet", name),
+        **blocks,
+        input_channels=1,
+        n_stages=5,
+        features_per_stage=[32, 64, 128, 256, 320],
+        conv_op=nn.Conv3d,
+        kernel_sizes=[[3] * 3] * 5,
+        strides=[[1] * 3] + [[2] * 3] * 4,
+        num_classes=3,
+        n_conv_per_stage_decoder=[1] * 4,
+        conv_bias=True,
+        norm_op=nn.InstanceNorm3d,
+        norm_op_kwargs={"eps": 1e-5, "affine": True},
+        nonlin=nn.LeakyReLU,
+        nonlin_kwargs={"inplace": True},
+    )
+
+
+wan = network(
+    "diffusers",
+    "AutoencoderKLWan",
+    base_dim=32,
+    z_dim=4,
+    dim_mult=[1, 2, 2],
+    num_res_blocks=1,
+    temperal_downsample=[False, True],
+)
+ltx = network(
+    "diffusers",
+    "AutoencoderKLLTXVideo",
+    latent_channels=16,
+    block_out_channels=(32, 64, 128, 128),
+    decoder_block_out_channels=(32, 64, 128, 128),
+    layers_per_block=(1,) * 5,
+    decoder_layers_per_block=(1,) * 5,
+)
+hunyuan = network(
+    "diffusers",
+    "AutoencoderKLHunyuanVideo",
+    latent_channels=4,
+    block_out_channels=(32, 64, 128, 128),
+    layers_per_block=1,
+)
+
+
 def timestep(batch: int) -> dict[str, Tensor]:
     """Return the time that a diffusion model takes."""
     return {"timestep": torch.ones(batch, dtype=torch.long)}
@@ -137,20 +202,11 @@ MODELS = {
     "unet3d_bn": LayoutModel(unet3d_bn, (1, 1, 48, 48, 48)),
     "basic_unet3d": LayoutModel(basic_unet3d, (1, 1, 48, 48, 48)),
     "attention_unet3d": LayoutModel(attention_unet3d, (1, 1, 48, 48, 48)),
-}
-
-# What a prototype gained over contiguous, by model, dtype and mode, on a machine with AMX: the bar there is 5 % less.
-GAINS_WITH_AMX = {
-    ("segresnet3d", "bfloat16", "training"): 1.69,
-    ("segresnet3d", "bfloat16", "inference"): 2.26,
-    ("segresnet3d", "float32", "training"): 1.16,
-    ("segresnet3d", "float32", "inference"): 1.18,
-    ("dynunet3d", "bfloat16", "training"): 1.58,
-    ("dynunet3d", "bfloat16", "inference"): 1.91,
-    ("dynunet3d", "float32", "training"): 1.35,
-    ("dynunet3d", "float32", "inference"): 1.24,
-    ("vae_kl", "bfloat16", "training"): 1.44,
-    ("vae_kl", "bfloat16", "inference"): 1.99,
-    ("unet2d", "bfloat16", "training"): 1.10,
-    ("unet2d", "bfloat16", "inference"): 1.44,
+    "plain_conv_unet3d": LayoutModel(nnunet("PlainConvUNet", n_conv_per_stage=[2] * 5), (1, 1, 64, 64, 64)),
+    "residual_encoder_unet3d": LayoutModel(
+        nnunet("ResidualEncoderUNet", n_blocks_per_stage=[1, 3, 4, 6, 6]), (1, 1, 64, 64, 64)
+    ),
+    "wan_decoder": LayoutModel(wan, (1, 4, 3, 16, 16), decodes=True),
+    "ltx_decoder": LayoutModel(ltx, (1, 16, 4, 8, 8), decodes=True),
+    "hunyuan_decoder": LayoutModel(hunyuan, (1, 4, 3, 8, 8), decodes=True),
 }

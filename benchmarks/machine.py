@@ -32,6 +32,7 @@ def describe() -> dict[str, object]:
         **{name: found[name] for name in ("processor", "cores", "capability")},
         "caches": caches(),
         "AMX": has_amx(),
+        "bounds": bounds(),
         "huge pages": huge_pages(),
         "environment": found,
     }
@@ -67,9 +68,15 @@ def second_level_bytes() -> int:
 
 
 def has_amx() -> bool:
-    """Return whether the processor multiplies bfloat16 matrices in tiles: convolutions then gain far more."""
+    """Return whether oneDNN multiplies bfloat16 matrices in tiles: convolutions then gain far more."""
     info = Path("/proc/cpuinfo")
-    return info.exists() and "amx_tile" in info.read_text()
+    return "ONEDNN_MAX_CPU_ISA" not in bounds() and info.exists() and "amx_tile" in info.read_text()
+
+
+def bounds() -> dict[str, str]:
+    """Return the variables that hold libraries to fewer instruction sets than the processor has."""
+    names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "TORCH_NHWC_CPU_CAPABILITY")
+    return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
 def huge_pages() -> str:
@@ -105,7 +112,7 @@ def earlier_results(out: Path) -> list[dict]:
     """Return the results in a file, if they were taken on such a machine with such a torch."""
     earlier = json.loads(out.read_text()) if out.exists() else {"machine": {}, "results": []}
     here = describe()
-    same = all(earlier["machine"].get(key) == here[key] for key in ("processor", "AMX", "environment"))
+    same = all(earlier["machine"].get(key) == here[key] for key in ("processor", "AMX", "bounds", "environment"))
     return earlier["results"] if same else []
 
 

@@ -11,13 +11,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bench_collate
-import bench_guard
-import bench_trace
+import bench_overhead
 import cuda_report
 import each_forward_steps
 import report_layers
 import report_tune
-import report_verify
 from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
@@ -25,8 +23,6 @@ from tables import Point, at_least, at_most, name, ratio, table, taps
 PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
 DECIDING = ROOT / "docs/deciding.md"
-SEEING = ROOT / "docs/seeing.md"
-VERIFYING = ROOT / "docs/verifying.md"
 INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
 README = ROOT / "README.md"
 PLOT = ROOT / "docs/fraction-of-memcpy.svg"
@@ -41,9 +37,10 @@ def machine(measured: dict) -> str:
     caches = ", ".join(
         f"{level.split()[0]} {size}" for level, size in m["caches"].items() if "Instruction" not in level
     )
+    bounds = f", held to {m['capability']}" if m.get("bounds") else ""
     return (
-        f"{m['processor']}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; huge pages: "
-        f"{m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
+        f"{m['processor']}{bounds}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; "
+        f"huge pages: {m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
     )
 
 
@@ -141,7 +138,7 @@ def kernels(weights: dict) -> str:
     rows = [
         [name(p)] + [f"{ratio(q, 'ours', 'memcpy'):.2f} | {ratio(q, 'eager_copy', 'ours'):.1f}" for q in (p, back)]
         for p, back in both_ways(grid(weights))
-        if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] in ("float32", "uint8")
+        if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] == "float32"
     ]
     head = ["ours / memcpy", "eager `copy_` / ours"]
     return table(["weight", *head, *(f"back: {each}" for each in head)], rows)
@@ -164,21 +161,6 @@ def compiled(weights: dict) -> str:
         if "compiled_clone" in p["times"]
     ]
     head = ["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"]
-    return table(head, rows)
-
-
-def calls(measured: dict) -> str:
-    rows = []
-    for r in measured["results"]:
-        least = {job: times["min"] for job, times in r["times"].items()}
-        over_clone = [ratio(r, job, "clone", "min") for job in ("function", "operator", "operator without format")]
-        added = [least[f"function{which}"] - least[f"operator{which}"] for which in ("", " without format")]
-        rows.append(
-            [name(r), "yes" if r["requires_grad"] else "no", f"{least['clone']:.1f}"]
-            + [f"{each:.2f}" for each in over_clone + added]
-        )
-    head = ["weight", "gradient", "`clone`, us", "`nhwc.convert_weight` / `clone`", "`torch.ops` / `clone`"]
-    head += ["`torch.ops` without a format / `clone`", "ours less `torch.ops`, us", "both without a format, us"]
     return table(head, rows)
 
 
@@ -210,27 +192,6 @@ def models(measured: dict) -> str:
     return table(head, rows)
 
 
-def walk(measured: dict) -> str:
-    rows = []
-    for r in measured["results"]:
-        shape = "x".join(map(str, r["shape"]))
-        calls = ("plan", "first", "second", "revert")
-        rows.append([f"{r['layers']} of {shape}"] + [f"{r['times'][call]['median']:.1f}" for call in calls])
-    head = ["layers", "`plan`, us a site", "first `convert_`", "second `convert_`", "`revert`"]
-    return table(head, rows) + single(measured.get("single"))
-
-
-def single(measured: dict | None) -> str:
-    """Return the sentence on single layers, if they were measured."""
-    if measured is None:
-        return ""
-    first, second = (f"{ratio(measured, f'{call}, ours', f'{call}, stock'):.1f}" for call in ("first", "second"))
-    return (
-        f"\n\nA layer of {'x'.join(map(str, measured['shape']))} by itself takes {first} times as long to convert as "
-        f"with `torch.nn.utils`, and {second} times to convert again."
-    )
-
-
 def gain(measured: dict) -> str:
     """Return the gains of whole models as a sentence."""
     gains = [(r["model"], r["source"], r["jobs"]["stock"]["ms"] / r["jobs"]["ours"]["ms"]) for r in measured["results"]]
@@ -245,64 +206,47 @@ def gain(measured: dict) -> str:
     )
 
 
-def forward(measured: dict) -> str:
-    keys = [f"forward_{which}_ms" for which in ("contiguous", "converted", "channels_last_input")]
-    rows = [[r["model"], *(f"{r[key]:.0f} ms" for key in keys)] for r in measured["results"]]
-    return table(["model", "contiguous", "weights converted", "and a channels-last input"], rows)
-
-
 def documents() -> dict[Path, dict[str, str]]:
     """Return the figures between the marks of each document."""
-    weights, of_models, of_forward = load("weights"), load("models"), load("forward")
-    layers, layouts = report_layers.current(load("layers")), load("layouts")
-    traced, tuned, verified, collated = load("trace"), load("tune"), load("verify"), load("collate")
+    weights, of_models, overhead = load("weights"), load("models"), load("overhead")
+    layers, layouts = report_layers.current(load("layers")), [load("layouts"), load("layouts-avx2")]
+    tuned, collated = load("tune"), load("collate")
     return {
-        README: {"gains": report_layers.gains(layouts)},
+        README: {"gains": report_layers.gains(*layouts)},
         PRESERVING: {
-            "preserving machine": "\n\n".join(
-                f"{what}: {machine(measured)}" for what, measured in (("Layers", layers), ("Models", layouts))
-            ),
+            "preserving machine": machine(layers),
             "losses": report_layers.losses(layers),
-            "preserving bars": report_layers.bars(layers, layouts),
-            "layouts": report_layers.layouts(layouts),
-            "peers": report_layers.peers(layouts),
+            "preserving bars": report_layers.bars(layers, *layouts),
             "accuracy": report_layers.accuracy(layers),
-            "layers": report_layers.layers(layers),
-            "layer threads": report_layers.threads(layers),
         },
         DECIDING: {
             "tuning machine": machine(tuned),
             "tuning bars": report_tune.bars(tuned),
             "decisions": report_tune.decisions(tuned),
         },
-        SEEING: {"tracing machine": machine(traced), "tracing": bench_trace.as_table(traced)},
-        VERIFYING: {
-            "verifying machine": machine(verified),
-            "findings": report_verify.findings(verified),
-        },
         INPUT_PIPELINES: {"batching machine": machine(collated), "batches": bench_collate.as_table(collated)},
         PERFORMANCE: {
             "gain": gain(of_models),
-            "forward": forward(of_forward),
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
                 for what, measured in (
                     ("Weights", weights),
-                    ("The call", load("calls")),
-                    ("Models", of_models),
-                    ("The walk", load("walk")),
+                    ("The conversion of models", of_models),
+                    ("Models in channels-last", layouts[0]),
+                    ("The same as one with AVX2", layouts[1]),
+                    ("The call", overhead),
                 )
             ),
+            "layouts": report_layers.layouts(*layouts),
+            "halves": report_layers.halves(*layouts),
+            "overhead": bench_overhead.as_table(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),
             "kernels": kernels(weights),
             "casts": casts(weights),
             "compiled": compiled(weights),
             "threads": threads(weights),
-            "calls": calls(load("calls")),
             "models": models(of_models),
-            "walk": walk(load("walk")),
-            "guard": bench_guard.as_table(load("guard")),
             "each forward": each_forward_steps.as_table(load("each-forward")),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),

@@ -1,4 +1,4 @@
-"""The tables on layers and whole models in channels-last, from `layers-cpu.json` and `layouts-cpu.json`."""
+"""The tables on layers and whole models in channels-last, from `layers-cpu.json` and `layouts*-cpu.json`."""
 
 from collections.abc import Callable, Iterable
 
@@ -23,13 +23,15 @@ GROUPS = {
     "3x1x1": "3D convolution of one tap in the plane",
 }
 # Layers that were measured at a commit at which kernels computed them that no longer exist.
-REPLACED_SINCE = {"fba2a95": ("softmax", "log_softmax", "cross_entropy", "lp_pool3d")}
+REPLACED_SINCE = {"fba2a95": ("softmax", "log_softmax", "cross_entropy", "lp_pool3d", "conv3d")}
 COMPARED = {
     "over_contiguous": "over PyTorch's on contiguous",
     "stock_over_ours": "PyTorch's on channels-last over ours",
 }
 WAYS = {"contiguous": "contiguous", "stock_channels_last": "channels-last, PyTorch's", "ours": "ours"}
 MODES = ("forward", "forward with backward")
+MODEL_MODES = ("inference", "training")
+LEAST_GAIN = 0.98
 WORTH_A_THREAD = 1.6
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 
@@ -52,18 +54,6 @@ def group(row: Row) -> str:
 def warning(measured: dict) -> str:
     """Return what precedes figures of a quick run."""
     return f"**{QUICK}**\n\n" if measured["quick"] else ""
-
-
-def amx(measured: dict) -> str:
-    return "with AMX" if measured["machine"]["AMX"] else "without AMX"
-
-
-def cell(times: dict | None) -> str:
-    return f"{times['min']:.2f}" if times else "raises"
-
-
-def times_cell(value: float | None) -> str:
-    return f"{value:.2f}" if value else ""
 
 
 def gathered(rows: Iterable[Row], key: Callable[[Row], object]) -> dict:
@@ -100,24 +90,22 @@ def layer_bars(measured: dict) -> list[list[str]]:
 
 
 def model_bars(measured: dict) -> list[list[str]]:
-    rows = []
-    titles = {
-        "preserved": "whole models where layers are replaced: gain over contiguous",
-        "preserved_over_full": "whole models where layers are replaced: gain over weights and input alone",
-    }
-    for ratio, title in titles.items():
-        chosen = [row for row in measured["results"] if ratio in row["bars"]]
-        for limit, rows_of in gathered(chosen, lambda row, ratio=ratio: row["bars"][ratio]).items():
-            values = [row["gains"]["preserved"] if ratio == "preserved" else row[ratio] for row in rows_of]
-            names = sorted({f"{row['model']} {row['dtype']} {row['mode']}" for row in rows_of})
-            special = f" ({', '.join(names)})" if ratio == "preserved" and limit > 1 else ""
-            rows.append(at_least(title + special, limit, values))
-    return rows
+    """Return the rows of a machine's whole models, in float32."""
+    ways = {"contiguous": "gain over contiguous", "full": "gain over channels-last without replaced layers"}
+    return [
+        at_least(
+            f"whole models float32, {kind(measured)}: {title}",
+            LEAST_GAIN,
+            [gain(row, over) for row in float32(measured)],
+        )
+        for over, title in ways.items()
+    ]
 
 
-def bars(layers: dict, layouts: dict) -> str:
-    head = [f"case, one thread, least times, {amx(layers)}", "bar", "measured", "met"]
-    return warning(layers) + table(head, [*layer_bars(layers), *model_bars(layouts)])
+def bars(layers: dict, *layouts: dict) -> str:
+    head = ["case, one thread, least times", "bar", "measured", "met"]
+    of_models = [row for measured in layouts for row in model_bars(measured)]
+    return warning(layers) + table(head, [*layer_bars(layers), *of_models])
 
 
 def losses(measured: dict) -> str:
@@ -140,22 +128,6 @@ def ranged(values: Iterable[float | None]) -> str:
     return "-" if text == NOT_MEASURED else text
 
 
-def layers(measured: dict) -> str:
-    """Return the table of all cases, in milliseconds."""
-    key = ("layer", "arguments", "shape", "dtype")
-    rows = []
-    for of_case in gathered(measured["results"], lambda row: str([row[name] for name in key])).values():
-        first = of_case[0]
-        by_mode = {row["mode"]: row for row in of_case}
-        cells = [f"{first['layer']}({first['arguments']})", "x".join(map(str, first["shape"])), first["dtype"]]
-        for mode in MODES:
-            cells += [cell(by_mode[mode]["times"][way]) for way in WAYS]
-            cells += [times_cell(by_mode[mode]["ratios"]["over_contiguous"])]
-        rows.append(cells)
-    columns = [f"{mode}: {column}" for mode in MODES for column in (*(f"{way}, ms" for way in WAYS.values()), "ratio")]
-    return warning(measured) + table(["layer", "input", "dtype", *columns], rows)
-
-
 def accuracy(measured: dict) -> str:
     """Return the table of the largest errors of all shapes, with and without a corner at zero."""
     rows = []
@@ -169,78 +141,80 @@ def accuracy(measured: dict) -> str:
     return table([*head, "ours over contiguous at most, parameters' gradients included"], rows)
 
 
-def threads(measured: dict) -> str:
+def kind(measured: dict) -> str:
+    """Return the instructions that a machine was measured with."""
+    return (
+        "AVX-512"
+        if measured["machine"]["capability"].startswith("avx512")
+        else measured["machine"]["capability"].upper()
+    )
+
+
+def float32(measured: dict) -> list[Row]:
+    return [row for row in measured["results"] if row["dtype"] == "float32"]
+
+
+def gain(row: Row, over: str = "contiguous", of: str = "preserved") -> float:
+    return row["times"][over]["min"] / row["times"][of]["min"]
+
+
+def milliseconds(row: Row, layout: str) -> str:
+    return f"{row['times'][layout]['min']:.0f}" if layout in row["times"] else ""
+
+
+def layouts(*machines: dict) -> str:
+    """Return the table of all models in float32, one machine next to the other."""
+    rows = []
+    by_case = [{(row["model"], row["mode"]): row for row in float32(measured)} for measured in machines]
+    for (model, mode), first in by_case[0].items():
+        found = [of_machine[model, mode] for of_machine in by_case if (model, mode) in of_machine]
+        cells = [model, "x".join(map(str, first["shape"])), mode]
+        for row in found:
+            times = " → ".join(milliseconds(row, layout) for layout in ("contiguous", "preserved"))
+            cells += [times, f"**{gain(row):.2f}x**", f"{gain(row, of='full'):.2f}x"]
+        rows.append([*cells, f"{max(row['differences']['preserved'] for row in found):.0e}"])
+    head = ["model", "input", ""]
+    for measured in machines:
+        head += [f"{kind(measured)}: ms", "gain", "without replaced layers"]
+    return warning(machines[0]) + table([*head, "difference"], rows)
+
+
+def halves(*machines: dict) -> str:
+    """Return the table of the models in bfloat16."""
+    columns = ("contiguous float32", "preserved float32", "contiguous", "preserved")
     rows = [
-        [f"{row['layer']}({row['arguments']})", "x".join(map(str, row["shape"])), row["dtype"], row["mode"]]
-        + [times_cell(row["gains"][name]) for name in ("ours", "copy")]
-        for row in measured["two_threads"]
+        [row["model"], row["mode"], kind(measured) + (" with AMX" if measured["machine"]["AMX"] else "")]
+        + [milliseconds(row, layout) for layout in columns]
+        + [f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
+        for measured in machines
+        for row in measured["results"]
+        if row["dtype"] == "bfloat16"
     ]
-    return table(["layer", "input", "dtype", "", "ours, one thread over two", "a plain copy"], rows)
-
-
-def layouts(measured: dict) -> str:
-    """Return the table of all models and layouts."""
-    rows = []
-    for row in measured["results"]:
-        times, gains = row["times"], row["gains"]
-        replaced = ", ".join(f"{number} {name}" for name, number in row["exchanged"].items())
-        rows.append(
-            [row["model"], str(row["shape"][0]), row["dtype"], row["mode"]]
-            + [f"{times[layout]['min']:.1f}" for layout in ("contiguous", "preserved")]
-            + [f"{gains[layout]:.2f}" for layout in ("weights", "full", "preserved")]
-            + [f"{row['preserved_over_full']:.2f}", replaced or "nothing", f"{row['differences']['preserved']:.0e}"]
-        )
-    head = ["model", "batch", "dtype", "", "contiguous, ms", "preserved, ms", "gain: weights", "weights and input"]
-    return warning(measured) + table([*head, "preserved", "preserved over full", "replaced", "difference"], rows)
-
-
-def peers(measured: dict) -> str:
-    """Return the table of the models that were compiled."""
-    rows = []
-    for row in (row for row in measured["results"] if row["compile_seconds"] or row["errors"]):
-        taken, gains = row["compile_seconds"], row["gains"]
-        rows.append([row["model"], row["dtype"], row["mode"], f"{gains['preserved']:.2f}"])
-        for layout in ("compiled contiguous", "compiled preserved"):
-            rows[-1].append(f"{gains[layout]:.2f} ({taken[layout]:.0f} s)" if layout in gains else "raises")
-    if not rows:
-        return "Nothing has been measured yet."
-    head = ["model", "dtype", "", "gain: preserved", "compiled contiguous (its first call)"]
-    return table([*head, "compiled preserved"], rows)
+    head = ["model", "", "instructions", "contiguous, float32, ms", "converted, float32", "contiguous, bfloat16"]
+    return table([*head, "converted, bfloat16", "bfloat16 over float32"], rows)
 
 
 # What the README shows: models of several kinds, those that gain most and those that lose most among them.
 SHOWN = {
-    "dynunet3d": "nnU-Net's DynUNet, 3D (monai)",
+    "plain_conv_unet3d": "nnU-Net's PlainConvUNet, 3D",
     "segresnet3d": "SegResNet, 3D (monai)",
+    "wan_decoder": "Wan's decoder, a small one (diffusers)",
     "efficientnet_b0": "EfficientNet-B0 (transformers)",
     "resnet50": "ResNet-50 (transformers)",
-    "unet2d_condition": "Stable Diffusion's UNet, a small one (diffusers)",
-    "vae_kl": "Stable Diffusion's autoencoder (diffusers)",
+    "vae_kl": "Stable Diffusion's autoencoder, a small one (diffusers)",
 }
 
 
-def gains(measured: dict) -> str:
+def gains(*machines: dict) -> str:
     """Return the README's table: the time of a step, contiguous and preserved."""
-    kinds = [(dtype, mode) for dtype in ("float32", "bfloat16") for mode in ("inference", "training")]
-    by_kind = {(row["model"], row["dtype"], row["mode"]): row for row in measured["results"]}
-    kinds = [kind for kind in kinds if any(key[1:] == kind for key in by_kind)]
+    cases = [(measured, mode) for measured in machines for mode in MODEL_MODES]
     rows = []
     for model, shown in SHOWN.items():
-        cells = []
-        for kind in kinds:
-            row = by_kind.get((model, *kind))
-            before, after = ("contiguous", "preserved")
-            cells.append(
-                f"{row['times'][before]['min']:.0f} → {row['times'][after]['min']:.0f} ms, "
-                f"**{row['gains'][after]:.2f}x** ({row['gains']['full']:.2f}x)"
-                if row
-                else ""
-            )
-        rows.append([shown, *cells])
-    where = f"{measured['machine']['processor']} {amx(measured)}, torch {measured['machine']['environment']['torch']}"
-    head = ["model", *(" ".join(kind) for kind in kinds)]
-    note = (
-        "Milliseconds contiguous → converted with `preserve=True`, and the gain, in brackets without replaced layers; "
-        f"on one thread of an {where}. [Preserving](docs/preserving.md) has all models."
-    )
-    return f"{warning(measured)}{table(head, rows)}\n\n{note}"
+        cells = [shown]
+        for measured, mode in cases:
+            row = next((row for row in float32(measured) if (row["model"], row["mode"]) == (model, mode)), None)
+            times = row and f"{milliseconds(row, 'contiguous')} → {milliseconds(row, 'preserved')} ms"
+            cells.append(f"{times}, **{gain(row):.2f}x**" if row else "")
+        rows.append(cells)
+    head = ["model", *(f"{kind(measured)}, {mode}" for measured, mode in cases)]
+    return warning(machines[0]) + table(head, rows)

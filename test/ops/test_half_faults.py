@@ -1,0 +1,38 @@
+"""Half precision that oneDNN computes wrong with AVX-512 or AMX: whatever the CPU has, ours is right."""
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import channels_last
+
+from torch_nhwc import functional
+
+# By the row of docs/safety.md. On a CPU with AMX, PyTorch computes all but the last one wrong.
+FAULTS = {
+    "h71": ("conv2d", (2, 16, 5, 5), (9, 16, 5, 5), ((1, 4), (2, 0))),
+    "h71 transposed": ("conv_transpose3d", (1, 3, 3, 10, 1), (3, 9, 5, 6, 2), ((1, 2, 2), (1, 0, 0), (0, 0, 1))),
+    "h72 patches": ("conv2d", (2, 16, 16, 16), (32, 16, 4, 4), (4,)),
+    "h72 wide": ("conv2d", (4, 8, 12, 12), (17, 8, 2, 8), (2, (0, 3))),
+    "h72 transposed": ("conv_transpose2d", (3, 24, 6, 5), (24, 24, 4, 4), ((3, 4), (1, 0))),
+    "h73": ("conv3d", (1, 48, 5, 6, 12), (7, 48, 1, 4, 2), ((4, 1, 1), (0, 1, 1), (1, 1, 2))),
+    "h73 transposed": ("conv_transpose3d", (2, 1, 6, 4, 6), (1, 2, 2, 4, 3), ((2, 4, 3), (0, 1, 0), (1, 0, 0))),
+    "h74": ("conv3d", (1, 12, 9, 5, 3), (12, 12, 4, 3, 2), ((4, 2, 2), (1, 1, 0))),
+    "h75": ("conv3d", (2, 8, 4, 4, 2), (17, 8, 5, 2, 7), ((1, 1, 2), (2, 1, 3))),
+}
+
+
+@pytest.mark.parametrize("arrange", [channels_last, torch.Tensor.contiguous], ids=["channels_last", "contiguous"])
+@pytest.mark.parametrize("name", FAULTS)
+def test_half_precision_is_right_where_onednn_is_not(name, arrange):
+    function, shape, kernel, arguments = FAULTS[name]
+    torch.manual_seed(0)
+    leaves = [arrange(torch.randn(sizes)).bfloat16() for sizes in (shape, kernel)]
+    leaves.append(torch.randn(kernel[1 if "transpose" in function else 0]).bfloat16())
+
+    def results(module, dtype):
+        given = [each.to(dtype).requires_grad_() for each in leaves]
+        out = getattr(module, function)(*given, *arguments)
+        return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
+
+    for ours, right in zip(results(functional, torch.bfloat16), results(F, torch.float64), strict=True):
+        assert (ours.double() - right).abs().max() <= 2e-2 * right.abs().max()
