@@ -24,7 +24,6 @@ def segresnet():
 
 
 def unetr():
-    pytest.importorskip("einops", reason="MONAI's transformers need einops")
     from monai.networks.nets import UNETR
 
     return UNETR(1, 2, VOLUME[2:], feature_size=4, hidden_size=16, mlp_dim=32, num_heads=2)

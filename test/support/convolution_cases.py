@@ -67,6 +67,7 @@ HALVES = [
     Case("conv3d", (1, 48, 5, 6, 12), (7, 48, 1, 4, 2), ((4, 1, 1), (0, 1, 1)), BF16, ""),
     Case("conv2d", (1, 16, 14, 14), (16, 16, 7, 7), (7, 3), F16, ""),
     Case("conv2d", (2, 16, 40, 40), (16, 1, 3, 3), (1, 2, 2, 16), BF16),
+    Case("conv3d", (1, 4, 8, 37, 32), (4, 1, 3, 5, 3), (1, 1, (1, 2, 1), 4), BF16),
 ]
 # Where oneDNN has ended the process of others (https://github.com/pytorch/pytorch/issues/195394).
 LONG_KERNEL = Case("conv2d", (1, 64, 1, 1), (64, 64, 125, 1), (2, (63, 0)), F32, "")

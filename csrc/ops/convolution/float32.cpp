@@ -59,7 +59,9 @@ bool is_wrong(const Call& call) {
   if (width.stride > 1 && width.padding > width.positions) return true;
   const c10::SymInt channels = call.weight.sym_size(1);
   const bool is_depthwise = call.groups > 1 && channels == 1 && call.weight.sym_size(0) == call.groups;
-  if (call.axes() == 2 && is_depthwise && (call.dilation[0] > 1 || call.dilation[1] > 1)) return true;
+  const bool is_dilated =
+      std::any_of(call.dilation.begin(), call.dilation.end(), [](const c10::SymInt& each) { return each > 1; });
+  if (is_depthwise && is_dilated && call.input.scalar_type() == at::kBFloat16) return true;
   if (!faults.halves_with_amx) return false;
   if (call.is_transposed && call.axes() == 3 && call.output_padding[0] > call.padding[0]) return true;
   return is_packed_wrong(call, channels.guard_int(__FILE__, __LINE__)) || skips_too_far(call);
