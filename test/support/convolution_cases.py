@@ -69,9 +69,14 @@ HALVES = [
     Case("conv2d", (2, 16, 40, 40), (16, 1, 3, 3), (1, 2, 2, 16), BF16),
     Case("conv3d", (1, 4, 8, 37, 32), (4, 1, 3, 5, 3), (1, 1, (1, 2, 1), 4), BF16),
 ]
+# Where no plane is under a tap, and where only the first is.
+NO_TAP = [
+    Case("conv3d", (2, 1, 1, 6, 6), (4, 1, 1, 3, 3), ((3, 1, 1), (1, 1, 1)), BF16),
+    Case("conv3d", (2, 8, 5, 6, 6), (8, 8, 1, 3, 3), ((5, 1, 1), (0, 1, 1)), BF16),
+]
 # Where oneDNN has ended the process of others (https://github.com/pytorch/pytorch/issues/195394).
 LONG_KERNEL = Case("conv2d", (1, 64, 1, 1), (64, 64, 125, 1), (2, (63, 0)), F32, "")
-NAMED = [*SMALL_INPUTS, *ONE_COLUMN, *STRIDED_TAPS, *HALVES, LONG_KERNEL]
+NAMED = [*SMALL_INPUTS, *ONE_COLUMN, *STRIDED_TAPS, *HALVES, *NO_TAP, LONG_KERNEL]
 
 
 def meets_input(size: int, positions: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:

@@ -54,6 +54,12 @@ at::Tensor cut_to(const Call& call, const at::Tensor& whole) {
   return out;
 }
 
+/// Returns how many planes of a volume there are up to the last one under a tap.
+c10::SymInt planes_under_a_tap(const Call& call) {
+  const Axis depth = call.axis(3);
+  return (depth.positions - 1) * depth.stride + depth.reach + 1 - depth.padding;
+}
+
 }  // namespace
 
 bool is_column(const Call& call) {
@@ -74,15 +80,13 @@ at::Tensor narrowed(const Call& call) {
 bool has_depth_under_no_tap(const Call& call) {
   if (call.is_transposed || call.axes() != 3 || !convolution_faults().halves_with_amx) return false;
   if (!at::isReducedFloatingType(call.input.scalar_type()) || !has_gradient_to_come(call.input)) return false;
-  const Axis depth = call.axis(3);
-  return depth.size + depth.padding > (depth.positions - 1) * depth.stride + depth.reach + 1;
+  const c10::SymInt planes = planes_under_a_tap(call);
+  return planes > 0 && planes < call.input.sym_size(2);  // where all are under none, the input is padded first
 }
 
 at::Tensor trimmed(const Call& call) {
   return changed(call, [](Call& other) {
-    const Axis depth = other.axis(3);
-    const c10::SymInt size = (depth.positions - 1) * depth.stride + depth.reach + 1 - depth.padding;
-    other.input = with_canonical_strides(other.input.narrow_symint(2, 0, size));
+    other.input = with_canonical_strides(other.input.narrow_symint(2, 0, planes_under_a_tap(other)));
     return convolution(other);
   });
 }
