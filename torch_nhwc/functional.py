@@ -558,20 +558,11 @@ _ways: dict[Any, str] = {}
 _PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 
 
-def _way_of(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: Any,
-    axes: int,
-    output_padding: Any,
-) -> str:
+def _way_of(input: Any, weight: Any, bias: Any, *arguments: Any) -> str:
     """Return what the table of ways says. Arguments of types that the operators do not take are for PyTorch."""
-    if not _are_usual(stride, padding, dilation, groups, axes, output_padding):
+    if not _are_usual(*arguments):
         return "pytorch"
+    stride, padding, dilation, groups, axes, output_padding = arguments
     stride, padding, dilation = _as_many(stride, axes), _as_many(padding, axes), _as_many(dilation, axes)
     more = () if output_padding is None else (_as_many(output_padding, axes),)
     return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *more))
