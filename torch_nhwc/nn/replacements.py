@@ -200,8 +200,7 @@ def _one_channel_in_format(input: Tensor) -> Tensor:
     The weight of one channel is contiguous, so that only these strides say in which format the result is to be.
     """
     if not is_scripting():
-        input = input if functional.is_exported() else to_format(input)
-        return input
+        return input if functional.is_exported() else to_format(input)
     return to_format(input)
 
 
