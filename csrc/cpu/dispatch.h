@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
 
@@ -17,6 +18,9 @@ const FilterKernels& filter_kernels();
 
 /// Returns the passes of group norm, for the same instruction set.
 const NormKernelsByType& norm_kernels();
+
+/// Returns depthwise convolutions, for the same instruction set.
+const DepthwiseKernelsByType& depthwise_kernels();
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

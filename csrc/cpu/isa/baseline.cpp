@@ -1,14 +1,17 @@
 // The instruction set of all other files: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "cpu/isa/isa_prologue.h"
+#include "cpu/isa/make_depthwise_kernels.h"
 #include "cpu/isa/make_filter_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 
 namespace nhwc::cpu::isa {
 
 #if defined(__ARM_NEON)
+constexpr DepthwiseKernelsByType depthwise_neon = make_all_depthwise_kernels();
 constexpr FilterKernels neon = make_filter_kernels();
 constexpr NormKernelsByType norm_neon = make_all_norm_kernels();
 #else
+constexpr DepthwiseKernelsByType depthwise_baseline = make_all_depthwise_kernels();
 constexpr FilterKernels baseline = make_filter_kernels();
 constexpr NormKernelsByType norm_baseline = make_all_norm_kernels();
 #endif

@@ -11,6 +11,7 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
 

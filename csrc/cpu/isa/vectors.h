@@ -120,6 +120,38 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #endif
 }
 
+typedef std::uint16_t HalfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+
+NHWC_ALWAYS_INLINE Vector<float> load_halves(const BFloat16* source) {
+  HalfBits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
+}
+
+NHWC_ALWAYS_INLINE void store_halves(BFloat16* destination, Vector<float> value) {
+  const HalfBits bits = __builtin_convertvector(rounded(value) >> 16, HalfBits);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+/// Loads a register of neighbours in their order, as numbers, and stores them.
+template <typename Element>
+NHWC_ALWAYS_INLINE Vector<Real<Element>> load_vector(const Element* source) {
+  if constexpr (std::is_same<Element, Real<Element>>::value) {
+    return load(source);
+  } else {
+    return load_halves(source);
+  }
+}
+
+template <typename Element>
+NHWC_ALWAYS_INLINE void store_vector(Element* destination, Vector<Real<Element>> value) {
+  if constexpr (std::is_same<Element, Real<Element>>::value) {
+    store(destination, value);
+  } else {
+    store_halves(destination, value);
+  }
+}
+
 NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
   return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
 }
