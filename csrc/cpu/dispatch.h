@@ -5,6 +5,7 @@
 
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/weight_gradient_kernels.h"
 
 namespace nhwc::cpu {
 
@@ -17,6 +18,9 @@ const FilterKernels& filter_kernels();
 
 /// Returns the passes of group norm, for the same instruction set.
 const NormKernelsByType& norm_kernels();
+
+/// Returns the inner loops of a convolution's weight gradient, for the same instruction set.
+const WeightGradientKernelsByType& weight_gradient_kernels();
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

@@ -2,15 +2,18 @@
 #include "cpu/isa/isa_prologue.h"
 #include "cpu/isa/make_filter_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
+#include "cpu/isa/make_weight_gradient_kernels.h"
 
 namespace nhwc::cpu::isa {
 
 #if defined(__ARM_NEON)
 constexpr FilterKernels neon = make_filter_kernels();
 constexpr NormKernelsByType norm_neon = make_all_norm_kernels();
+constexpr WeightGradientKernelsByType weight_gradient_neon = make_all_weight_gradient_kernels();
 #else
 constexpr FilterKernels baseline = make_filter_kernels();
 constexpr NormKernelsByType norm_baseline = make_all_norm_kernels();
+constexpr WeightGradientKernelsByType weight_gradient_baseline = make_all_weight_gradient_kernels();
 #endif
 
 }  // namespace nhwc::cpu::isa
