@@ -6,6 +6,7 @@
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/weight_gradient_kernels.h"
 
 namespace nhwc::cpu {
 
@@ -21,6 +22,9 @@ const NormKernelsByType& norm_kernels();
 
 /// Returns depthwise convolutions, for the same instruction set.
 const DepthwiseKernelsByType& depthwise_kernels();
+
+/// Returns the inner loops of a convolution's weight gradient, for the same instruction set.
+const WeightGradientKernelsByType& weight_gradient_kernels();
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

@@ -14,6 +14,7 @@
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/weight_gradient_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

@@ -161,6 +161,17 @@ NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values)
   store_halves(destination + VectorOf<float>::lanes, values.second);
 }
 
+/// Loads one register of neighbours, in their order.
+NHWC_ALWAYS_INLINE Vector<float> load_in_order(const float* source) { return load(source); }
+NHWC_ALWAYS_INLINE Vector<double> load_in_order(const double* source) { return load(source); }
+NHWC_ALWAYS_INLINE Vector<float> load_in_order(const Half* source) { return load_halves(source); }
+NHWC_ALWAYS_INLINE Vector<float> load_in_order(const BFloat16* source) {
+  typedef std::uint16_t HalfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+  HalfBits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
+}
+
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
 NHWC_ALWAYS_INLINE double load_one(const double* source) { return *source; }
 NHWC_ALWAYS_INLINE float load_one(const BFloat16* source) { return BFloat16ToFloat()(source->bits); }

@@ -1,0 +1,58 @@
+// The inner loops of a convolution's weight gradient, compiled for one instruction set. Uses neither torch nor code of
+// the standard library, like filter_kernels.h.
+#pragma once
+
+#include <cstdint>
+
+namespace nhwc::cpu {
+
+/// Output positions and the input under their taps, packed: numbers are floats, or doubles for doubles.
+///
+/// The gradient has `outputs` channels in groups of `outputs_at_once`, each `[capacity][outputs_at_once]`. The last
+/// group has half of that if this is enough. Output position `column` of row `row` has its first input number at
+/// `rows[row] + column * step`. From there, register `r` of input numbers is at `offsets[r]`.
+struct PackedBlock {
+  const void *input, *grad;
+  const std::int64_t* rows;
+  std::int64_t row_count, columns, step;
+  const std::int64_t* offsets;
+  std::int64_t registers;
+  std::int64_t outputs, capacity;
+};
+
+struct WeightGradientKernels {
+  std::int64_t lanes;  // numbers of a register
+  std::int64_t outputs_at_once;
+
+  /// Packs `width` elements at `from` and after each `stride` elements, `count` times, as numbers without gaps. Up to a
+  /// register more is written after the last. Nothing is read from `end` on.
+  void (*pack)(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width,
+               void* to);
+
+  /// Adds to `sums`, `[outputs][registers][lanes]`, the products of gradient and input, summed over the positions. The
+  /// outputs are rounded up to a multiple of `outputs_at_once`.
+  void (*multiply)(const PackedBlock& block, void* sums);
+
+  /// Adds to `sums`, `[outputs]` rounded up in the same way, the gradient, summed over the positions.
+  void (*sum)(const PackedBlock& block, void* sums);
+
+  /// Writes `rows` rows of `count` sums, from which and to which strides are given, as elements. Each is the sum of
+  /// `parts` numbers, `part_stride` apart, in their order. Changes the first of these.
+  void (*write)(void* sums, std::int64_t sums_stride, std::int64_t parts, std::int64_t part_stride, std::int64_t rows,
+                std::int64_t count, void* out, std::int64_t out_stride);
+};
+
+/// For doubles, floats, halves and bfloat16s.
+struct WeightGradientKernelsByType {
+  WeightGradientKernels of_double, of_float, of_half, of_bfloat16;
+};
+
+namespace isa {
+
+extern const WeightGradientKernelsByType weight_gradient_baseline;
+extern const WeightGradientKernelsByType weight_gradient_avx2;
+extern const WeightGradientKernelsByType weight_gradient_avx512;
+extern const WeightGradientKernelsByType weight_gradient_neon;
+
+}  // namespace isa
+}  // namespace nhwc::cpu
