@@ -20,6 +20,7 @@ struct Level {
   bool is_supported;
   FilterKernels kernels;
   NormKernelsByType norm;
+  GroupedKernelsByType grouped;
 };
 
 #if defined(__x86_64__)
@@ -48,19 +49,21 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline},
-          {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2},
-          {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512},
-          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512}};
+  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::grouped_baseline},
+          {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::grouped_avx2},
+          {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::grouped_avx512},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::grouped_avx512}};
 }
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() { return {{"neon", "default", true, isa::neon, isa::norm_neon}}; }
+std::vector<Level> all_levels() { return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::grouped_neon}}; }
 
 #else
 
-std::vector<Level> all_levels() { return {{"baseline", "default", true, isa::baseline, isa::norm_baseline}}; }
+std::vector<Level> all_levels() {
+  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::grouped_baseline}};
+}
 
 #endif
 
@@ -96,6 +99,8 @@ const Level& chosen_level() {
 const FilterKernels& filter_kernels() { return chosen_level().kernels; }
 
 const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
+
+const GroupedKernelsByType& grouped_kernels() { return chosen_level().grouped; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "cpu/filter_kernels.h"
+#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 
 namespace nhwc::cpu {
@@ -17,6 +18,9 @@ const FilterKernels& filter_kernels();
 
 /// Returns the passes of group norm, for the same instruction set.
 const NormKernelsByType& norm_kernels();
+
+/// Returns the kernels of grouped convolutions, for the same instruction set.
+const GroupedKernelsByType& grouped_kernels();
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

@@ -6,12 +6,14 @@
 NHWC_TARGET("avx2,fma,bmi2,f16c")
 
 #include "cpu/isa/make_filter_kernels.h"
+#include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 
 namespace nhwc::cpu::isa {
 
 constexpr FilterKernels avx2 = make_filter_kernels();
 constexpr NormKernelsByType norm_avx2 = make_all_norm_kernels();
+constexpr GroupedKernelsByType grouped_avx2 = make_all_grouped_kernels();
 
 }  // namespace nhwc::cpu::isa
 

@@ -1,6 +1,7 @@
 // The instruction set of all other files: SSE2 on x86-64, NEON on 64-bit Arm.
 #include "cpu/isa/isa_prologue.h"
 #include "cpu/isa/make_filter_kernels.h"
+#include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 
 namespace nhwc::cpu::isa {
@@ -8,9 +9,11 @@ namespace nhwc::cpu::isa {
 #if defined(__ARM_NEON)
 constexpr FilterKernels neon = make_filter_kernels();
 constexpr NormKernelsByType norm_neon = make_all_norm_kernels();
+constexpr GroupedKernelsByType grouped_neon = make_all_grouped_kernels();
 #else
 constexpr FilterKernels baseline = make_filter_kernels();
 constexpr NormKernelsByType norm_baseline = make_all_norm_kernels();
+constexpr GroupedKernelsByType grouped_baseline = make_all_grouped_kernels();
 #endif
 
 }  // namespace nhwc::cpu::isa

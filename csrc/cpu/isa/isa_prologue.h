@@ -12,6 +12,7 @@
 #endif
 
 #include "cpu/filter_kernels.h"
+#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)

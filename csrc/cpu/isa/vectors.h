@@ -120,6 +120,27 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #endif
 }
 
+typedef std::uint16_t HalfOfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+
+NHWC_ALWAYS_INLINE Vector<float> load(const BFloat16* source) {
+  HalfOfBits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
+}
+
+NHWC_ALWAYS_INLINE void store(BFloat16* destination, Vector<float> value) {
+  const auto bits = __builtin_convertvector(rounded(value) >> 16, HalfOfBits);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+NHWC_ALWAYS_INLINE Vector<float> load(const Half* source) { return load_halves(source); }
+NHWC_ALWAYS_INLINE void store(Half* destination, Vector<float> value) { store_halves(destination, value); }
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {
+  return value - Vector<Number>{};
+}
+
 NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
   return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
 }
