@@ -22,6 +22,7 @@ struct Level {
   NormKernelsByType norm;
   DepthwiseKernelsByType depthwise;
   WeightGradientKernelsByType weight_gradient;
+  GroupedKernelsByType grouped;
 };
 
 #if defined(__x86_64__)
@@ -50,26 +51,28 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {
-      {"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-       isa::weight_gradient_baseline},
-      {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2},
-      {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512, isa::weight_gradient_avx512},
-      {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
-       isa::weight_gradient_avx512}};
+  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
+           isa::weight_gradient_baseline, isa::grouped_baseline},
+          {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
+           isa::grouped_avx2},
+          {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512,
+           isa::weight_gradient_avx512, isa::grouped_avx512},
+          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
+           isa::weight_gradient_avx512, isa::grouped_avx512}};
 }
 
 #elif defined(__ARM_NEON)
 
 std::vector<Level> all_levels() {
-  return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::depthwise_neon, isa::weight_gradient_neon}};
+  return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::depthwise_neon, isa::weight_gradient_neon,
+           isa::grouped_neon}};
 }
 
 #else
 
 std::vector<Level> all_levels() {
   return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline}};
+           isa::weight_gradient_baseline, isa::grouped_baseline}};
 }
 
 #endif
@@ -110,6 +113,8 @@ const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
 const DepthwiseKernelsByType& depthwise_kernels() { return chosen_level().depthwise; }
 
 const WeightGradientKernelsByType& weight_gradient_kernels() { return chosen_level().weight_gradient; }
+
+const GroupedKernelsByType& grouped_kernels() { return chosen_level().grouped; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

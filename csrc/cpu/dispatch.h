@@ -5,6 +5,7 @@
 
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
+#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 
@@ -25,6 +26,9 @@ const DepthwiseKernelsByType& depthwise_kernels();
 
 /// Returns the inner loops of a convolution's weight gradient, for the same instruction set.
 const WeightGradientKernelsByType& weight_gradient_kernels();
+
+/// Returns grouped convolutions, for the same instruction set.
+const GroupedKernelsByType& grouped_kernels();
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

@@ -13,6 +13,7 @@
 
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
+#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 

@@ -70,7 +70,7 @@ void copy_box(const Element* array, const std::int64_t* sizes, std::int64_t chan
       clear(is_inside ? before : box.size[2]);
       if (lanes.are_neighbours) {
         const Element* first = row + lanes.offsets[0];
-        for (; w < end && w < box.size[2]; ++w) store(out + w * width, load_vector(first + w * channels));
+        for (; w < end && w < box.size[2]; ++w) store(out + w * width, load(first + w * channels));
       } else {
         for (; w < end && w < box.size[2]; ++w) {
           Vector<Number> value{};
@@ -202,7 +202,7 @@ void correlate(const cpu::DepthwiseCorrelation& correlation, const cpu::Depthwis
       auto* to =
           static_cast<Element*>(destination) + (to_row * width.destination + to_column) * channels + block.channel;
       if (block.channels == lanes) {
-        for (std::int64_t i = 0; i < count; ++i) store_vector(to + i * width.step * channels, load(out + i * lanes));
+        for (std::int64_t i = 0; i < count; ++i) store(to + i * width.step * channels, load(out + i * lanes));
       } else {
         for (std::int64_t i = 0; i < count; ++i) {
           for (int lane = 0; lane < block.channels; ++lane) {

@@ -20,7 +20,7 @@ constexpr int tile_outputs = 4, tile_registers = 2;  // of 16, some of which hav
 template <typename Element>
 NHWC_ALWAYS_INLINE Vector<Real<Element>> load_before(const Element* from, const Element* end) {
   constexpr int lanes = VectorOf<Real<Element>>::lanes;
-  if (end - from >= lanes) return load_in_order(from);
+  if (end - from >= lanes) return load(from);
   Vector<Real<Element>> result{};
   for (int lane = 0; lane < end - from; ++lane) result[lane] = load_one(from + lane);
   return result;

@@ -120,36 +120,27 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #endif
 }
 
-typedef std::uint16_t HalfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+// One register of neighbours in their order, of any element type.
 
-NHWC_ALWAYS_INLINE Vector<float> load_halves(const BFloat16* source) {
-  HalfBits bits;
+typedef std::uint16_t HalfOfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+
+NHWC_ALWAYS_INLINE Vector<float> load(const BFloat16* source) {
+  HalfOfBits bits;
   std::memcpy(&bits, source, sizeof(bits));
   return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
 }
 
-NHWC_ALWAYS_INLINE void store_halves(BFloat16* destination, Vector<float> value) {
-  const HalfBits bits = __builtin_convertvector(rounded(value) >> 16, HalfBits);
+NHWC_ALWAYS_INLINE void store(BFloat16* destination, Vector<float> value) {
+  const auto bits = __builtin_convertvector(rounded(value) >> 16, HalfOfBits);
   std::memcpy(destination, &bits, sizeof(bits));
 }
 
-/// Loads a register of neighbours in their order, as numbers, and stores them.
-template <typename Element>
-NHWC_ALWAYS_INLINE Vector<Real<Element>> load_vector(const Element* source) {
-  if constexpr (std::is_same<Element, Real<Element>>::value) {
-    return load(source);
-  } else {
-    return load_halves(source);
-  }
-}
+NHWC_ALWAYS_INLINE Vector<float> load(const Half* source) { return load_halves(source); }
+NHWC_ALWAYS_INLINE void store(Half* destination, Vector<float> value) { store_halves(destination, value); }
 
-template <typename Element>
-NHWC_ALWAYS_INLINE void store_vector(Element* destination, Vector<Real<Element>> value) {
-  if constexpr (std::is_same<Element, Real<Element>>::value) {
-    store(destination, value);
-  } else {
-    store_halves(destination, value);
-  }
+template <typename Number>
+NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {
+  return value - Vector<Number>{};
 }
 
 NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
@@ -159,17 +150,6 @@ NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
 NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values) {
   store_halves(destination, values.first);
   store_halves(destination + VectorOf<float>::lanes, values.second);
-}
-
-/// Loads one register of neighbours, in their order.
-NHWC_ALWAYS_INLINE Vector<float> load_in_order(const float* source) { return load(source); }
-NHWC_ALWAYS_INLINE Vector<double> load_in_order(const double* source) { return load(source); }
-NHWC_ALWAYS_INLINE Vector<float> load_in_order(const Half* source) { return load_halves(source); }
-NHWC_ALWAYS_INLINE Vector<float> load_in_order(const BFloat16* source) {
-  typedef std::uint16_t HalfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
-  HalfBits bits;
-  std::memcpy(&bits, source, sizeof(bits));
-  return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
 }
 
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
