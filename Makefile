@@ -82,7 +82,6 @@ site-serve: $(VENV)/has-docs
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
-	$(bin)/python benchmarks/bench_models.py --each-forward
 	$(bin)/python benchmarks/bench_overhead.py
 	$(bin)/python benchmarks/bench_collate.py
 	$(bin)/python benchmarks/bench_layers.py

@@ -3,15 +3,14 @@
     python benchmarks/bench_layers.py [--case NAME ...] [--seconds S] [--quick] [--out FILE]
 
 The three take turns in one process, on one thread: forward, and forward with backward, which computes the gradients of
-the input and of the parameters from a gradient in the output's format. Then the errors of the norms against float64 for
-data with large means, and what a second thread gains compared with a plain copy. Milliseconds, minimum and median;
+the input and of the parameters from a gradient in the output's format. Then what a second thread gains
+compared with a plain copy. Milliseconds, minimum and median;
 ratios and bars are of minima. A layer that fails has the text of its error in place of a time.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import layer_errors
 import machine
 import torch
 from layer_cases import (
@@ -152,7 +151,7 @@ def show(row: dict) -> None:
 
 
 def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> dict:
-    """Measure cases, errors and threads."""
+    """Measure cases and threads."""
     torch.set_num_threads(1)
     results = []
     for case in cases:
@@ -160,7 +159,6 @@ def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Se
             for mode in case.modes:
                 results.append(measure(case, dtype, mode, seconds))
                 show(results[-1])
-    errors = layer_errors.measure_errors({case.layer for case in cases}, dtypes)
     threads = [
         measure_threads(case, dtype, mode, 2 * seconds)
         for case in large
@@ -169,7 +167,7 @@ def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Se
     ]
     for row in threads:
         print(f"{row['layer']} {row['dtype']} {row['mode']}, one thread over two: {row['gains']}", flush=True)
-    return {"results": results, "accuracy": errors, "two_threads": threads}
+    return {"results": results, "two_threads": threads}
 
 
 def main() -> None:
