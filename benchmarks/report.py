@@ -15,7 +15,6 @@ import bench_overhead
 import cuda_report
 import report_layers
 import report_tune
-from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
 
@@ -127,26 +126,6 @@ def sizes(weights: dict) -> str:
     return table(head + ["page faults: plain `clone` / memcpy", "eager `clone` / `convert_weight`"], rows)
 
 
-def kernels(weights: dict) -> str:
-    rows = [
-        [name(p)] + [f"{ratio(q, 'ours', 'memcpy'):.2f} | {ratio(q, 'eager_copy', 'ours'):.1f}" for q in (p, back)]
-        for p, back in both_ways(weights["results"])
-        if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] == "float32"
-    ]
-    head = ["ours / memcpy", "eager `copy_` / ours"]
-    return table(["weight", *head, *(f"back: {each}" for each in head)], rows)
-
-
-def casts(weights: dict) -> str:
-    jobs = {("ours", "memcpy"): ".2f", ("eager_one_step", "ours"): ".1f", ("eager_two_steps", "ours"): ".1f"}
-    rows = [
-        [name(p), *(f"{ratio(p, *pair):{form}} ({ratio(back, *pair):{form}})" for pair, form in jobs.items())]
-        for p, back in both_ways(p for p in weights["results"] if p["to"])
-    ]
-    head = ["cast", "ours / memcpy of the source", "eager in one step / ours", "eager cast, then layout / ours"]
-    return table(head, rows)
-
-
 def models(measured: dict) -> str:
     rows = []
     for r in measured["results"]:
@@ -200,7 +179,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
                 for what, measured in (
-                    ("The bars, one weight, and casts", weights),
+                    ("The bars, and one weight", weights),
                     ("The conversion of whole models", of_models),
                     ("Whole models, and half precision", layouts[0]),
                     ("The same held to AVX2", layouts[1]),
@@ -212,8 +191,6 @@ def documents() -> dict[Path, dict[str, str]]:
             "overhead": bench_overhead.as_table(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),
-            "kernels": kernels(weights),
-            "casts": casts(weights),
             "models": models(of_models),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),

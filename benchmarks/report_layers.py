@@ -29,7 +29,6 @@ COMPARED = {
 MODES = ("forward", "forward with backward")
 MODEL_MODES = ("inference", "training")
 LEAST_GAIN = 0.98
-WORTH_A_THREAD = 1.6
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 
 
@@ -68,8 +67,7 @@ def layer_bars(measured: dict) -> list[list[str]]:
         (at_most if ratio == "over_contiguous" else at_least)(title, limit, values)
         for (title, ratio, limit), values in by_title.items()
     ]
-    gains = [row["gains"]["ours"] for row in measured["two_threads"] if row["gains"]["copy"] >= WORTH_A_THREAD]
-    return [*rows, at_least("one thread over two, where a plain copy gains as much", WORTH_A_THREAD, gains)]
+    return rows
 
 
 def model_bars(measured: dict) -> list[list[str]]:

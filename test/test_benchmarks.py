@@ -218,7 +218,7 @@ def first_of_each_layer():
 
 @pytest.mark.parametrize("case", first_of_each_layer(), ids=lambda case: case.name)
 def test_layers_are_measured_and_compute_what_pytorchs_do(case):
-    for mode in case.modes:
+    for mode in layer_cases.MODES:
         row = bench_layers.measure(small(case), torch.float32, mode, seconds=0)
         assert row["errors"] == {}
         assert_times(row["times"])
@@ -232,9 +232,8 @@ def test_layers_are_measured_and_compute_what_pytorchs_do(case):
 
 
 def test_layers_are_reported(tmp_path):
-    chosen = [small(layer_cases.CASES[0])]
-    measured = bench_layers.run(chosen, chosen, 0)
-    machine.write(tmp_path / "layers.json", "bench_layers.py", measured.pop("results"), quick=True, **measured)
+    measured = bench_layers.run([small(layer_cases.CASES[0])], 0)
+    machine.write(tmp_path / "layers.json", "bench_layers.py", measured, quick=True)
     layers = read(tmp_path / "layers.json")
     assert report_layers.QUICK in report_layers.bars(layers)
     for table in (report_layers.losses, report_layers.bars):
