@@ -2,9 +2,9 @@
 
     python benchmarks/bench_layers.py [--case NAME ...] [--threads N] [--seconds S] [--out FILE]
 
-The three take turns in one process: forward, and forward with backward, which computes the gradients of the input and of
-the parameters from a gradient in the output's format. Milliseconds, minimum and median; ratios and bars are of minima.
-A layer that fails has the text of its error in place of a time.
+The three take turns in one process: forward, and forward with backward, which computes the gradients of the input and
+of the parameters from a gradient in the output's format. Milliseconds, minimum and median; ratios and bars are of
+minima. A layer that fails has the text of its error in place of a time.
 """
 
 from collections.abc import Callable, Sequence
