@@ -33,7 +33,7 @@ test-exhaustive: $(VENV)/has-test $(VENV)/built
 
 # What depends on the kind of the CPU, as on one without AVX-512; where this CPU has none, `make test` has done it.
 on_avx2 := test/ops/test_convolution*.py test/ops/test_*norm*.py test/ops/test_activations.py test/nn test/sites \
-  test/converting/test_preserve.py test/converting/test_layers_in_either_mode.py test/verifying/test_real_models.py \
+  test/converting/test_layers_in_either_mode.py test/verifying/test_real_models.py \
   test/test_functional.py test/test_hazards.py test/test_right_models.py
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
@@ -82,7 +82,6 @@ site-serve: $(VENV)/has-docs
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
 	$(bin)/python benchmarks/bench_models.py
-	$(bin)/python benchmarks/bench_models.py --each-forward
 	$(bin)/python benchmarks/bench_overhead.py
 	$(bin)/python benchmarks/bench_collate.py
 	$(bin)/python benchmarks/bench_layers.py

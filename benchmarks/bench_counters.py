@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import machine
 import torch
-from count_accesses import count, gpu_model
+from count_accesses import gpu_model
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
@@ -83,7 +83,8 @@ def read_counters() -> list[dict[str, int]] | str:
 def modelled(shape: Sequence[int], dtype: torch.dtype, shared_bytes: int, processors: int) -> dict[str, int]:
     """Return the model's counts for a device with these limits."""
     limits = gpu_model.Limits(shared_bytes=shared_bytes, processors=processors)
-    counts = count((dtype, dtype), (shape[0], shape[1], math.prod(shape[2:])), limits=limits)
+    matrices = shape[0], shape[1], math.prod(shape[2:])
+    _, counts = gpu_model.count((dtype, dtype), matrices, limits=limits)
     return {name: getattr(counts, name) for name in COUNTERS}
 
 

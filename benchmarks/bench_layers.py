@@ -1,26 +1,22 @@
 """Every layer that preserves channels-last: ours and PyTorch's on channels-last, and PyTorch's on contiguous.
 
-    python benchmarks/bench_layers.py [--case NAME ...] [--seconds S] [--quick] [--out FILE]
+    python benchmarks/bench_layers.py [--case NAME ...] [--threads N] [--seconds S] [--out FILE]
 
-The three take turns in one process, on one thread: forward, and forward with backward, which computes the gradients of
-the input and of the parameters from a gradient in the output's format. Then the errors of the norms against float64 for
-data with large means, and what a second thread gains compared with a plain copy. Milliseconds, minimum and median;
-ratios and bars are of minima. A layer that fails has the text of its error in place of a time.
+The three take turns in one process: forward, and forward with backward, which computes the gradients of the input and
+of the parameters from a gradient in the output's format. Milliseconds, minimum and median; ratios and bars are of
+minima. A layer that fails has the text of its error in place of a time.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
-import layer_errors
 import machine
 import torch
 from layer_cases import (
-    BACKWARD,
-    BOTH,
     CASES,
     FORWARD,
     FUNCTIONS,
-    LARGE_CASES,
+    MODES,
     OVER_CONTIGUOUS,
     STOCK_OVER_OURS,
     Case,
@@ -62,8 +58,6 @@ def job(case: Case, dtype: torch.dtype, way: str, mode: str) -> Callable[[], obj
     gradient = torch.randn(out.shape, dtype=out.dtype)
     if out.dim() > 2 and way != "contiguous":
         gradient = channels_last(gradient)
-    if mode == BACKWARD:
-        return lambda: torch.autograd.grad(out, [x, *parameters], gradient, retain_graph=True)
     return lambda: torch.autograd.grad(call(), [x, *parameters], gradient)
 
 
@@ -115,35 +109,6 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
     }
 
 
-def on_threads(call: Callable[[], object], threads: int) -> Callable[[], object]:
-    """Return the same call on so many threads; everything else runs on one."""
-
-    def run() -> None:
-        torch.set_num_threads(threads)
-        try:
-            call()
-        finally:
-            torch.set_num_threads(1)
-
-    return run
-
-
-def measure_threads(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
-    """Compare two threads with one, for ours and for a copy of the input to existing memory."""
-    source = inputs(case, dtype, "ours")[0].detach()
-    copy = partial(torch.empty_like(source).copy_, source)
-    calls = {"ours": job(case, dtype, "ours", mode), "copy": copy}
-    jobs = {
-        f"{name}, {threads}": lambda call=call, threads=threads: on_threads(call, threads)
-        for name, call in calls.items()
-        for threads in (1, 2)
-    }
-    times, _ = timed(jobs, seconds)
-    gains = {name: over(times, f"{name}, 1", f"{name}, 2") for name in calls}
-    described = {"layer": case.layer, "arguments": case.arguments, "shape": list(case.shape)}
-    return {**described, "dtype": name_of(dtype), "mode": mode, "times": times, "gains": gains}
-
-
 def show(row: dict) -> None:
     name = f"{row['layer']}({row['arguments']}) {'x'.join(map(str, row['shape']))} {row['dtype']} {row['mode']}"
     times = [f"{times['min']:.3f}" if times else "fails" for times in row["times"].values()]
@@ -151,45 +116,27 @@ def show(row: dict) -> None:
     print(f"{name}: {' / '.join(times)} ms; {', '.join(ratios)}", flush=True)
 
 
-def run(cases: Sequence[Case], large: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> dict:
-    """Measure cases, errors and threads."""
-    torch.set_num_threads(1)
+def run(cases: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = DTYPES) -> list[dict]:
+    """Measure cases."""
     results = []
     for case in cases:
         for dtype in dtypes:
-            for mode in case.modes:
+            for mode in MODES:
                 results.append(measure(case, dtype, mode, seconds))
                 show(results[-1])
-    errors = layer_errors.measure_errors({case.layer for case in cases}, dtypes)
-    threads = [
-        measure_threads(case, dtype, mode, 2 * seconds)
-        for case in large
-        for dtype in dtypes
-        for mode in (FORWARD, BOTH)
-    ]
-    for row in threads:
-        print(f"{row['layer']} {row['dtype']} {row['mode']}, one thread over two: {row['gains']}", flush=True)
-    return {"results": results, "accuracy": errors, "two_threads": threads}
+    return results
 
 
 def main() -> None:
     parser = machine.parser(__doc__, machine.RESULTS / "layers-cpu.json")
     parser.add_argument("--case", nargs="*", default=[], metavar="NAME", help="a part of the names of cases")
-    parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement")
-    parser.add_argument("--quick", action="store_true", help="few cases, few samples")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement; 0 is for a look")
     arguments = parser.parse_args()
-    chosen, large = [
-        [case for case in cases if not arguments.case or any(part in case.name for part in arguments.case)]
-        for cases in (CASES, LARGE_CASES)
-    ]
-    if arguments.quick:
-        chosen, large = [case for case in chosen if case.is_quick], []
-    seconds = 0.0 if arguments.quick else arguments.seconds
-    measured = run(chosen, large, seconds)
-    results = measured.pop("results")
-    machine.write(
-        arguments.out, "bench_layers.py", results, quick=arguments.quick, threads=1, seconds=seconds, **measured
-    )
+    chosen = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    torch.set_num_threads(arguments.threads)
+    how = {"quick": arguments.seconds == 0, "threads": arguments.threads, "seconds": arguments.seconds}
+    machine.write(arguments.out, "bench_layers.py", run(chosen, arguments.seconds), **how)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,13 @@
 """The conversion of whole models, every single one in a fresh process, as it happens to users.
 
-    python benchmarks/bench_models.py [--device cpu|cuda] [--each-forward] [--rounds N] [--models NAME ...]
-        [--sources NAME ...] [--out FILE]
+    python benchmarks/bench_models.py [--device cpu|cuda] [--rounds N] [--models NAME ...] [--sources NAME ...]
+        [--out FILE]
 
 A process makes one model, with weights that are its own or that were loaded, does one job to it on one thread, and
 reports the time and by how much the resident set was larger, at its highest, than before the job or after it, whichever
 is more. The jobs take turns; the figures are medians over the rounds, and the least. The file is written after each
 model and source; earlier results of what is not measured again stay in it, if they were taken on such a machine with
-such a torch. On a GPU all is done in one process: cuda_models.py. With --each-forward the steps of
-each_forward_steps.py are measured instead.
+such a torch. On a GPU all is done in one process: cuda_models.py.
 """
 
 import multiprocessing
@@ -20,7 +19,6 @@ from functools import partial
 from pathlib import Path
 
 import cuda_models
-import each_forward_steps
 import machine
 import torch
 from jobs import JOBS, memcpy
@@ -102,16 +100,12 @@ def measure(model: str, source: str, rounds: int) -> dict[str, object]:
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--each-forward", action="store_true", help="steps with weights converted in each forward")
     parser.add_argument("--rounds", type=int, help="5 on the CPU, 15 on a GPU")
     parser.add_argument("--sources", nargs="*", default=list(SOURCES), choices=list(SOURCES))
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     arguments = parser.parse_args()
     arguments.rounds = arguments.rounds or {"cpu": 5, "cuda": 15}[arguments.device]
     out = arguments.out or machine.RESULTS / f"models-{arguments.device}.json"
-    if arguments.each_forward:
-        out = arguments.out or machine.RESULTS / "each-forward-cpu.json"
-        return each_forward_steps.run(arguments.models, arguments.rounds, out)
     if arguments.device == "cuda":
         return cuda_models.run(arguments.models, arguments.rounds, out)
     order = list(cases(list(MODELS), list(SOURCES)))

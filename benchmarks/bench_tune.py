@@ -1,12 +1,11 @@
 """What `tune` decides for whole models, and how fast that is compared with each policy when it is measured again.
 
     python benchmarks/bench_tune.py [--model NAME ...] [--dtype NAME ...] [--mode NAME ...] [--missing]
-                                    [--budget S] [--seconds S] [--quick] [--out FILE]
+                                    [--budget S] [--seconds S] [--out FILE]
 
 Each model is tuned in a process of its own, on one thread; every candidate is then timed in another fresh process, in
 turns: a call in inference, and in training a step with SGD. Ratios are a candidate's time over that of the decision, of
-pairs in one round, with their 99 % intervals: more than 1 is faster than the candidate. `--quick` is for a look at what
-comes out.
+pairs in one round, with their 99 % intervals: more than 1 is faster than the candidate.
 
 The file is written after each case, a model in one dtype and mode. What is not measured again stays in it, if it was
 taken on such a machine with such a torch; `--missing` measures only what is not there. All 18 cases in float32 take
@@ -163,14 +162,13 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="*", choices=["float32", "bfloat16"])
     parser.add_argument("--mode", nargs="*", default=MODES, choices=MODES)
     parser.add_argument("--missing", action="store_true", help="only what the file has no result of")
-    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the tuning of each")
+    parser.add_argument("--budget", type=float, default=60.0, help="seconds for the tuning of each; 1 is for a look")
     parser.add_argument("--seconds", type=float, default=75.0, help="for comparing it then, about")
-    parser.add_argument("--quick", action="store_true", help="a second for both")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # of this process, too: the file says under how many its results were taken
     there = {machine.case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
     chosen = [case for case in cases(arguments.model, arguments.dtype, arguments.mode) if case not in there]
-    run(chosen, *([1.0] * 2 if arguments.quick else [arguments.budget, arguments.seconds]), arguments.out)
+    run(chosen, arguments.budget, arguments.seconds, arguments.out)
 
 
 if __name__ == "__main__":

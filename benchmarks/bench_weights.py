@@ -1,6 +1,6 @@
 """One weight at a time, compared with memcpy and with what PyTorch does.
 
-    python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--without-compile] [--out FILE]
+    python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--out FILE]
 
 Every point takes its jobs in turn, `--samples` times; each sample is as many calls as take about a millisecond. The
 figures are the minimum and the median of the samples in microseconds for one call. All buffers are hot and resident,
@@ -17,7 +17,6 @@ from functools import partial
 import cuda_weights
 import machine
 import torch
-from jobs import compiled_clone
 from points import Point
 from stopwatch import Stopwatch, in_turns, summary
 
@@ -35,8 +34,6 @@ SMALL = [
     (128, 24, 5, 5),
 ]
 CASTS = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1280, 1280, 3, 3)]
-COMPILED = [(128, 128, 3, 3), (512, 512, 3, 3), (64, 64, 3, 3, 3)]
-LARGE = [(1024, 512, 3, 3), (1280, 1280, 3, 3)]
 
 
 def random_shapes(count: int) -> list[tuple[int, ...]]:
@@ -58,7 +55,7 @@ def memcpy_job(nbytes: int) -> Callable[[], object]:
 
 
 def measure(point: Point, samples: int) -> dict[str, object]:
-    shape, dtype, _, to, with_compile = point
+    shape, dtype, to = point.shape, point.dtype, point.to
     source_format, memory_format = point.formats
     values = torch.randint(0, 100, shape).to(dtype)
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
@@ -84,22 +81,17 @@ def measure(point: Point, samples: int) -> dict[str, object]:
             "eager_one_step": lambda: out.copy_(weight),
             "eager_two_steps": lambda: out.copy_(weight.to(to)),
         }
-    if with_compile:
-        clone = compiled_clone(memory_format)
-        clone(weight)
-        jobs["compiled_clone"] = lambda: clone(weight)
     calls = max(1, (2 << 20) // max(weight.nbytes, 1 << 12))
     taken = in_turns({name: partial(Stopwatch().microseconds, job, calls) for name, job in jobs.items()}, samples)
     return {
         **point.described(),
         "bytes": weight.nbytes,
-        "threads": torch.get_num_threads(),
         "times": {name: summary(values) for name, values in taken.items()},
     }
 
 
-def points(with_compile: bool) -> list[tuple[int, Point]]:
-    """Return the fixed grid and the random shapes, each with the number of threads."""
+def points() -> list[Point]:
+    """Return the fixed grid and the random shapes."""
     ways = (False, True)
     grid = [Point(shape, dtype, back) for shape in SQUARES + TAPS + SMALL for dtype in DTYPES for back in ways]
     for index, shape in enumerate(random_shapes(40)):
@@ -108,26 +100,21 @@ def points(with_compile: bool) -> list[tuple[int, Point]]:
         for dtype in (torch.bfloat16, torch.float16):
             for back in ways:
                 grid += [Point(shape, torch.float32, back, dtype), Point(shape, dtype, back, torch.float32)]
-    if with_compile:
-        grid += [Point(shape, dtype, with_compile=True) for shape in COMPILED for dtype in DTYPES[:2]]
-    on_two_threads = [Point(shape, dtype, back) for shape in LARGE for dtype in DTYPES[:2] for back in ways]
-    return [(1, point) for point in grid] + [(2, point) for point in on_two_threads]
+    return grid
 
 
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--samples", type=int, default=15)
-    parser.add_argument("--without-compile", action="store_true")
+    parser.add_argument("--without-compile", action="store_true", help="on a GPU")
     arguments = parser.parse_args()
     out = arguments.out or machine.RESULTS / f"weights-{arguments.device}.json"
     torch.manual_seed(0)
     if arguments.device == "cuda":
         return cuda_weights.run(arguments.samples, not arguments.without_compile, out)
-    results = []
-    for threads, point in points(not arguments.without_compile):
-        torch.set_num_threads(threads)
-        results.append(measure(point, arguments.samples))
+    torch.set_num_threads(1)
+    results = [measure(point, arguments.samples) for point in points()]
     machine.write(out, "bench_weights.py", results, samples=arguments.samples)
 
 

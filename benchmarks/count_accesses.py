@@ -6,7 +6,6 @@ No time is measured, so that every machine gives the same figures.
 """
 
 import itertools
-import math
 import statistics
 import sys
 
@@ -17,7 +16,6 @@ sys.path.append(str(machine.ROOT / "test/cpp"))
 
 import gpu_model
 
-TAPS = (4, 8, 9, 16, 25, 27, 49, 125)
 # The channels of the weights, and by how many elements their memory is off a multiple of 16 bytes.
 GROUPS = {
     "channels in whole sectors of 32 bytes": ((32, 64, 192, 320, 512), 0),
@@ -26,33 +24,11 @@ GROUPS = {
 }
 
 
-def count(
-    kind: tuple[torch.dtype, torch.dtype],
-    matrices: tuple[int, int, int],
-    offset: int = 0,
-    limits: gpu_model.Limits | None = None,
-) -> gpu_model.Counts:
-    """Count the accesses for one weight: so many matrices of rows and columns."""
-    size = math.prod(matrices)
-    source, _ = gpu_model.allot(size * kind[0].itemsize, offset * kind[0].itemsize)
-    destination, _ = gpu_model.allot(size * kind[1].itemsize, 0)
-    weight = gpu_model.Weight(source.data_ptr(), destination.data_ptr(), *matrices, gpu_model.number_of(kind))
-    counts = gpu_model.Counts()
-    assert gpu_model.run([weight], limits, counts=counts) == 1
-    return counts
-
-
-def matrices_of(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool) -> tuple[int, int, int]:
-    """Return the matrices of a weight of about 64 KB."""
-    filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
-    return (filters, taps, channels) if back else (filters, channels, taps)
-
-
 def measure(kind: tuple[torch.dtype, torch.dtype], group: str) -> dict[str, object]:
     """Count for the weights of one kind: requested bytes over those of touched sectors, passes over the fewest."""
     channels, offset = GROUPS[group]
-    weights = itertools.product(channels, TAPS, (False, True))
-    counted = [count(kind, matrices_of(kind, *weight), offset) for weight in weights]
+    weights = itertools.product(channels, gpu_model.TAPS, (False, True))
+    counted = [gpu_model.count(kind, gpu_model.matrices_of(kind, *weight), offset)[1] for weight in weights]
     return {
         "kind": " to ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in kind)),
         "bytes": kind[0].itemsize,

@@ -1,4 +1,4 @@
-"""Puts the figures of the results into the documents: tables between marks, and the plot.
+"""Puts the figures of the results into the documents: tables between marks.
 
     python benchmarks/report.py
 
@@ -13,10 +13,8 @@ from pathlib import Path
 import bench_collate
 import bench_overhead
 import cuda_report
-import each_forward_steps
 import report_layers
 import report_tune
-from bench_weights import SMALL, TAPS
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
 
@@ -25,7 +23,6 @@ PRESERVING = ROOT / "docs/preserving.md"
 DECIDING = ROOT / "docs/deciding.md"
 INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
 README = ROOT / "README.md"
-PLOT = ROOT / "docs/fraction-of-memcpy.svg"
 
 
 def load(name: str) -> dict:
@@ -42,11 +39,6 @@ def machine(measured: dict) -> str:
         f"{m['processor']}{bounds}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; "
         f"huge pages: {m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
     )
-
-
-def grid(measured: dict, threads: int = 1) -> list[Point]:
-    """Return all points except those of the comparison with the compiler."""
-    return [p for p in measured["results"] if p["threads"] == threads and "compiled_clone" not in p["times"]]
 
 
 def is_l2_size(point: Point) -> bool:
@@ -67,7 +59,7 @@ def both_ways(points: Iterable[Point]) -> list[tuple[Point, Point]]:
 
 def bars(weights: dict) -> str:
     """Return the table of the bars for single weights."""
-    points = grid(weights)
+    points = weights["results"]
     copies = [p for p in points if not p["to"]]
     forward = threes(points)
     rows: list[list[str]] = []
@@ -124,7 +116,7 @@ def bars(weights: dict) -> str:
 
 def sizes(weights: dict) -> str:
     rows = []
-    for p in threes(grid(weights)):
+    for p in threes(weights["results"]):
         rows.append(
             [name(p), f"{p['bytes'] / 1e6:.2f}", f"{p['times']['memcpy']['median']:.0f}"]
             + [f"{ratio(p, 'ours', 'memcpy'):.2f}", f"{ratio(p, 'eager_copy', 'ours'):.1f}"]
@@ -132,48 +124,6 @@ def sizes(weights: dict) -> str:
         )
     head = ["weight", "MB", "memcpy, us", "ours / memcpy", "eager `copy_` / ours"]
     return table(head + ["page faults: plain `clone` / memcpy", "eager `clone` / `convert_weight`"], rows)
-
-
-def kernels(weights: dict) -> str:
-    rows = [
-        [name(p)] + [f"{ratio(q, 'ours', 'memcpy'):.2f} | {ratio(q, 'eager_copy', 'ours'):.1f}" for q in (p, back)]
-        for p, back in both_ways(grid(weights))
-        if tuple(p["shape"]) in TAPS + SMALL and p["dtype"] == "float32"
-    ]
-    head = ["ours / memcpy", "eager `copy_` / ours"]
-    return table(["weight", *head, *(f"back: {each}" for each in head)], rows)
-
-
-def casts(weights: dict) -> str:
-    jobs = {("ours", "memcpy"): ".2f", ("eager_one_step", "ours"): ".1f", ("eager_two_steps", "ours"): ".1f"}
-    rows = [
-        [name(p), *(f"{ratio(p, *pair):{form}} ({ratio(back, *pair):{form}})" for pair, form in jobs.items())]
-        for p, back in both_ways(p for p in grid(weights) if p["to"])
-    ]
-    head = ["cast", "ours / memcpy of the source", "eager in one step / ours", "eager cast, then layout / ours"]
-    return table(head, rows)
-
-
-def compiled(weights: dict) -> str:
-    rows = [
-        [name(p), f"{ratio(p, 'compiled_clone', 'ours_fresh'):.1f}", f"{ratio(p, 'eager_clone', 'ours_fresh'):.1f}"]
-        for p in weights["results"]
-        if "compiled_clone" in p["times"]
-    ]
-    head = ["weight", "`torch.compile` of the clone / `convert_weight`", "eager `clone` / `convert_weight`"]
-    return table(head, rows)
-
-
-def threads(weights: dict) -> str:
-    single = {name(p): p for p in grid(weights)}
-    rows = []
-    for p in grid(weights, threads=2):
-        one = single[name(p)]["times"]
-        gains = [one[job]["median"] / p["times"][job]["median"] for job in ("ours", "plain_copy", "eager_copy")]
-        cells = [f"{gain:.2f}" for gain in gains]
-        rows.append([name(p), f"{p['bytes'] / 1e6:.0f}", *cells, f"{ratio(p, 'eager_copy', 'ours'):.1f}"])
-    head = ["weight", "MB", "ours, one thread / two", "copy in the same layout, one thread / two"]
-    return table(head + ["eager, one thread / two", "eager / ours, two threads"], rows)
 
 
 def models(measured: dict) -> str:
@@ -209,7 +159,7 @@ def gain(measured: dict) -> str:
 def documents() -> dict[Path, dict[str, str]]:
     """Return the figures between the marks of each document."""
     weights, of_models, overhead = load("weights"), load("models"), load("overhead")
-    layers, layouts = report_layers.current(load("layers")), [load("layouts"), load("layouts-avx2")]
+    layers, layouts = load("layers"), [load("layouts"), load("layouts-avx2")]
     tuned, collated = load("tune"), load("collate")
     return {
         README: {"gains": report_layers.gains(*layouts)},
@@ -217,7 +167,6 @@ def documents() -> dict[Path, dict[str, str]]:
             "preserving machine": machine(layers),
             "losses": report_layers.losses(layers),
             "preserving bars": report_layers.bars(layers, *layouts),
-            "accuracy": report_layers.accuracy(layers),
         },
         DECIDING: {
             "tuning machine": machine(tuned),
@@ -230,11 +179,11 @@ def documents() -> dict[Path, dict[str, str]]:
             "machine": "\n\n".join(
                 f"{what}: {machine(measured)}"
                 for what, measured in (
-                    ("Weights", weights),
-                    ("The conversion of models", of_models),
-                    ("Models in channels-last", layouts[0]),
-                    ("The same as one with AVX2", layouts[1]),
-                    ("The call", overhead),
+                    ("The bars, and one weight", weights),
+                    ("The conversion of whole models", of_models),
+                    ("Whole models, and half precision", layouts[0]),
+                    ("The same held to AVX2", layouts[1]),
+                    ("The call of a replaced layer", overhead),
                 )
             ),
             "layouts": report_layers.layouts(*layouts),
@@ -242,44 +191,11 @@ def documents() -> dict[Path, dict[str, str]]:
             "overhead": bench_overhead.as_table(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),
-            "kernels": kernels(weights),
-            "casts": casts(weights),
-            "compiled": compiled(weights),
-            "threads": threads(weights),
             "models": models(of_models),
-            "each forward": each_forward_steps.as_table(load("each-forward")),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),
         },
     }
-
-
-def plot(weights: dict) -> None:
-    """Draw the fraction of memcpy's speed over the size, by dtype."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "torch_nhwc"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 4.5))
-    for dtype in ("float32", "bfloat16", "uint8", "float64"):
-        chosen = sorted((p for p in threes(grid(weights)) if p["dtype"] == dtype), key=lambda p: p["bytes"])
-        sizes_in_mb = [p["bytes"] / 1e6 for p in chosen]
-        (line,) = axes.plot(sizes_in_mb, [ratio(p, "memcpy", "ours") for p in chosen], marker="o", label=dtype)
-        axes.plot(
-            sizes_in_mb,
-            [ratio(p, "memcpy", "eager_copy") for p in chosen],
-            marker=".",
-            linestyle=":",
-            color=line.get_color(),
-        )
-    axes.set(xscale="log", xlabel="weight, MB (3x3)", ylabel="fraction of memcpy's speed", ylim=(0, None))
-    axes.set_title("Into preallocated memory, one thread; dotted: PyTorch's copy_")
-    axes.axhline(1, color="gray", linewidth=0.5)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(PLOT, metadata={"Date": None})
 
 
 def main() -> None:
@@ -290,7 +206,6 @@ def main() -> None:
             assert pattern.search(text), (document, mark)
             text = pattern.sub(lambda match, figures=figures: f"{match[1]}{figures}\n{match[2]}", text)
         document.write_text(text)
-    plot(load("weights"))
 
 
 if __name__ == "__main__":

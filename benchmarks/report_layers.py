@@ -22,28 +22,14 @@ GROUPS = {
     "1x3x3": "3D convolution of one tap along depth",
     "3x1x1": "3D convolution of one tap in the plane",
 }
-# Layers that were measured at a commit at which kernels computed them that no longer exist.
-REPLACED_SINCE = {"fba2a95": ("softmax", "log_softmax", "cross_entropy", "lp_pool3d", "conv3d")}
 COMPARED = {
     "over_contiguous": "over PyTorch's on contiguous",
     "stock_over_ours": "PyTorch's on channels-last over ours",
 }
-WAYS = {"contiguous": "contiguous", "stock_channels_last": "channels-last, PyTorch's", "ours": "ours"}
 MODES = ("forward", "forward with backward")
 MODEL_MODES = ("inference", "training")
 LEAST_GAIN = 0.98
-WORTH_A_THREAD = 1.6
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
-
-
-def current(measured: dict) -> dict:
-    """Return results without the rows of layers that are computed in another way since they were measured."""
-    replaced = REPLACED_SINCE.get(measured["machine"]["commit"], ())
-    kept = {
-        name: [row for row in measured[name] if row["layer"] not in replaced]
-        for name in ("results", "accuracy", "two_threads")
-    }
-    return {**measured, **kept}
 
 
 def group(row: Row) -> str:
@@ -81,12 +67,7 @@ def layer_bars(measured: dict) -> list[list[str]]:
         (at_most if ratio == "over_contiguous" else at_least)(title, limit, values)
         for (title, ratio, limit), values in by_title.items()
     ]
-    for (layer, dtype), errors in gathered(measured["accuracy"], lambda row: (row["layer"], row["dtype"])).items():
-        worst = [max(row["over_contiguous"].values()) for row in errors]
-        title = f"{GROUPS[layer]} {dtype}: the largest error over that of PyTorch's on contiguous"
-        rows.append(at_most(title, errors[0]["limit"], worst))
-    gains = [row["gains"]["ours"] for row in measured["two_threads"] if row["gains"]["copy"] >= WORTH_A_THREAD]
-    return [*rows, at_least("one thread over two, where a plain copy gains as much", WORTH_A_THREAD, gains)]
+    return rows
 
 
 def model_bars(measured: dict) -> list[list[str]]:
@@ -126,19 +107,6 @@ def losses(measured: dict) -> str:
 def ranged(values: Iterable[float | None]) -> str:
     text = spanned(values)
     return "-" if text == NOT_MEASURED else text
-
-
-def accuracy(measured: dict) -> str:
-    """Return the table of the largest errors of all shapes, with and without a corner at zero."""
-    rows = []
-    keys = ("layer", "dtype", "mean_over_deviation")
-    for (layer, dtype, mean), of_mean in gathered(measured["accuracy"], lambda r: tuple(r[k] for k in keys)).items():
-        worst = [max(row["errors"][way][name] for row in of_mean) for name in ("out", "dx") for way in WAYS]
-        ratio = max(max(row["over_contiguous"].values()) for row in of_mean)
-        rows.append([GROUPS[layer], dtype, f"{mean}", *(f"{value:.0e}" for value in worst), f"{ratio:.2f}"])
-    head = ["layer", "dtype", "mean over deviation"]
-    head += [f"{what}{way}" for what in ("output: ", "input's gradient: ") for way in WAYS.values()]
-    return table([*head, "ours over contiguous at most, parameters' gradients included"], rows)
 
 
 def kind(measured: dict) -> str:

@@ -26,7 +26,6 @@ import bench_weights
 import cuda_models
 import cuda_report
 import cuda_weights
-import each_forward_steps
 import layer_cases
 import layout_models
 import machine
@@ -129,34 +128,15 @@ def test_the_shapes_are_those_of_the_models(name):
         assert shapes.shapes_of(shapes.convolutions(listed)) == listed
 
 
-# Steps and batches
+# Batches
 
 
-def run_steps(folder, monkeypatch):
-    monkeypatch.setattr(each_forward_steps, "MODELS", {TINY: tiny})
-    monkeypatch.setattr(each_forward_steps, "INPUTS", {TINY: (3, 8, 8)})
-    each_forward_steps.run([TINY, "another"], 2, folder / "out.json")
-    return each_forward_steps
-
-
-def run_collate(folder, monkeypatch):
+def test_batches_are_measured_and_become_rows_of_a_table(tmp_path, monkeypatch):
     make = bench_collate.CASES["dicts, uint8 HWC, 3x224x224"][1]
     monkeypatch.setattr(bench_collate, "CASES", {TINY: (2, make, 1.0)})
-    bench_collate.run([TINY], 2, 0, folder / "out.json")
-    return bench_collate
-
-
-@pytest.mark.parametrize(
-    ("run", "row"),
-    [
-        (run_steps, rf"\| {TINY} \| 0 (\| [+-][\d.]+ % of \d+ ms ){{3}}\|"),
-        (run_collate, rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|"),
-    ],
-)
-def test_what_a_script_writes_becomes_a_row_of_a_table(run, row, tmp_path, monkeypatch):
-    script = run(tmp_path, monkeypatch)
-    (line,) = script.as_table(read(tmp_path / "out.json")).splitlines()[2:]
-    assert re.fullmatch(row, line)
+    bench_collate.run([TINY], 2, 0, tmp_path / "out.json")
+    (line,) = bench_collate.as_table(read(tmp_path / "out.json")).splitlines()[2:]
+    assert re.fullmatch(rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|", line)
 
 
 # The scripts for a GPU
@@ -238,7 +218,7 @@ def first_of_each_layer():
 
 @pytest.mark.parametrize("case", first_of_each_layer(), ids=lambda case: case.name)
 def test_layers_are_measured_and_compute_what_pytorchs_do(case):
-    for mode in case.modes:
+    for mode in layer_cases.MODES:
         row = bench_layers.measure(small(case), torch.float32, mode, seconds=0)
         assert row["errors"] == {}
         assert_times(row["times"])
@@ -251,17 +231,13 @@ def test_layers_are_measured_and_compute_what_pytorchs_do(case):
     assert outs["ours"].dim() == 0 or outs["ours"].stride()[1] == 1
 
 
-def test_layers_are_reported_without_those_that_were_replaced_since(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench_layers.layer_errors, "CASES", [small(bench_layers.layer_errors.CASES[0])])
-    chosen = [small(layer_cases.CASES[0])]
-    measured = bench_layers.run(chosen, chosen, 0)
-    machine.write(tmp_path / "layers.json", "bench_layers.py", measured.pop("results"), quick=True, **measured)
-    layers = report_layers.current(read(tmp_path / "layers.json"))
+def test_layers_are_reported(tmp_path):
+    measured = bench_layers.run([small(layer_cases.CASES[0])], 0)
+    machine.write(tmp_path / "layers.json", "bench_layers.py", measured, quick=True)
+    layers = read(tmp_path / "layers.json")
     assert report_layers.QUICK in report_layers.bars(layers)
-    for table in (report_layers.losses, report_layers.accuracy, report_layers.bars):
+    for table in (report_layers.losses, report_layers.bars):
         assert "| group" in table(layers)
-    monkeypatch.setitem(report_layers.REPLACED_SINCE, layers["machine"]["commit"], ("group_norm",))
-    assert "| group" not in report_layers.losses(report_layers.current(layers))
 
 
 def test_layouts_are_measured_again_and_reported(tmp_path, monkeypatch):

@@ -190,17 +190,6 @@ def test_the_indices_of_a_pool_and_losses_without_reduction_are_no_views():
     assert not functional.cross_entropy(wide, target, reduction="none")._is_view()
 
 
-@pytest.mark.parametrize("size", [1, (1, 1, 1)])
-@pytest.mark.parametrize("padding", [0, "valid", "same", 1])
-def test_convolutions_of_one_tap(size, padding):
-    layer = nn.Conv3d(6, 4, size)
-    x = torch.randn(VOLUME)
-    expected = F.conv3d(x, layer.weight, layer.bias, padding=padding)
-    output = functional.conv3d(x.contiguous(memory_format=CL3D), layer.weight, layer.bias, padding=padding)
-    torch.testing.assert_close(output, expected)
-    assert output.is_contiguous(memory_format=CL3D)
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("kernel", [(3, 3, 3), (1, 2, 3), (3, 1, 1)], ids=str)
 def test_other_kernels_and_paddings_by_name_give_pytorch_s_results(kernel):

@@ -17,7 +17,6 @@ from functools import partial
 import pytest
 import torch
 from comparison import strides_at_convolutions
-from guarding import unguarded
 from saved_files import assert_run_elsewhere
 from selection import exhaustive
 from torch import nn
@@ -51,25 +50,6 @@ def step(model, optimizer, seed):
     optimizer.step()
 
 
-def trained(make_optimizer, convert):
-    """Return a model after six steps, converted in the middle."""
-    torch.manual_seed(0)
-    model = network()
-    optimizer = make_optimizer(model.parameters())
-    for number in range(6):
-        if number == 2:
-            convert(model, optimizer)
-        step(model, optimizer, number)
-    return nn.utils.parameters_to_vector(p.detach().contiguous() for p in model.parameters())
-
-
-FUSED = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, fused=True),
-}
-
-
 def test_h02_optimizer_state_saved_in_storage_order_is_scrambled_when_read_in_logical_order():
     weight = torch.arange(54.0).view(2, 3, 3, 3)
     state = weight.clone(memory_format=CL)
@@ -97,20 +77,6 @@ def test_h03_safetensors_refuses_channels_last_tensors(tmp_path):
     assert nhwc.check(model, plan)
     nhwc.training.restore_(model, plan)
     assert not nhwc.check(model, plan)
-
-
-@pytest.mark.filterwarnings("ignore:torch_nhwc")
-@pytest.mark.parametrize("name", FUSED)
-def test_h06_fused_optimizers_step_silently_wrong_where_layouts_differ(name):
-    expected = trained(FUSED[name], lambda model, optimizer: None)
-    with unguarded():
-        assert not torch.allclose(trained(FUSED[name], lambda model, optimizer: STOCK(model, CL)), expected)
-    for optimizers in ({}, {"optimizer": True}):  # one that was not named is put right at its step
-
-        def convert(model, optimizer, optimizers=optimizers):
-            nhwc.convert_(model, **dict.fromkeys(optimizers, optimizer))
-
-        torch.testing.assert_close(trained(FUSED[name], convert), expected)
 
 
 def test_h08_a_model_of_2d_and_3d_layers_is_half_converted():
@@ -259,22 +225,6 @@ def test_h24_compiled_models_recompile_or_keep_stale_addresses():
         report = nhwc.convert_(model)
     assert {row.reason for row in report.plan.rows} == {Reason.COMPILED}
     assert layout(model) == before
-
-
-def test_h25_loading_by_assignment_and_from_a_vector_take_the_format_away():
-    model = network()
-    contiguous = copy.deepcopy(model.state_dict())
-    vector = nn.utils.parameters_to_vector(model.parameters()).detach()
-    plan = nhwc.convert_(model).plan
-    for lose in (
-        lambda: model.load_state_dict(contiguous, assign=True),
-        lambda: nn.utils.vector_to_parameters(vector, model.parameters()),
-        lambda: model.to(memory_format=torch.contiguous_format),
-    ):
-        lose()
-        assert nhwc.check(model, plan)
-        nhwc.training.restore_(model, plan)
-        assert not nhwc.check(model, plan)
 
 
 def test_h26_shared_memory_is_left_without_a_word():

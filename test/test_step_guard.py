@@ -90,18 +90,22 @@ def test_h45_a_fused_step_is_right_whatever_is_loaded_or_assigned(name, way):
 
 
 CONVERSIONS = {
-    "drop-in": lambda model: nhwc.convert_conv2d_weight_memory_format(model, CL),
-    "restore_": lambda model: nhwc.training.restore_(model, nhwc.plan(model), optimizer=()),
-    "revert": lambda model: nhwc.convert_(model, optimizer=()).revert(),
+    "named": lambda model, optimizer: nhwc.convert_(model, optimizer=optimizer),
+    "drop-in": lambda model, _: nhwc.convert_conv2d_weight_memory_format(model, CL),
+    "restore_": lambda model, _: nhwc.training.restore_(model, nhwc.plan(model), optimizer=()),
+    "revert": lambda model, _: nhwc.convert_(model, optimizer=()).revert(),
 }
 
 
 @ignore_warnings
 @pytest.mark.parametrize("kind", CONVERSIONS)
-def test_state_of_an_optimizer_that_was_not_given_follows_at_its_step(kind):
-    make = FUSED["AdamW"]
-    expected = run(make, lambda *_: None)
-    torch.testing.assert_close(run(make, lambda model, _: CONVERSIONS[kind](model)), expected)
+@pytest.mark.parametrize("name", ["AdamW", "SGD with momentum", "Adagrad"])
+def test_h06_fused_optimizers_step_right_after_every_conversion_whether_they_were_given_or_not(name, kind):
+    expected = run(FUSED[name], lambda *_: None)
+    with unguarded():
+        stock = run(FUSED[name], lambda model, _: nn.utils.convert_conv2d_weight_memory_format(model, CL))
+    assert not torch.allclose(stock, expected)  # what PyTorch does by itself
+    torch.testing.assert_close(run(FUSED[name], CONVERSIONS[kind]), expected)
 
 
 def test_it_warns_once_for_each_optimizer_and_says_what_and_how_many():

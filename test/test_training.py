@@ -103,8 +103,7 @@ def vectorised(model):
 
 
 def to_contiguous(model):
-    nn.utils.convert_conv2d_weight_memory_format(model, torch.contiguous_format)
-    nn.utils.convert_conv3d_weight_memory_format(model, torch.contiguous_format)
+    model.to(memory_format=torch.contiguous_format)
 
 
 def to_double(model):

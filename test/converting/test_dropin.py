@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.nn.utils import parametrize
-from user_code import Locked
+from user_code import Locked, not_a_leaf
 
 import torch_nhwc as nhwc
 
@@ -217,21 +217,13 @@ def test_h14_tied_weights_are_converted_once_and_stay_tied():
     assert first.weight.data_ptr() != alias.weight.data_ptr()  # what plain PyTorch does
 
 
-def non_leaf():
-    layer = nn.Conv2d(3, 4, 3)
-    weight = layer.weight * 2
-    del layer.weight
-    layer.weight = weight
-    return layer
-
-
 def computed_in_an_unknown_way():
     layer = nn.Conv2d(3, 4, 3)
     parametrize.register_parametrization(layer, "weight", Locked())
     return layer
 
 
-LEFT = {"computed": computed_in_an_unknown_way, "non_leaf": non_leaf}
+LEFT = {"computed": computed_in_an_unknown_way, "non_leaf": not_a_leaf}
 
 
 def test_leaving_shared_memory_is_warned_about():

@@ -2,12 +2,12 @@
 
 import copy
 import dataclasses
-import io
 import itertools
 import pickle
 
 import pytest
 import torch
+from saved_files import saved_and_loaded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -132,6 +132,22 @@ def test_volumes_of_every_kind_are_replaced(make, x):
     assert_alike(model, stock, x)
 
 
+def test_a_second_call_changes_nothing_and_a_context_restores_the_classes():
+    model = network()
+    with nhwc.channels_last(model):
+        assert replaced(model) == {*KINDS}
+    assert types(model) == types(network())
+    nhwc.convert_(model)
+    before = types(model)
+    report = nhwc.convert_(model)
+    assert [row.reason for row in report.plan.layers] == [Reason.EXCHANGED] * len(KINDS)
+    assert Reason.SAVED_WHOLE.value not in report.remarks
+    report.revert()
+    assert types(model) == before
+    nhwc.convert_(model, preserve=False)
+    assert types(model) == before
+
+
 def test_contiguous_takes_the_classes_back_and_ignores_the_option():
     model = network()
     for preserve in (True, False):
@@ -160,12 +176,13 @@ def test_results_are_those_of_the_contiguous_model(make, x):
 class TestPlans:
     """Plans of one mode, for a model in the same or the other."""
 
+    @pytest.mark.parametrize("is_training", [True, False])
     @MODELS
-    def test_of_training_mode_applies_to_a_model_in_evaluation_mode(self, make, x):
-        plan = nhwc.plan(make())
-        model = make().eval()
+    def test_of_one_mode_applies_to_a_model_in_the_other(self, make, x, is_training):
+        plan = nhwc.plan(make().train(is_training))
+        model = make().train(not is_training)
         report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
-        assert replaced(model) == {row.path for row in plan.layers}
+        assert replaced(model) == {row.path for row in plan.layers} == {row.path for row in nhwc.plan(make()).layers}
         assert report.plan == plan
         assert report.plan.digest == plan.digest
         assert nhwc.check(model, plan) == nhwc.check(model.train(), plan) == []
@@ -173,15 +190,28 @@ class TestPlans:
         report.revert()
         assert types(model) == types(make())
 
-    @MODELS
-    def test_of_evaluation_mode_applies_to_a_model_that_trains(self, make, x):
-        plan = nhwc.plan(make().eval())
-        model = make()
-        report = nhwc.convert_(model, plan=Plan.from_json(plan.to_json()))
-        assert replaced(model) == {row.path for row in plan.layers} == {row.path for row in nhwc.plan(make()).layers}
-        assert nhwc.check(model, plan) == []
-        report.revert()
-        assert types(model) == types(make())
+    def test_leaves_out_what_a_filter_left_out(self):
+        plan = nhwc.plan(network(), filter_fn=lambda module, path: path != "up")
+        report = nhwc.convert_(model := network(), plan=plan)
+        assert replaced(model) == {*KINDS} - {"up"}
+        assert [row.reason for row in report.plan.layers] == [None, None, Reason.FILTERED, None, None]
+
+    def test_of_a_model_with_other_layers_raises(self):
+        plan = nhwc.plan(network())
+        other, missing, more = network(), network(), network()
+        other.norm = nn.InstanceNorm2d(8)
+        missing.norm = nn.Identity()
+        more.gelu = nn.GELU()
+        for model, message in (
+            (other, "it has a InstanceNorm2d at 'norm', the plan a BatchNorm2d"),
+            (missing, "it has no such layer at 'norm', the plan a BatchNorm2d"),
+            (more, r"the plan does not know 'gelu' \(GELU\)"),
+        ):
+            before = types(model)
+            for call in (lambda model: nhwc.convert_(model, plan=plan), lambda model: nhwc.check(model, plan)):
+                with pytest.raises(ValueError, match=message):
+                    call(model)
+            assert types(model) == before
 
     @pytest.mark.parametrize("is_training", [True, False])
     def test_without_preserve_replaces_what_would_train_wrong(self, is_training):
@@ -270,14 +300,8 @@ def test_subclasses_with_code_of_their_own_stay():
     ]
 
 
-@pytest.fixture
-def one_process():
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
-    yield
-    torch.distributed.destroy_process_group()
-
-
-def test_layers_inside_of_ddp_stay_and_replaced_ones_train_there(one_process):
+@pytest.mark.usefixtures("process_group")
+def test_layers_inside_of_ddp_stay_and_replaced_ones_train_there():
     wrapped = DistributedDataParallel(network())
     with pytest.warns(UserWarning, match="sites stay as they are"):
         report = nhwc.convert_(wrapped)
@@ -312,9 +336,7 @@ def test_a_whole_converted_model_is_the_same_elsewhere(make, x, through):
     other.load_state_dict(make().state_dict())  # a trace has run
     assert_alike(other, make(), x)
     if isinstance(other, torch.jit.ScriptModule):
-        torch.jit.save(other, file := io.BytesIO())
-        file.seek(0)
-        again = torch.jit.load(file)
+        again = saved_and_loaded(other)
         again.load_state_dict(make().state_dict())
         assert_alike(again, make(), x)
 
@@ -359,6 +381,7 @@ def test_a_deep_model_converts_and_reverts():
         model = nn.Sequential(model)
     report = nhwc.convert_(model)
     assert [row.action for row in report.plan.layers] == [Action.EXCHANGE]
+    assert [row.full_name for row in report.rows] == ["0." * 3000 + "weight"]
     report.revert()
     while isinstance(model, nn.Sequential):
         model = model[0]

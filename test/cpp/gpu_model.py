@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 import os
 import subprocess
 import tempfile
@@ -30,6 +31,7 @@ KINDS = [(dtype, dtype) for dtype in DTYPES] + list(CAST)
 WAYS = ("gather", "scatter", "filters", "rectangle", "copy")
 # Without being asked a block has 48 KB; on sm_86, sm_80 and sm_90 it may have more.
 SHARED_BYTES = [48 << 10, 99 << 10, 163 << 10, 227 << 10]
+TAPS = (4, 8, 9, 16, 25, 27, 49, 125)
 ARGUMENT_BYTES = [4 << 10, (32 << 10) - 4]
 SOMEWHERE, ELSEWHERE = 1 << 40, 1 << 50  # addresses for plans, which read and write nothing
 CXX = os.environ.get("CXX", "c++")
@@ -136,6 +138,32 @@ def run(
     """Convert the weights, with the blocks in some order. Return the number of launches, or -1 without a plan."""
     listed = (Weight * len(weights))(*weights)
     return library().run_model(listed, len(weights), limits or Limits(), order, counts)
+
+
+def count(
+    kind: tuple[torch.dtype, torch.dtype],
+    matrices: tuple[int, int, int],
+    offset: int = 0,
+    limits: Limits | None = None,
+    in_place: bool = False,
+) -> tuple[str, Counts]:
+    """Return the way of one weight, so many matrices of rows and columns, and what its accesses cost."""
+    size = math.prod(matrices)
+    source, _ = allot(size * kind[0].itemsize, offset * kind[0].itemsize)
+    destination, _ = allot(size * kind[1].itemsize, 0)
+    place = source if in_place else destination
+    weight = Weight(source.data_ptr(), place.data_ptr(), *matrices, number_of(kind))
+    counts = Counts()
+    assert run([weight], limits, counts=counts) == 1
+    assert counts.load_bytes % (size * kind[0].itemsize) == counts.store_bytes % (size * kind[1].itemsize) == 0
+    ((filters,),) = [launch.filters for launch in planned(weight, limits=limits)]
+    return filters.way, counts
+
+
+def matrices_of(kind: tuple[torch.dtype, torch.dtype], channels: int, taps: int, back: bool) -> tuple[int, int, int]:
+    """Return the matrices of a weight of about 64 KB."""
+    filters = max(2, (64 << 10) // (channels * taps * kind[0].itemsize))
+    return (filters, taps, channels) if back else (filters, channels, taps)
 
 
 def planned(*weights: Weight, limits: Limits | None = None) -> list[Launch]:

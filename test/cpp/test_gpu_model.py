@@ -20,11 +20,13 @@ from gpu_model import (
     SHARED_BYTES,
     SOMEWHERE,
     SOURCE_BYTES,
+    TAPS,
     Counts,
     Filters,
     Limits,
     Weight,
     allot,
+    count,
     number_of,
     planned,
 )
@@ -240,28 +242,8 @@ def test_resnet50_is_one_launch(argument_bytes):
         assert launch.scratch_bytes == 0
 
 
-TAPS = [4, 8, 9, 16, 25, 27, 49, 125]
-
-
-def costs(weight: tuple[int, int, int], elements: int, offset: int = 0, in_place: bool = False) -> tuple[str, Counts]:
-    """Return the way of one weight, and the costs of its accesses."""
-    size = math.prod(weight)
-    source, _ = allot(size * SOURCE_BYTES[elements], offset * SOURCE_BYTES[elements])
-    destination, _ = allot(size * DESTINATION_BYTES[elements], 0)
-    place = source if in_place else destination
-    listed = [Weight(source.data_ptr(), place.data_ptr(), *weight, elements)]
-    counts = Counts()
-    assert gpu_model.run(listed, counts=counts) == 1
-    assert counts.store_bytes % (size * DESTINATION_BYTES[elements]) == 0
-    assert counts.load_bytes % (size * SOURCE_BYTES[elements]) == 0
-    ((filters,),) = [launch.filters for launch in planned(*listed)]
-    return filters.way, counts
-
-
-def weights_with(channels: int, elements: int, back: bool, taps: Sequence[int] = TAPS) -> list[tuple[int, int, int]]:
-    sizes = [(channels, tap) for tap in taps]
-    filters = [max(2, (64 << 10) // (channels * tap * SOURCE_BYTES[elements])) for tap in taps]
-    return [(count, *(size[::-1] if back else size)) for count, size in zip(filters, sizes)]
+def weights_with(channels: int, kind: tuple[torch.dtype, torch.dtype], back: bool, taps: Sequence[int] = TAPS):
+    return [gpu_model.matrices_of(kind, channels, tap, back) for tap in taps]
 
 
 # Of what is not in whole sectors, by its way: the least efficiency, and the worst conflicts. Element by element, which
@@ -280,12 +262,11 @@ def assert_costs(counts: Counts, load: float, store: float, conflicts: float, we
 @all_kinds
 def test_channels_in_whole_sectors_meet_the_bars(kind, back):
     """Use at least 95 % of the sectors that are read and written, and lose at most a quarter to conflicts."""
-    elements = number_of(kind)
     sector = 32 // min(kind[0].itemsize, kind[1].itemsize)
     for multiple in (1, 2, 3, 5, 12, 40):
-        for weight in weights_with(multiple * sector, elements, back):
+        for weight in weights_with(multiple * sector, kind, back):
             for in_place in {False, kind[0] == kind[1]}:
-                _, counts = costs(weight, elements, in_place=in_place)
+                _, counts = count(kind, weight, in_place=in_place)
                 assert_costs(counts, 0.95, 0.95, 1.25, weight)
 
 
@@ -293,8 +274,8 @@ def test_channels_in_whole_sectors_meet_the_bars(kind, back):
 @all_kinds
 @pytest.mark.parametrize("channels", [3, 4, 5, 7, 33])
 def test_odd_numbers_of_channels_are_read_and_written_linearly(kind, back, channels):
-    for weight in weights_with(channels, number_of(kind), back):
-        way, counts = costs(weight, number_of(kind))
+    for weight in weights_with(channels, kind, back):
+        way, counts = count(kind, weight)
         if way == "rectangle":
             assert channels == 33, weight  # and the taps are many
             continue
@@ -307,7 +288,7 @@ def test_odd_numbers_of_channels_are_read_and_written_linearly(kind, back, chann
 def test_misaligned_weights_go_element_by_element(kind, back):
     load, store = (RECTANGLE_BARS[dtype.itemsize] for dtype in kind)
     for channels in (33, 64, 256):
-        for weight in weights_with(channels, number_of(kind), back, (4, 9, 49, 125)):
-            way, counts = costs(weight, number_of(kind), offset=1)
+        for weight in weights_with(channels, kind, back, (4, 9, 49, 125)):
+            way, counts = count(kind, weight, offset=1)
             assert way == "rectangle", weight
             assert_costs(counts, load, store, 4, weight)

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from accelerate import Accelerator, cpu_offload
+from accelerate import Accelerator
 from accelerate.data_loader import DataLoaderDispatcher
 from accelerate.state import AcceleratorState, GradientState
 from safetensors.torch import load_file
@@ -101,16 +101,6 @@ def test_a_state_loads_across_the_conversion(converted_first, safe, tmp_path):
     then.accelerator.load_state(tmp_path)
     torch.testing.assert_close(then.run(3), expected, rtol=1e-5, atol=1e-6)
     assert then.optimizer.state[then.weight]["exp_avg"].stride() == then.weight.stride()
-
-
-def test_a_model_converts_before_accelerate_offloads_it():
-    model, images = network().eval(), torch.randn(2, 3, 6, 6)
-    expected = model(images)
-    nhwc.convert_(model, input_format="channels_last")
-    cpu_offload(model, execution_device="cpu")
-    torch.testing.assert_close(model(images), expected)
-    with pytest.raises(RuntimeError, match="convert before offloading to the CPU"):
-        nhwc.convert_(cpu_offload(network(), execution_device="cpu"), strict=True)
 
 
 def test_the_batches_of_one_process_stay_as_they_are():

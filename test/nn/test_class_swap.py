@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import io
 import pickle
 import subprocess
 import sys
@@ -13,6 +12,7 @@ import pytest
 import torch
 from losing_layers import known_subclass
 from reference import FORMATS
+from saved_files import saved_and_loaded
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
@@ -52,13 +52,6 @@ def swapped(name):
     return layer, torch.randn((2, 6, 4, 4, 4)[:rank]).to(memory_format=FORMATS[rank])
 
 
-def saved(layer):
-    file = io.BytesIO()
-    torch.save(layer, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 @pytest.mark.parametrize("name", SWAPS)
 def test_the_object_stays_and_all_that_it_holds(name):
     make, kinds, class_name = SWAPS[name]
@@ -79,7 +72,9 @@ def test_the_object_stays_and_all_that_it_holds(name):
     assert type(layer) is original
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer)), saved])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda layer: pickle.loads(pickle.dumps(layer)), saved_and_loaded]
+)
 @pytest.mark.parametrize("name", SWAPS)
 def test_copies_and_pickles_have_the_class_and_go_back(name, copied):
     layer, x = swapped(name)

@@ -1,17 +1,17 @@
 """Replaced convolutions, with everything that may be done to a layer; on small inputs, where PyTorch's are wrong."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
 from activations import channels_last
+from saved_files import saved_and_loaded
 from torch import nn
 
 from torch_nhwc.nn.class_swap import restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward
-from torch_nhwc.nn.replacements import Preserving, is_known, loses_gradient
+from torch_nhwc.nn.replacements import Preserving, loses_gradient
 
 LAYERS = {
     "conv2d": (lambda: nn.Conv2d(4, 6, 5, padding=2), (2, 4, 2, 3)),
@@ -21,13 +21,6 @@ LAYERS = {
     "conv_transpose2d": (lambda: nn.ConvTranspose2d(4, 6, 5, padding=2), (2, 4, 2, 3)),
     "conv_transpose3d": (lambda: nn.ConvTranspose3d(4, 6, 3, 2, 1), (2, 4, 2, 1, 2)),
 }
-
-
-def saved_and_loaded(layer):
-    buffer = io.BytesIO()
-    torch.save(layer, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=False)
 
 
 def with_loaded_state(layer):
@@ -102,18 +95,3 @@ def test_the_conversion_makes_the_training_of_strided_1x1_convolutions_wrong():
         assert not loses_gradient(layer)
     assert not loses_gradient(nn.ConvTranspose2d(4, 16, 1, 2))
     assert not loses_gradient(nn.GELU())
-
-
-def test_subclasses_are_replaced_if_their_methods_are_pytorch_s():
-    class Named(nn.Conv2d):
-        pass
-
-    class Standardized(nn.Conv2d):
-        def _conv_forward(self, input, weight, bias):
-            return super()._conv_forward(input, weight - weight.mean(), bias)
-
-    class Doubled(nn.ConvTranspose2d):
-        def forward(self, input, output_size=None):
-            return 2 * super().forward(input, output_size)
-
-    assert [is_known(each) for each in (Named, Standardized, Doubled)] == [True, False, False]

@@ -82,12 +82,8 @@ def test_generated_weights(examples, device):
             step *= max(shape[d], 1)
         weight = random_weight((step + offset + 1,), dtype, device).as_strided(shape, stride, offset)
         memory_format = reference.FORMATS[len(shape)] if channels_last else torch.contiguous_format
-        before = torch.get_num_threads()
         torch.set_num_threads(threads)
-        try:
-            assert_same(nhwc.convert_weight(weight, memory_format), reference.convert_weight(weight, memory_format))
-        finally:
-            torch.set_num_threads(before)
+        assert_same(nhwc.convert_weight(weight, memory_format), reference.convert_weight(weight, memory_format))
 
     converts()
 

@@ -9,9 +9,9 @@ import convolution_cases
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_differentiable, assert_in_format, channels_last
+from activations import assert_differentiable, assert_in_format, channels_last, gradients
+from compiled_graphs import compiled
 from convolution_cases import HALVES, NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDED_TAPS, way_of
-from functorch.compile import aot_function, make_boxed_func
 from onednn import CPU_HAS_AVX512, HAS_AVX512, IS_X86, TAKES
 from selection import exhaustive
 from torch.utils.checkpoint import checkpoint
@@ -104,14 +104,11 @@ def test_random_convolutions_are_right(seed, isa):
 def test_strided_taps_on_sizes_of_1(shape, kernel, stride, groups, arrange):
     """A slice of a size of 1 has another stride there, by which oneDNN computes wrong weight gradients."""
     x, w = arrange(torch.randn(shape)), channels_last(torch.randn(kernel))
-    w.requires_grad_()
-    exact = w.detach().double().requires_grad_()
-    expected = F.conv2d(x.double(), exact, None, stride, 0, 1, groups)
-    out = functional.conv2d(x, w, None, stride, 0, 1, groups)
-    (gradient,) = torch.autograd.grad(out, w, channels_last(torch.ones_like(out)))
-    (real,) = torch.autograd.grad(expected, exact, torch.ones_like(expected))
-    torch.testing.assert_close(gradient.double(), real, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
+    arguments = (None, stride, 0, 1, groups)
+    expected = gradients(F.conv2d, (x.double(), w.double()), arguments=arguments)
+    got = gradients(functional.conv2d, (x, w), channels_last(torch.ones_like(expected[0])), arguments)
+    for ours, real in zip(got, expected):
+        torch.testing.assert_close(ours.double(), real, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.complex64], ids=str)
@@ -134,10 +131,8 @@ def test_other_shapes_are_pytorch_s_bit_for_bit(name, shape, kernel, arguments, 
     w = torch.randn(kernel, dtype=dtype)
     results = []
     for functions in (F, functional, nhwc):
-        leaves = [each.detach().requires_grad_() for each in (x, w)]
         given = in_lists(arguments, len(kernel) - 2) if functions is nhwc else arguments
-        out = getattr(functions, name)(*leaves, None, *given)
-        results.append((out, *torch.autograd.grad(out, leaves, torch.ones_like(out))))
+        results.append(gradients(getattr(functions, name), (x, w), arguments=(None, *given)))
     for got in results[1:]:
         for ours, theirs in zip(got, results[0], strict=True):
             if TAKES.get(dtype, True):
@@ -157,20 +152,17 @@ def test_small_inputs_of_every_dtype(name, dtype, is_batched):
     if not is_batched:
         x = x[0]
     for arrange in (lambda each: each, torch.Tensor.contiguous):
-        ours = [arrange(each).detach().requires_grad_() for each in (x, w, b)]
-        exact = [each.detach().to(wide).requires_grad_() for each in (x, w, b)]
-        out, expected = getattr(functional, name)(*ours, *arguments), getattr(F, name)(*exact, *arguments)
-        gradient = torch.randn_like(expected)
-        pairs = zip(torch.autograd.grad(out, ours, gradient.to(dtype)), torch.autograd.grad(expected, exact, gradient))
-        for got, real in ((out, expected), *pairs):
-            assert got.dtype == dtype
-            torch.testing.assert_close(got.to(wide), real, rtol=tolerance, atol=tolerance * float(real.abs().max()))
+        exact = [each.to(wide) for each in (x, w, b)]
+        gradient = torch.randn_like(getattr(F, name)(*exact, *arguments))
+        got = gradients(getattr(functional, name), [arrange(each) for each in (x, w, b)], gradient, arguments)
+        for ours, real in zip(got, gradients(getattr(F, name), exact, gradient, arguments)):
+            assert ours.dtype == dtype
+            torch.testing.assert_close(ours.to(wide), real, rtol=tolerance, atol=tolerance * float(real.abs().max()))
         if is_batched and arrange is not torch.Tensor.contiguous:
-            assert_in_format(out)
-            again = getattr(functional, name)(*ours, *arguments)
-            assert_in_format(torch.autograd.grad(again, ours[0], torch.ones_like(again))[0])
+            assert_in_format(got[0])
+            assert_in_format(got[1])
         elif is_batched:
-            assert out.stride() == torch.empty(out.shape).stride()
+            assert got[0].stride() == torch.empty(got[0].shape).stride()
 
 
 @every_function
@@ -268,28 +260,15 @@ def test_autocast(name):
 def test_compiled_graphs_hold_pytorch_s_operators(name, dynamic):
     x, w, b, arguments = small(name)
     w.requires_grad_()
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    def backend(graph, _):
-        return aot_function(graph, keep, keep)
-
-    torch._dynamo.reset()
-    call = getattr(functional, name)
-    compiled = torch.compile(lambda x, w: call(x, w, b, *arguments), backend=backend, fullgraph=True, dynamic=dynamic)
+    call, operators = compiled(lambda x, w: getattr(functional, name)(x, w, b, *arguments), dynamic)
     large = channels_last(torch.randn(*x.shape[:2], *(size + 9 for size in x.shape[2:])))
     for given in (x, large):
-        out, expected = compiled(given, w), getattr(F, name)(given.double(), w.double(), b.double(), *arguments)
+        out, expected = call(given, w), getattr(F, name)(given.double(), w.double(), b.double(), *arguments)
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
         gradients = [torch.autograd.grad(each.square().sum(), w)[0] for each in (out, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
-    assert graphs
-    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert "aten.convolution.default" in targets
-    assert not any("nhwc" in target for target in targets)
+    assert "aten.convolution.default" in operators
+    assert not any("nhwc" in operator for operator in operators)
 
 
 @every_function

@@ -5,8 +5,9 @@ import time
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last
-from functorch.compile import aot_function, make_boxed_func
+from activations import assert_in_format, channels_last, gradients
+from compiled_graphs import compiled
+from convolution_cases import operands
 from selection import exhaustive
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -51,40 +52,24 @@ class Batches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def tensors(case, dtype=torch.float32):
-    name, shape, kernel, arguments = case
-    outputs = kernel[1] if "transpose" in name else kernel[0]
-    x, w = channels_last(torch.randn(shape, dtype=dtype)), channels_last(torch.randn(kernel, dtype=dtype))
-    return x, w, torch.randn(outputs, dtype=dtype), arguments
-
-
 def batches(function):
     with Batches() as batches:
         function()
     return batches.seen
 
 
-def results(function, leaves, arguments, gradient):
-    leaves = [each.detach().to(gradient.dtype).requires_grad_() for each in leaves]
-    out = function(*leaves, *arguments)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
-
-
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("name", CUT)
 def test_slabs_are_exact_and_keep_the_format(name, threads):
     function = CUT[name][0]
-    x, w, b, arguments = tensors(CUT[name])
+    x, w, b, arguments = operands(CUT[name])
     expected = getattr(F, function)(x.double(), w.double(), b.double(), *arguments)
     gradient = torch.randn(expected.shape)
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        assert batches(lambda: getattr(functional, function)(x, w, b, *arguments)) == [2]
-        got = results(getattr(functional, function), (x, w, b), arguments, gradient)
-    finally:
-        torch.set_num_threads(before)
-    for ours, real in zip(got, results(getattr(F, function), (x, w, b), arguments, gradient.double())):
+    assert batches(lambda: getattr(functional, function)(x, w, b, *arguments)) == [2]
+    got = gradients(getattr(functional, function), (x, w, b), gradient, arguments)
+    exact = gradients(getattr(F, function), (x.double(), w.double(), b.double()), gradient, arguments)
+    for ours, real in zip(got, exact):
         assert (ours.double() - real).norm() <= 3e-6 * real.norm()
     assert_in_format(got[0])
     assert_in_format(got[1])
@@ -94,7 +79,7 @@ def test_slabs_are_exact_and_keep_the_format(name, threads):
 @pytest.mark.parametrize("name", UNCUT)
 def test_what_gains_nothing_is_pytorch_s_own(name):
     function = UNCUT[name][0]
-    x, w, b, arguments = tensors(UNCUT[name])
+    x, w, b, arguments = operands(UNCUT[name])
     assert batches(lambda: getattr(functional, function)(x, w, b, *arguments)) == [x.shape[0]]
     got = getattr(functional, function)(x, w, b, *arguments)
     assert torch.equal(got, getattr(F, function)(x, w, b, *arguments))
@@ -102,25 +87,25 @@ def test_what_gains_nothing_is_pytorch_s_own(name):
 
 @pytest.mark.parametrize("arrange", [torch.Tensor.double, torch.Tensor.contiguous])
 def test_other_dtypes_and_formats_are_not_cut(arrange):
-    x, w, b, arguments = tensors(CUT["odd depth"])
+    x, w, b, arguments = operands(CUT["odd depth"])
     x, w, b = arrange(x), arrange(w), arrange(b)
     assert batches(lambda: functional.conv3d(x, w, b, *arguments)) == [1]
     with torch.backends.mkldnn.flags(enabled=False):
-        x, w, b, arguments = tensors(CUT["odd depth"])
+        x, w, b, arguments = operands(CUT["odd depth"])
         assert batches(lambda: functional.conv3d(x, w, b, *arguments)) == [1]
 
 
 def test_every_derivative():
     """The operator is a composition: where its shapes are too large for finite differences, PyTorch's are the judge."""
-    x, w, b, arguments = tensors(CUT["strides"])
+    x, w, b, arguments = operands(CUT["strides"])
 
-    def gradients(function, dtype):
+    def of_both_orders(function, dtype):
         leaves = [each.to(dtype).requires_grad_() for each in (x, w)]
         out = function(*leaves, b.to(dtype), *arguments)
         first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
         return [*first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]
 
-    for ours, real in zip(gradients(functional.conv3d, torch.float32), gradients(F.conv3d, torch.float64)):
+    for ours, real in zip(of_both_orders(functional.conv3d, torch.float32), of_both_orders(F.conv3d, torch.float64)):
         assert (ours.double() - real).norm() <= 1e-5 * real.norm()
     forward = [
         torch.func.jvp(lambda x, f=function: f(x, w, b, *arguments), (x,), (x.cos(),))[1]
@@ -139,28 +124,15 @@ def test_every_derivative():
 @pytest.mark.parametrize("name", ["odd depth", "doubling"])
 def test_compiled_graphs_are_cut_by_pytorch_s_operators(name, dynamic):
     function = CUT[name][0]
-    x, w, b, arguments = tensors(CUT[name])
+    x, w, b, arguments = operands(CUT[name])
     w.requires_grad_()
-    graphs = []
-
-    def keep(graph, _):
-        graphs.append(graph)
-        return make_boxed_func(graph.forward)
-
-    torch._dynamo.reset()
-    compiled = torch.compile(
-        lambda x, w: getattr(functional, function)(x, w, b, *arguments),
-        backend=lambda graph, _: aot_function(graph, keep, keep),
-        fullgraph=True,
-        dynamic=dynamic,
-    )
-    out, real = compiled(x, w), getattr(F, function)(x.double(), w.double(), b.double(), *arguments)
+    call, operators = compiled(lambda x, w: getattr(functional, function)(x, w, b, *arguments), dynamic)
+    out, real = call(x, w), getattr(F, function)(x.double(), w.double(), b.double(), *arguments)
     torch.testing.assert_close(out.double(), real, rtol=1e-4, atol=1e-4)
     given, expected = (torch.autograd.grad(each.square().sum(), w)[0] for each in (out, real))
     assert (given - expected).norm() <= 1e-5 * expected.norm()
-    targets = [str(node.target) for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
-    assert "aten.cat.default" in targets
-    assert not any("nhwc" in target for target in targets)
+    assert "aten.cat.default" in operators
+    assert not any("nhwc" in operator for operator in operators)
 
 
 @pytest.mark.parametrize("is_training", [False, True])

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last
-from convolution_cases import way_of
+from activations import assert_in_format, channels_last, gradients
+from convolution_cases import operands, way_of
 from onednn import HAS_AVX512, TAKES
 from selection import exhaustive
 from torch.utils.checkpoint import checkpoint
@@ -30,20 +30,6 @@ ORDINARY = {
     "transposed groups": ("conv_transpose2d", (2, 16, 9, 8), (16, 8, 2, 2), (2, 0, 0, 2)),
     "transposed 3d": ("conv_transpose3d", (1, 16, 5, 6, 4), (16, 8, 2, 2, 2), (2,)),
 }
-
-
-def tensors_of(case, dtype=torch.float32):
-    name, shape, kernel, arguments = case
-    outputs = kernel[1] * (arguments[3] if len(arguments) > 3 else 1) if "transpose" in name else kernel[0]
-    x, w = (channels_last(torch.randn(sizes, dtype=torch.float32)).to(dtype) for sizes in (shape, kernel))
-    return x, w, torch.randn(outputs).to(dtype), arguments
-
-
-def results_of(function, leaves, arguments, gradient=None):
-    leaves = [each.detach().requires_grad_() for each in leaves]
-    out = function(*leaves, *arguments)
-    gradient = torch.ones_like(out) if gradient is None else gradient.to(out.dtype)
-    return [out, *torch.autograd.grad(out, leaves, gradient)]
 
 
 def on_contiguous(case):
@@ -74,7 +60,7 @@ def on_contiguous(case):
     ],
 )
 def test_each_way(case, way):
-    x, w, b, arguments = tensors_of(case)
+    x, w, b, arguments = operands(case)
     assert way_of(case[0], x, w.requires_grad_(), b, arguments) == way
     with torch.no_grad():
         is_for_gradients = way in ("sliced", "extended")
@@ -87,7 +73,7 @@ def test_a_contiguous_volume_takes_the_format_of_the_weight(batch, channels):
     x, w = torch.randn(batch, channels, 6, 7, 5), torch.randn(4, channels, 3, 3, 3)
     w = torch.empty_strided(w.shape, (27 * channels, 1, 9 * channels, 3 * channels, channels)).copy_(w)
     assert way_of("conv3d", x, w, None, (1, 1)) == "formatted"
-    got, expected = results_of(functional.conv3d, (x, w), (None, 1, 1)), results_of(F.conv3d, (x, w), (None, 1, 1))
+    got, expected = (gradients(functions.conv3d, (x, w), arguments=(None, 1, 1)) for functions in (functional, F))
     assert_in_format(got[0])
     for ours, theirs in zip(got, expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
@@ -147,13 +133,10 @@ def test_views_with_odd_strides_in_sizes_of_1(view, dtype, kernel, threads):
     case = ("conv2d", x.shape, (4, 2, kernel, kernel), (1, kernel // 2, 1, 2))
     w = torch.empty_strided(case[2], (2 * kernel**2, 1, 2 * kernel, 2)).copy_(torch.randn(case[2])).to(dtype)
     assert way_of(case[0], x, w, None, case[3]) in ("restrided", "padded")
-    before = torch.get_num_threads()
     torch.set_num_threads(threads)
-    try:
-        got = results_of(functional.conv2d, (x, w), (None, *case[3]))
-    finally:
-        torch.set_num_threads(before)
-    real = results_of(F.conv2d, (x.double().contiguous().clone(), w.double().contiguous().clone()), (None, *case[3]))
+    got = gradients(functional.conv2d, (x, w), arguments=(None, *case[3]))
+    exact = x.double().contiguous().clone(), w.double().contiguous().clone()
+    real = gradients(F.conv2d, exact, arguments=(None, *case[3]))
     tolerance = 3e-2 if dtype == torch.bfloat16 else 1e-4
     for ours, theirs in zip(got, real):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
@@ -165,13 +148,13 @@ def test_views_with_odd_strides_in_sizes_of_1(view, dtype, kernel, threads):
 @pytest.mark.parametrize("name", ORDINARY)
 def test_half_precision_is_right_and_keeps_the_format(name, arrange, dtype):
     function, *_ = case = ORDINARY[name]
-    x, w, b, arguments = tensors_of(case, dtype)
+    x, w, b, arguments = operands(case, dtype)
     if arrange is on_contiguous:
         x, w = x.contiguous(), w.contiguous()
     expected = getattr(F, function)(x.double(), w.double(), b.double(), *arguments)
     gradient = torch.randn(expected.shape).to(dtype)
-    got = results_of(getattr(functional, function), (x, w, b), arguments, gradient)
-    real = results_of(getattr(F, function), [each.double() for each in (x, w, b)], arguments, gradient)
+    got = gradients(getattr(functional, function), (x, w, b), gradient, arguments)
+    real = gradients(getattr(F, function), [each.double() for each in (x, w, b)], gradient, arguments)
     tolerance = 3e-2 if dtype == torch.bfloat16 else 6e-3
     for ours, theirs in zip(got, real):
         assert ours.dtype == dtype
@@ -211,7 +194,7 @@ class Saved(contextlib.AbstractContextManager):
 @pytest.mark.parametrize("name", ["conv2d", "groups", "conv3d", "transposed"])
 def test_what_is_saved_is_what_pytorch_saves(name, dtype):
     function, *_ = case = ORDINARY[name]
-    x, w, b, arguments = tensors_of(case, dtype)
+    x, w, b, arguments = operands(case, dtype)
     each = [tensor.requires_grad_() for tensor in (x, w, b)]
     with Saved() as theirs:
         kept = getattr(F, function)(*each, *arguments)
@@ -226,7 +209,7 @@ def test_what_is_saved_is_what_pytorch_saves(name, dtype):
 @pytest.mark.parametrize("name", ["conv2d", exhaustive("conv3d"), exhaustive("transposed"), exhaustive("one tap 3d")])
 def test_every_derivative_of_half_precision(name, dtype):
     function, *_ = case = ORDINARY[name]
-    x, w, b, arguments = tensors_of(case, dtype)
+    x, w, b, arguments = operands(case, dtype)
     call, theirs = getattr(functional, function), getattr(F, function)
 
     def of_second_order(convolve, leaves):
@@ -264,19 +247,19 @@ def test_every_derivative_of_half_precision(name, dtype):
 @pytest.mark.parametrize("name", ["conv2d", "same", "conv3d", "one voxel sample", "transposed", "transposed 3d"])
 def test_autocast_keeps_the_format(name, dtype):
     function, *_ = case = ORDINARY[name]
-    x, w, b, arguments = tensors_of(case)
+    x, w, b, arguments = operands(case)
     with torch.autocast("cpu", dtype=dtype):
-        got = results_of(getattr(functional, function), (x, w, b), arguments)
+        got = gradients(getattr(functional, function), (x, w, b), arguments=arguments)
     assert [each.dtype for each in got] == [dtype, *3 * [torch.float32]]
     assert_in_format(got[0])
-    real = results_of(getattr(F, function), [each.double() for each in (x, w, b)], arguments)
+    real = gradients(getattr(F, function), [each.double() for each in (x, w, b)], arguments=arguments)
     for ours, theirs in zip(got, real):
         torch.testing.assert_close(ours.double(), theirs, rtol=5e-2, atol=5e-2 * float(theirs.abs().max()))
 
 
 @HALVES
 def test_which_half_precision_goes_by_way_of_float32(dtype):
-    x, w, b, arguments = tensors_of(ORDINARY["conv2d"], dtype)
+    x, w, b, arguments = operands(ORDINARY["conv2d"], dtype)
     way = "pytorch" if TAKES[dtype] else "float32"
     assert way_of("conv2d", x, w, b, arguments) == way
     assert way_of("conv2d", x.contiguous(), w.contiguous(), None, arguments) == way
@@ -288,7 +271,7 @@ def test_which_half_precision_goes_by_way_of_float32(dtype):
 @pytest.mark.parametrize("name", ["conv2d", "conv3d", "transposed"])
 def test_refusals_of_half_precision_are_pytorch_s(name, dtype):
     function, *_ = case = ORDINARY[name]
-    x, w, b, arguments = tensors_of(case, dtype)
+    x, w, b, arguments = operands(case, dtype)
     given = [(x[:, 1:], w, b), (x, w.float(), b), (x, w, b[1:]), (x, w, b.float()), (x[:, :, :0], w, b)]
     for each in given:
         outcomes = []
@@ -303,7 +286,7 @@ def test_refusals_of_half_precision_are_pytorch_s(name, dtype):
 def test_a_dispatch_mode_sees_a_convolution():
     from torch.utils.flop_counter import FlopCounterMode
 
-    x, w, b, arguments = tensors_of(ORDINARY["conv2d"], torch.bfloat16)
+    x, w, b, arguments = operands(ORDINARY["conv2d"], torch.bfloat16)
     counts = []
     for functions in (F, functional):
         with FlopCounterMode(display=False) as counter:

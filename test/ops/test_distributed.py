@@ -10,12 +10,7 @@ from torch import nn
 
 import torch_nhwc as nhwc
 
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def train(model, module, steps, between=None):

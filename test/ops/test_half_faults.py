@@ -3,7 +3,8 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import channels_last
+from activations import channels_last, gradients
+from convolution_cases import operands
 
 from torch_nhwc import functional
 
@@ -24,15 +25,10 @@ FAULTS = {
 @pytest.mark.parametrize("arrange", [channels_last, torch.Tensor.contiguous], ids=["channels_last", "contiguous"])
 @pytest.mark.parametrize("name", FAULTS)
 def test_half_precision_is_right_where_onednn_is_not(name, arrange):
-    function, shape, kernel, arguments = FAULTS[name]
-    torch.manual_seed(0)
-    leaves = [arrange(torch.randn(sizes)).bfloat16() for sizes in (shape, kernel)]
-    leaves.append(torch.randn(kernel[1 if "transpose" in function else 0]).bfloat16())
-
-    def results(module, dtype):
-        given = [each.to(dtype).requires_grad_() for each in leaves]
-        out = getattr(module, function)(*given, *arguments)
-        return [out, *torch.autograd.grad(out, given, torch.ones_like(out))]
-
-    for ours, right in zip(results(functional, torch.bfloat16), results(F, torch.float64), strict=True):
+    function, *_ = FAULTS[name]
+    *leaves, arguments = operands(FAULTS[name], torch.bfloat16)
+    leaves = [*map(arrange, leaves[:2]), leaves[2]]
+    got = gradients(getattr(functional, function), leaves, arguments=arguments)
+    exact = gradients(getattr(F, function), [each.double() for each in leaves], arguments=arguments)
+    for ours, right in zip(got, exact, strict=True):
         assert (ours.double() - right).abs().max() <= 2e-2 * right.abs().max()

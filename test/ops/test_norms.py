@@ -6,9 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from activations import canonical, channels_last
+from torch.func import grad, jvp, vmap
 
 import torch_nhwc
 
+pytestmark = pytest.mark.usefixtures("on_one_thread")
 ops = torch.ops.nhwc
 CHANGES = ("weight", "bias", "running_mean", "running_var", "training")
 DTYPES = {
@@ -18,20 +20,59 @@ DTYPES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Run on one thread: the rows a thread decide whose kernel runs batch norm."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def call(functions, kind, x, numbers, training):
     names = ("running_mean", "running_var", "weight", "bias")
     if kind == "group_norm":
         return functions.group_norm(x, 2, *(numbers.get(name) for name in names[2:]))
     return getattr(functions, kind)(x, *(numbers.get(name) for name in names), training)
+
+
+def normed(functions, kind, x, weight=None, bias=None):
+    """Return the norm in training, without running statistics."""
+    return call(functions, kind, x, {"weight": weight, "bias": bias}, True)
+
+
+every_norm = pytest.mark.parametrize("kind", ["batch_norm", "group_norm", "instance_norm"])
+
+
+@every_norm
+def test_not_a_number_stays_where_it_stays_in_pytorch(kind):
+    x = torch.randn(2, 8, 20, 20)
+    x[0, 3, 2, 2], x[1, 6, 1, 1] = torch.nan, torch.inf
+    ours, stock = normed(torch_nhwc.functional, kind, channels_last(x)), normed(F, kind, x)
+    assert torch.equal(ours.isnan(), stock.isnan())
+
+
+@every_norm
+def test_part_of_a_larger_activation(kind):
+    part = channels_last(torch.randn(2, 16, 20, 20))[:, :8].requires_grad_()
+    out = normed(torch_nhwc.functional, kind, part)
+    torch.testing.assert_close(out, normed(F, kind, part.contiguous()))
+    assert "Nhwc" in out.grad_fn.name()
+    assert out.stride() == canonical(part.shape)
+
+
+@every_norm
+def test_transforms_of_torch_func(kind):
+    x, weight, bias = torch.randn(3, 4, 20, 20).double(), torch.rand(4).double() + 0.5, torch.randn(4).double()
+
+    def loss(functions):
+        return lambda x, w: (normed(functions, kind, x, w, bias) ** 3).sum()
+
+    def second(loss, x):
+        return grad(lambda w: grad(loss, argnums=1)(x, w).sum())(weight)
+
+    ours, stock, last = loss(torch_nhwc.functional), loss(F), channels_last(x)
+    torch.testing.assert_close(grad(ours, argnums=(0, 1))(last, weight), grad(stock, argnums=(0, 1))(x, weight))
+    tangents = (torch.randn_like(x), torch.randn_like(weight))
+    torch.testing.assert_close(jvp(ours, (last, weight), tangents), jvp(stock, (x, weight), tangents))
+    torch.testing.assert_close(second(ours, last), second(stock, x))
+    # Gradients by sample: over inputs, and over parameters as well.
+    batch = channels_last(torch.randn(6, 4, 20, 20).double()).unflatten(0, (3, 2))
+    for in_dims in ((0, None), (0, 0)):
+        w = weight if in_dims[1] is None else weight.expand(3, -1).clone()
+        by_ours, by_stock = (vmap(grad(each, argnums=(0, 1)), in_dims)(batch, w) for each in (ours, stock))
+        torch.testing.assert_close(by_ours, by_stock)
 
 
 def gradients_after(functions, kind, x, numbers, training, change):
@@ -63,7 +104,7 @@ def cases(kind):
 @pytest.mark.parametrize("arrange", [channels_last, torch.clone], ids=["channels_last", "contiguous"])
 @pytest.mark.parametrize("shape", [(2, 4, 20, 20), (1, 4, 12, 9, 8), (2, 4, 190, 180)], ids=str)
 @pytest.mark.parametrize("dtypes", DTYPES)
-@pytest.mark.parametrize("kind", ["batch_norm", "group_norm", "instance_norm"])
+@every_norm
 def test_a_change_before_the_backward_is_pytorch_s_error_or_changes_nothing(kind, dtypes, shape, arrange):
     """PyTorch's instance norm copies what its backward reads; the others report a change of what they save."""
     dtype, of_numbers = DTYPES[dtypes]
@@ -192,18 +233,22 @@ def test_derivatives_of_instance_norm_with_running_statistics():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_group_norm_elsewhere_has_statistics_of_the_same_dtype_as_here(dtype):
+def test_other_devices_get_the_same_group_norm_from_pytorchs_own_kernels(dtype):
+    """The kernels of all devices that are no CPU, run here on the tensors of one."""
     x, gradient = (channels_last(torch.randn(2, 8, 4, 5).to(dtype)) for _ in range(2))
     weight = torch.rand(8).to(dtype)
     elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
     here = ops.native_group_norm(x, 2, weight, None, 1e-5)
     there = ops.native_group_norm.default.redispatch(elsewhere, x, 2, weight, None, 1e-5)
     assert [each.dtype for each in here] == [each.dtype for each in there]
+    tolerance = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
+    torch.testing.assert_close(here, there, **tolerance)
+    assert there[0].stride() == here[0].stride()
     given = (weight, 2, 1e-5, [True] * 3)
     here = ops.native_group_norm_backward(gradient, x, *here[1:], *given)
     there = ops.native_group_norm_backward.default.redispatch(elsewhere, gradient, x, *there[1:], *given)
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
     torch.testing.assert_close(here, there, **tolerance)
+    assert there[0].stride() == here[0].stride()
 
 
 def backward_of(kind, gradient, x, mean, rstd, weight):

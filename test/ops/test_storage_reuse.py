@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 import reference
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,9 +20,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning", "ignore:TypedStorage:UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("process_group"),
+    pytest.mark.filterwarnings(
+        "ignore:.torch.jit:DeprecationWarning", "ignore:.torch.jit:FutureWarning", "ignore:TypedStorage:UserWarning"
+    ),
+]
 
 
 def parameter(shape=(4, 3, 3, 3), device="cpu"):
@@ -237,13 +239,6 @@ def seen_by(holder):
     if isinstance(holder, nn.Module):
         return values_of(holder.module.weight)
     return None if holder is None else bytes(holder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def process_group():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("storage", ["auto", "reuse", "fresh", "detach"])

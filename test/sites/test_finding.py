@@ -253,13 +253,6 @@ def test_what_cannot_be_converted_has_a_reason_and_the_rest_converts(kind):
     assert [model[index].weight.is_contiguous() for index in (0, 2)] == [True, True]
 
 
-def test_a_tree_is_walked_once_however_deep_it_is():
-    model = nn.Conv2d(3, 3, 1)
-    for _ in range(3000):
-        model = nn.Sequential(model)
-    assert [row.full_name for row in nhwc.plan(model).rows] == ["0." * 3000 + "weight"]
-
-
 @pytest.mark.parametrize("tie", ["one parameter", "one storage"])
 def test_a_filter_keeps_all_that_is_tied_to_what_it_leaves_out(tie):
     first, second, third = (nn.Conv2d(3, 4, 3) for _ in range(3))

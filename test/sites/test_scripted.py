@@ -1,14 +1,13 @@
 """TorchScript modules: found, converted, trained on, saved again, and run where this package is not."""
 
 import copy
-import io
 import itertools
 
 import pytest
 import torch
 from bare_kernel import Kernels
 from comparison import assert_trains_alike, layouts, quiet, strides_in, tensors
-from saved_files import assert_run_elsewhere
+from saved_files import assert_run_elsewhere, saved_and_loaded
 from torch import Tensor, nn
 from torch.nn import functional
 from user_code import Standardised
@@ -58,13 +57,6 @@ def trace(model):
     return torch.jit.trace(model, X)
 
 
-def loaded(scripted):
-    archive = io.BytesIO()
-    torch.jit.save(scripted, archive)
-    archive.seek(0)
-    return torch.jit.load(archive)
-
-
 KERNELS = ["looped", "branched", "listed.0", "transposed", "blur"]
 MODELS = {
     "layers": (layers, ["0.weight", "3.weight"]),
@@ -79,8 +71,8 @@ MODELS = {
 COMPILERS = {
     "scripted": script,
     "traced": trace,
-    "loaded": lambda model: loaded(script(model)),
-    "loaded_trace": lambda model: loaded(trace(model)),
+    "loaded": lambda model: saved_and_loaded(script(model)),
+    "loaded_trace": lambda model: saved_and_loaded(trace(model)),
 }
 every_model = pytest.mark.parametrize("name", MODELS)
 every_compiler = pytest.mark.parametrize("compiler", COMPILERS)

@@ -89,11 +89,12 @@ def error(value, exact):
     return ((value.double() - exact).abs().max() / exact.abs().max().clamp_min(1e-300)).item()
 
 
-def gradients(function, tensors, gradient):
-    """Return the output of a function, and the gradients of all that is given to it."""
+def gradients(function, tensors, gradient=None, arguments=()):
+    """Return the output of a function, and the gradients of all tensors that are given to it, by default of the sum."""
     leaves = [tensor.detach().requires_grad_() for tensor in tensors]
-    out = function(*leaves)
-    return [out.detach(), *torch.autograd.grad(out, leaves, gradient)]
+    out = function(*leaves, *arguments)
+    gradient = torch.ones_like(out) if gradient is None else gradient.to(out.dtype)
+    return [out, *torch.autograd.grad(out, leaves, gradient)]
 
 
 def assert_as_accurate(function, reference, tensors, gradient, factor=2.0):

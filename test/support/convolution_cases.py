@@ -135,6 +135,17 @@ def tensors_of(case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(each.detach().requires_grad_(name in case.required) for each, name in zip(laid_out, "xw"))  # type: ignore[return-value]
 
 
+def operands(case: Any, dtype: torch.dtype = F32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Any]:
+    """Return an input and a weight in channels-last, a bias and the arguments after it.
+
+    The case has a function's name, the shapes of both, and those arguments.
+    """
+    name, shape, kernel, arguments = case
+    outputs = kernel[1] * (arguments[3] if len(arguments) > 3 else 1) if "transpose" in name else kernel[0]
+    x, w = (channels_last(torch.randn(sizes)).to(dtype) for sizes in (shape, kernel))
+    return x, w, torch.randn(outputs).to(dtype), arguments
+
+
 def way_of(name: str, x: Any, w: Any, b: Any, arguments: tuple[Any, ...]) -> str:
     """Return the name of the way that a call takes, given the arguments after the bias."""
     axes, is_transposed = w.dim() - 2, "transpose" in name

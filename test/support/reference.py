@@ -93,7 +93,7 @@ def convert_weight(weight, memory_format=None, dtype=None):
 
 def bits(tensor):
     """Return the elements as bytes in logical order, to compare them bit by bit."""
-    return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().cpu().contiguous().view(-1).view(torch.uint8)
 
 
 def assert_same(actual, expected):

@@ -1,5 +1,6 @@
 """A model to save, and saved models in a process without torch_nhwc."""
 
+import io
 import json
 import os
 import subprocess
@@ -27,6 +28,17 @@ class Network(nn.Module):
         y = self.grouped(torch.relu(self.norm(self.first(x))))
         y = y + self.volume(y.unflatten(1, (2, 2))).flatten(1, 2)
         return self.head(self.last(y).mean((2, 3)))
+
+
+def saved_and_loaded(module):
+    """Return a module that was saved, as an archive if it is one of TorchScript, and loaded."""
+    file = io.BytesIO()
+    if isinstance(module, torch.jit.ScriptModule):
+        torch.jit.save(module, file)
+    else:
+        torch.save(module, file)
+    file.seek(0)
+    return torch.jit.load(file) if isinstance(module, torch.jit.ScriptModule) else torch.load(file, weights_only=False)
 
 
 _ELSEWHERE = """

@@ -34,3 +34,12 @@ class Standardised(nn.Conv2d):
     def forward(self, x):
         weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
         return functional.conv2d(x, weight / weight.std((1, 2, 3), keepdim=True), self.bias)
+
+
+def not_a_leaf():
+    """Return a layer whose weight is computed from another tensor."""
+    layer = nn.Conv2d(3, 4, 3)
+    weight = layer.weight * 2
+    del layer.weight
+    layer.weight = weight
+    return layer

@@ -24,6 +24,9 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+# What weights and their conversions are in plain torch: the tests' own reference.
+sys.path.append(str(Path(__file__).parents[2] / "test/support"))
+
 # For each part, its cases in full, and those that one process runs.
 PARTS = {"operators": (200_000, 5_000), "layers": (20_000, 1_000), "networks": (5_000, 250)}
 LEVELS = ("baseline", "avx2", "avx512", "avx512_vbmi")

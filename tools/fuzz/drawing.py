@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from random import Random
 
 import torch
+from reference import bits
 from torch import Tensor
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 def order_of_dims(random: Random, rank: int) -> list[int]:
@@ -43,12 +42,6 @@ def strides_of(
 def in_order(tensor: Tensor, order: Sequence[int]) -> Tensor:
     """Return the same values with dimensions in an order, in memory of their own."""
     return torch.empty_strided(tensor.shape, strides_of(tensor.shape, order), dtype=tensor.dtype).copy_(tensor)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    """Return the elements as bytes, in logical order."""
-    whole = tensor.detach().resolve_conj().clone(memory_format=torch.contiguous_format)
-    return whole.view(-1).view(torch.uint8)
 
 
 def has_bits_of(actual: Tensor, expected: Tensor) -> bool:

@@ -7,7 +7,8 @@ from random import Random
 from typing import Any
 
 import torch
-from drawing import FORMATS, expect, in_order, order_of_dims
+from drawing import expect, in_order, order_of_dims
+from reference import FORMATS
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc

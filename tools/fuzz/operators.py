@@ -5,7 +5,8 @@ from random import Random
 from typing import Any
 
 import torch
-from drawing import FORMATS, bits, expect, has_bits_of, in_order, order_of_dims, strides_of
+from drawing import expect, has_bits_of, in_order, order_of_dims, strides_of
+from reference import FORMATS, bits, canonical_strides, convert_weight, random_weight
 from torch import Tensor
 
 from torch_nhwc.ops import Outcome
@@ -88,7 +89,7 @@ class Weight:
         else:
             self.drawn, shape, strides = drawn, drawn["shape"], drawn["strides"]
             last = sum((size - 1) * stride for size, stride in zip(shape, strides)) if 0 not in shape else -1
-            base = random_numbers(drawn["offset"] + last + 1 + drawn["tail"], drawn["dtype"])
+            base = random_weight((drawn["offset"] + last + 1 + drawn["tail"],), drawn["dtype"])
             self.base_before = bits(base).clone()
             self.tensor = torch.empty(0, dtype=base.dtype)
             # Not as_strided, whose result holds the tensor that it is a view of.
@@ -99,8 +100,7 @@ class Weight:
         self.gradient: Tensor | None = None
         if self.drawn["gradient"] is not None:
             self.tensor.requires_grad_()
-            values = random_numbers(self.tensor.numel(), self.tensor.dtype).view(self.tensor.shape)
-            self.gradient = in_order(values, self.drawn["gradient"])
+            self.gradient = in_order(random_weight(self.tensor.shape, self.tensor.dtype), self.drawn["gradient"])
             self.tensor.grad = self.gradient
             self.gradient_before = self.gradient.clone()
         self.before = self.tensor.detach().clone()
@@ -146,12 +146,6 @@ class Weight:
             expect(torch.equal(bits(self.base), self.base_before), "the storage that the weight was in has changed")
 
 
-def random_numbers(count: int, dtype: torch.dtype) -> Tensor:
-    if dtype == torch.bool:
-        return torch.randint(0, 2, (count,)).bool()
-    return torch.randint(0, 256, (count * dtype.itemsize,), dtype=torch.uint8).view(dtype)
-
-
 def check(case: dict[str, Any]) -> dict[str, float]:
     torch.manual_seed(case["seed"])
     torch.set_num_threads(case["threads"])
@@ -181,13 +175,7 @@ def _refusal_of(case: dict[str, Any], weights: list[Weight]) -> type[Exception] 
 
 
 def _canonical_strides(case: dict[str, Any], weight: Weight) -> tuple[int, ...]:
-    memory_format = case["format"] or FORMATS[weight.tensor.dim()]
-    return torch.empty(weight.tensor.shape, memory_format=memory_format, device="meta").stride()
-
-
-def _expected(weight: Tensor, case: dict[str, Any]) -> Tensor:
-    memory_format = case["format"] or FORMATS[weight.dim()]
-    return torch.empty(weight.shape, dtype=case["dtype"] or weight.dtype, memory_format=memory_format).copy_(weight)
+    return canonical_strides(weight.tensor.shape, case["format"] or FORMATS[weight.tensor.dim()])
 
 
 def _check_clones(case: dict[str, Any], weights: list[Weight]) -> str:
@@ -201,7 +189,7 @@ def _check_clones(case: dict[str, Any], weights: list[Weight]) -> str:
         return "refused"
     expect(refusal is None, f"expected a {refusal}")
     for weight, result in zip(weights, results if isinstance(results, list) else [results]):
-        expected = _expected(weight.tensor, case)
+        expected = convert_weight(weight.tensor, case["format"], case["dtype"])
         expect(result.stride() == expected.stride(), f"strides {result.stride()}, not {expected.stride()}")
         expect(has_bits_of(result, expected), "other values than plain torch's")
         weight.expect_unchanged()
@@ -213,7 +201,7 @@ def _check_copy(case: dict[str, Any], weights: list[Weight]) -> str:
     shape, dtype = weight.tensor.shape, case["dtype"] or weight.tensor.dtype
     # There is an output of any format that the weight can have.
     case["format"] = case["format"] if _format_fits(case, weight) else None
-    around = random_numbers(shape.numel() + 40, dtype)
+    around = random_weight((shape.numel() + 40,), dtype)
     before, start = around.clone(), case["out_offset"]
     out = around.as_strided(shape, _canonical_strides(case, weight), start)
     refusal = _refusal_of(case, weights)
@@ -224,7 +212,8 @@ def _check_copy(case: dict[str, Any], weights: list[Weight]) -> str:
         expect(torch.equal(bits(around), bits(before)), "refused, and wrote")
         return "refused"
     expect(refusal is None, f"expected a {refusal}")
-    expect(has_bits_of(out, _expected(weight.tensor, case)), "other values than plain torch's")
+    expected = convert_weight(weight.tensor, case["format"], case["dtype"])
+    expect(has_bits_of(out, expected), "other values than plain torch's")
     for part in (slice(0, start), slice(start + shape.numel(), None)):
         expect(torch.equal(bits(around[part]), bits(before[part])), "wrote outside of the output")
     weight.expect_unchanged()
