@@ -68,6 +68,9 @@ HALVES = [
     Case("conv2d", (1, 16, 14, 14), (16, 16, 7, 7), (7, 3), F16, ""),
     Case("conv2d", (2, 16, 40, 40), (16, 1, 3, 3), (1, 2, 2, 16), BF16),
     Case("conv3d", (1, 4, 8, 37, 32), (4, 1, 3, 5, 3), (1, 1, (1, 2, 1), 4), BF16),
+    Case("conv2d", (1, 24, 30, 32), (8, 24, 3, 3), (1, 2, 2), BF16),
+    Case("conv2d", (1, 9, 30, 32), (24, 3, 1, 1), (1, 0, (2, 1), 3), BF16),
+    Case("conv_transpose2d", (1, 8, 30, 32), (8, 2, 3, 4), (1, 1, 0, 2, (2, 1)), BF16),
 ]
 # Where no plane is under a tap, and where only the first is.
 NO_TAP = [

@@ -140,7 +140,7 @@ void sum_pixels(const cpu::GroupedRow& row, std::int64_t channel, Number* out, s
 }
 
 template <typename Element>
-void sum_row(const cpu::GroupedRow& row) {
+void sum_grouped_row(const cpu::GroupedRow& row) {
   using Number = Real<Element>;
   constexpr int lanes = VectorOf<Number>::lanes;
   const std::int64_t rounded_up = (row.channels + lanes - 1) / lanes * lanes;
@@ -168,7 +168,7 @@ void sum_row(const cpu::GroupedRow& row) {
 template <typename Element>
 constexpr cpu::GroupedKernels make_grouped_kernels() {
   return {VectorOf<Real<Element>>::lanes, sizeof(Real<Element>), cast_rows<Element>, spread_pixels<Element>,
-          sum_row<Element>};
+          sum_grouped_row<Element>};
 }
 
 constexpr cpu::GroupedKernelsByType make_all_grouped_kernels() {

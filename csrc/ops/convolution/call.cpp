@@ -1,6 +1,7 @@
 #include "ops/convolution/call.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include "layout/channels_last.h"
 
@@ -13,6 +14,11 @@ at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes) {
 
 c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor) {
   return (number + divisor - 1) / divisor;
+}
+
+bool has_gradient_to_come(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet wrapped{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
+  return at::GradMode::is_enabled() && (tensor.requires_grad() || tensor.key_set().has_any(wrapped));
 }
 
 bool is_onednns(at::native::ConvBackend backend) {
@@ -70,10 +76,8 @@ bool Call::misses_kernel() const {
 }
 
 at::native::ConvBackend Call::backend() const {
-  const at::SymDimVector none(axes(), 0);
-  return at::native::select_conv_backend(input, weight, bias, stride, padding, dilation, is_transposed,
-                                         is_transposed ? output_padding : none, groups,
-                                         /*bias_sizes_opt=*/std::nullopt);
+  return at::native::select_conv_backend(input, weight, bias, stride, padding, dilation, is_transposed, output_padding,
+                                         groups, /*bias_sizes_opt=*/std::nullopt);
 }
 
 at::Tensor Call::pytorchs() const {

@@ -16,6 +16,10 @@ at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes);
 
 c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor);
 
+/// Returns whether a gradient of a tensor may be to come. For a tensor that torch.func has wrapped, another level of
+/// its transforms may require one.
+bool has_gradient_to_come(const at::Tensor& tensor);
+
 /// Returns whether a backend is oneDNN, or nothing has to be computed.
 bool is_onednns(at::native::ConvBackend backend);
 
@@ -41,8 +45,9 @@ struct Call {
   at::SymDimVector padding;
   at::SymDimVector dilation;
   c10::SymInt groups;
+  at::SymDimVector output_padding;  // zeros unless transposed
   bool is_transposed = false;
-  at::SymDimVector output_padding = {};  // of a transposed convolution only
+  bool may_use_kernels = true;  // ours, which only plain tensors have
 
   size_t axes() const { return stride.size(); }
   bool has_bias() const { return bias && bias->defined(); }

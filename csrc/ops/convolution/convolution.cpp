@@ -18,8 +18,14 @@ template <size_t axes>
 Call by_numbers(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                 at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
                 const c10::SymInt& groups) {
-  return {input, weight, bias, for_each_axis(stride, axes), for_each_axis(padding, axes), for_each_axis(dilation, axes),
-          groups};
+  return {input,
+          weight,
+          bias,
+          for_each_axis(stride, axes),
+          for_each_axis(padding, axes),
+          for_each_axis(dilation, axes),
+          groups,
+          at::SymDimVector(axes, 0)};
 }
 
 template <size_t axes>

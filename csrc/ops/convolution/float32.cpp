@@ -1,16 +1,10 @@
 #include "ops/convolution/float32.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/LegacyTypeDispatch.h>
 
 #include <algorithm>
-#include <array>
 #include <numeric>
-#include <vector>
 
-#include "layout/channels_last.h"
-#include "ops/autograd_node.h"
-#include "ops/composition.h"
 #include "ops/convolution/faults.h"
 
 namespace nhwc {
@@ -51,6 +45,15 @@ bool skips_too_far(const Call& call) {
   return has_taps_or_padding && skips;
 }
 
+/// Returns whether bfloat16 weight gradients are wrong because the kernel is dilated along the height, or a depthwise
+/// one along any axis: registers of 16 channels that are not full are read from beyond a row.
+bool is_dilated_wrong(const Call& call, const c10::SymInt& channels) {
+  const auto is_dilated = [](const c10::SymInt& each) { return each > 1; };
+  const bool is_depthwise = call.groups > 1 && channels == 1;
+  if (is_depthwise) return std::any_of(call.dilation.begin(), call.dilation.end(), is_dilated);
+  return is_dilated(call.dilation[call.axes() - 2]) && channels % 16 != 0 && (call.groups > 1 || channels > 16);
+}
+
 /// Returns whether PyTorch's result or a gradient is wrong.
 bool is_wrong(const Call& call) {
   const ConvolutionFaults& faults = convolution_faults();
@@ -58,58 +61,13 @@ bool is_wrong(const Call& call) {
   const Axis width = call.axis(1);
   if (width.stride > 1 && width.padding > width.positions) return true;
   const c10::SymInt channels = call.weight.sym_size(1);
-  const bool is_depthwise = call.groups > 1 && channels == 1 && call.weight.sym_size(0) == call.groups;
-  const bool is_dilated =
-      std::any_of(call.dilation.begin(), call.dilation.end(), [](const c10::SymInt& each) { return each > 1; });
-  if (is_depthwise && is_dilated && call.input.scalar_type() == at::kBFloat16) return true;
+  if (call.input.scalar_type() == at::kBFloat16 && has_gradient_to_come(call.weight) &&
+      is_dilated_wrong(call, channels)) {
+    return true;
+  }
   if (!faults.halves_with_amx) return false;
   if (call.is_transposed && call.axes() == 3 && call.output_padding[0] > call.padding[0]) return true;
   return is_packed_wrong(call, channels.guard_int(__FILE__, __LINE__)) || skips_too_far(call);
-}
-
-/// Returns PyTorch's result in float32, cast to the input's dtype and in its format.
-at::Tensor computed(const Call& call) {
-  const auto wide = [](const at::Tensor& tensor) { return tensor.to(at::kFloat); };
-  const OptionalTensor bias = call.has_bias() ? OptionalTensor(wide(*call.bias)) : OptionalTensor();
-  const at::SymDimVector none(call.axes(), 0);
-  const at::Tensor out =
-      at::convolution_symint(wide(call.input), wide(call.weight), bias, call.stride, call.padding, call.dilation,
-                             call.is_transposed, call.is_transposed ? call.output_padding : none, call.groups)
-          .to(call.input.scalar_type());
-  return call.is_channels_last_input() ? to_channels_last(out) : out;
-}
-
-const Formula in_float32 = {
-    "NhwcFloat32ConvolutionBackward",
-    [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
-      if (!gradients[0].defined()) return std::vector<at::Tensor>(3);
-      const at::Tensor &input = context.saved[0], &weight = context.saved[1];
-      const auto numbers = [&](size_t index) { return context.constants[index].toIntVector(); };
-      const std::vector<int64_t> channels = {gradients[0].size(1)};
-      auto [of_input, of_weight, of_bias] = at::convolution_backward(
-          gradients[0].to(at::kFloat), input.to(at::kFloat), weight.to(at::kFloat), at::OptionalIntArrayRef(channels),
-          numbers(0), numbers(1), numbers(2), context.constants[3].toBool(), numbers(4), context.constants[5].toInt(),
-          {context.needed[0], context.needed[1], context.needed[2]});
-      const auto cast = [&](const at::Tensor& gradient) {
-        return gradient.defined() ? gradient.to(input.scalar_type()) : gradient;
-      };
-      of_input = cast(of_input);
-      if (of_input.defined() && is_channels_last(input)) of_input = to_channels_last(of_input);
-      return {of_input, cast(of_weight), cast(of_bias)};
-    }};
-
-/// Returns whether the tensors are plain ones: transforms, compilers and subclasses see a composition.
-bool are_plain(at::ArrayRef<at::Tensor> tensors) {
-  constexpr c10::DispatchKeySet others{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
-  return std::none_of(tensors.begin(), tensors.end(),
-                      [&](const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has_any(others); });
-}
-
-std::vector<int64_t> as_numbers(const at::SymDimVector& sizes) {
-  std::vector<int64_t> numbers;
-  for (const c10::SymInt& size : sizes) numbers.push_back(size.expect_int());
-  return numbers;
 }
 
 }  // namespace
@@ -120,21 +78,6 @@ bool needs_float32(const Call& call) {
   if (call.weight.scalar_type() != type || (call.has_bias() && call.bias->scalar_type() != type)) return false;
   // PyTorch's own product of what oneDNN does not take is 8 to 160 times slower than a convolution in float32.
   return !is_onednns(call.backend()) || is_wrong(call);
-}
-
-at::Tensor by_float32(const Call& call) {
-  const std::array<at::Tensor, 3> inputs = {call.input, call.weight, call.bias.value_or(at::Tensor())};
-  if (!needs_gradient(inputs) || !are_plain(inputs) || has_tangent(inputs)) return computed(call);
-  at::Tensor out;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    out = computed(call);
-  }
-  const at::SymDimVector none(call.axes(), 0);
-  record(in_float32, out, inputs, {call.input, call.weight},
-         {as_numbers(call.stride), as_numbers(call.padding), as_numbers(call.dilation), call.is_transposed,
-          as_numbers(call.is_transposed ? call.output_padding : none), call.groups.expect_int()});
-  return out;
 }
 
 }  // namespace nhwc

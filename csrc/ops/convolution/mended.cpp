@@ -1,7 +1,6 @@
 #include "ops/convolution/mended.h"
 
 #include <ATen/ATen.h>
-#include <ATen/core/grad_mode.h>
 
 #include "layout/channels_last.h"
 #include "ops/composition.h"
@@ -10,13 +9,6 @@
 
 namespace nhwc::mended {
 namespace {
-
-/// Returns whether a gradient of a tensor may be to come. For a tensor that torch.func has wrapped, another level of
-/// its transforms may require one.
-bool has_gradient_to_come(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet wrapped{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
-  return at::GradMode::is_enabled() && (tensor.requires_grad() || tensor.key_set().has_any(wrapped));
-}
 
 bool may_be_wrong_column(const Call& call) {
   const ConvolutionFaults& faults = convolution_faults();

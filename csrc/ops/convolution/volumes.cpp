@@ -90,7 +90,9 @@ at::Tensor along_depth(const Call& call) {
     Call columns = volume;
     columns.input = to_columns(volume.input);
     columns.weight = kernel.squeeze(4);
-    for (at::SymDimVector* each : {&columns.stride, &columns.padding, &columns.dilation}) each->pop_back();
+    for (at::SymDimVector* each : {&columns.stride, &columns.padding, &columns.dilation, &columns.output_padding}) {
+      each->pop_back();
+    }
     return from_columns(convolution(columns), volume.input.sym_size(4));
   });
 }

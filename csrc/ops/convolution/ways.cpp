@@ -9,6 +9,7 @@
 #include "ops/composition.h"
 #include "ops/convolution/float32.h"
 #include "ops/convolution/mended.h"
+#include "ops/convolution/passes.h"
 #include "ops/convolution/rewriting.h"
 #include "ops/convolution/volumes.h"
 
@@ -68,11 +69,14 @@ bool loses_format(const Call& call) {
 
 bool always(const Call&) { return true; }
 
+at::Tensor by_pytorch(const Call& call) { return call.pytorchs(); }
+
 const Way ways[] = {
     {"unfit", is_unfit, by_pytorch_restored},
     {"batched", is_one_sample, as_batch},
     {"formatted", is_volume_in_other_format, formatted},
     {"restrided", is_odd, restrided},
+    {"kernels", is_by_kernels, by_passes},
     {"narrowed", mended::is_column, mended::narrowed},
     {"trimmed", mended::has_depth_under_no_tap, mended::trimmed},
     {"padded", mended::is_small_input, mended::padded_before},
@@ -84,15 +88,20 @@ const Way ways[] = {
     {"along_depth", volumes::has_one_tap_in_the_plane, volumes::along_depth},
     {"gathered", volumes::has_few_positions, volumes::gathered},
     {"slabs", volumes::gains_from_slabs, volumes::in_slabs},
-    {"float32", needs_float32, by_float32},
+    {"kernels_in_part", is_by_kernels_in_part, by_passes},
+    {"float32", needs_float32, by_passes},
     {"restored", loses_format, by_pytorch_restored},
-    {"pytorch", always, [](const Call& call) { return call.pytorchs(); }},
+    {"pytorch", always, by_pytorch},
 };
 
 }  // namespace
 
 const Way& way_of(const Call& call) {
   return *std::find_if(std::begin(ways), std::end(ways), [&](const Way& way) { return way.applies(call); });
+}
+
+bool is_pytorchs(const Way& way) {
+  return way.compute == by_passes || way.compute == by_pytorch_restored || way.compute == by_pytorch;
 }
 
 at::Tensor convolution(const Call& call) { return way_of(call).compute(call); }

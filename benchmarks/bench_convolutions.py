@@ -1,0 +1,239 @@
+"""The convolutions of known networks, pass by pass: PyTorch's on contiguous and on channels-last, and ours.
+
+    python benchmarks/bench_convolutions.py [--only TEXT] [--seconds S] [--threads N] [--out FILE]
+
+The three take turns in one process: the result, the gradient of the input, and the gradients of weight and bias, each
+by itself. GFLOP/s are of minima, ratios medians over rounds; the peak is that of a loop of fused multiplications and
+additions in registers, in the same run. A row that our table leaves to PyTorch says so.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import machine
+import torch
+from layout_models import channels_last
+from stopwatch import Stopwatch
+from torch import Tensor
+from torch.nn import functional as stock
+
+from torch_nhwc import functional as ours
+
+PASSES = ("forward", "input gradient", "weight gradient")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Layer(NamedTuple):
+    """A convolution of a network: `size` is the side of a square or a cube."""
+
+    network: str
+    batch: int
+    channels: int
+    outputs: int
+    size: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+    axes: int = 2
+    dilation: int = 1
+
+    @property
+    def name(self) -> str:
+        parts = [f"{self.channels} to {self.outputs}", "x".join([str(self.kernel)] * self.axes)]
+        parts += [f"stride {self.stride}"] if self.stride > 1 else []
+        parts += [f"dilation {self.dilation}"] if self.dilation > 1 else []
+        parts += [f"{self.groups} groups"] if self.groups > 1 else []
+        return f"{self.network}: {', '.join(parts)}, on {self.batch}x{'x'.join([str(self.size)] * self.axes)}"
+
+    @property
+    def padding(self) -> int:
+        return self.dilation * (self.kernel // 2)
+
+    def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        torch.manual_seed(0)
+        x = torch.randn(self.batch, self.channels, *[self.size] * self.axes, dtype=dtype)
+        weight = torch.randn(self.outputs, self.channels // self.groups, *[self.kernel] * self.axes, dtype=dtype)
+        return x, weight, torch.randn(self.outputs, dtype=dtype)
+
+    def call(self, functions: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        function = getattr(functions, f"conv{self.axes}d")
+        return function(x, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+
+    @property
+    def flops(self) -> float:
+        out = (self.size + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
+        taps = self.kernel**self.axes
+        return 2.0 * self.batch * out**self.axes * self.outputs * (self.channels // self.groups) * taps
+
+
+def _depthwise(
+    network: str, batch: int, channels: int, size: int, kernel: int, stride: int = 1, axes: int = 2
+) -> Layer:
+    return Layer(network, batch, channels, channels, size, kernel, stride, channels, axes)
+
+
+LAYERS = [
+    Layer("ResNet-50", 2, 3, 64, 224, 7, 2),
+    Layer("ResNet-50", 2, 64, 64, 56, 3),
+    Layer("ResNet-50", 2, 64, 256, 56, 1),
+    Layer("ResNet-50", 2, 128, 128, 56, 3, 2),
+    Layer("ResNet-50", 2, 128, 128, 28, 3),
+    Layer("ResNet-50", 2, 256, 256, 14, 3),
+    Layer("ResNet-50", 2, 1024, 256, 14, 1),
+    Layer("ResNet-50", 2, 512, 512, 7, 3),
+    Layer("DeepLab", 1, 256, 256, 32, 3, dilation=6),
+    Layer("RegNet", 4, 64, 64, 56, 3, groups=8),
+    Layer("RegNet", 4, 112, 112, 56, 3, groups=7),
+    Layer("RegNet", 4, 168, 168, 28, 3, groups=7),
+    Layer("RegNet", 4, 448, 448, 28, 3, 2, groups=28),
+    Layer("ResNeXt", 4, 128, 128, 56, 3, groups=32),
+    Layer("ResNeXt", 4, 256, 256, 28, 3, groups=32),
+    Layer("ResNeXt", 4, 512, 512, 14, 3, groups=32),
+    Layer("ResNeXt", 4, 1024, 1024, 7, 3, groups=32),
+    _depthwise("ConvNeXt", 4, 96, 56, 7),
+    _depthwise("ConvNeXt", 4, 192, 28, 7),
+    _depthwise("ConvNeXt", 4, 384, 14, 7),
+    _depthwise("ConvNeXt", 4, 768, 7, 7),
+    _depthwise("EfficientNet", 4, 96, 112, 3, 2),
+    _depthwise("EfficientNet", 4, 144, 56, 3),
+    _depthwise("EfficientNet", 4, 144, 56, 5, 2),
+    _depthwise("EfficientNet", 4, 240, 28, 5),
+    _depthwise("EfficientNet", 4, 672, 14, 5),
+    _depthwise("MobileNet", 4, 32, 112, 3),
+    _depthwise("MobileNet", 4, 144, 56, 3, 2),
+    _depthwise("MobileNet", 4, 576, 14, 3),
+    _depthwise("RepLKNet", 2, 128, 56, 13),
+    _depthwise("RepLKNet", 2, 128, 56, 31),
+    Layer("Autoencoder", 1, 128, 128, 64, 3),
+    Layer("Autoencoder", 1, 256, 128, 64, 3),
+    Layer("Autoencoder", 1, 512, 512, 16, 3),
+    Layer("Autoencoder", 1, 128, 3, 64, 3),
+    Layer("U-Net", 1, 64, 64, 128, 3),
+    Layer("U-Net", 1, 128, 128, 64, 3, 2),
+    Layer("DynUNet", 2, 16, 16, 48, 3, axes=3),
+    Layer("DynUNet", 2, 32, 32, 32, 3, axes=3),
+    Layer("DynUNet", 2, 16, 32, 32, 3, 2, axes=3),
+    Layer("DynUNet", 1, 320, 320, 4, 3, axes=3),
+    Layer("SegResNet", 1, 32, 32, 24, 3, axes=3),
+    Layer("SegResNet", 1, 1, 8, 48, 3, axes=3),
+    _depthwise("MedNeXt", 1, 32, 32, 3, axes=3),
+    _depthwise("MedNeXt", 1, 32, 32, 5, axes=3),
+    _depthwise("MedNeXt", 1, 64, 16, 7, axes=3),
+    _depthwise("MedNeXt", 1, 64, 32, 3, 2, axes=3),
+]
+
+
+def jobs(layer: Layer, dtype: torch.dtype, pass_: str) -> dict[str, Callable[[], object]]:
+    """Return the pass as PyTorch computes it in both formats, and ours."""
+    made = {}
+    for way, functions in (("contiguous", stock), ("channels-last", stock), ("ours", ours)):
+        x, weight, bias = layer.tensors(dtype)
+        if way != "contiguous":
+            x, weight = channels_last(x), channels_last(weight)
+        if pass_ == "forward":
+            made[way] = torch.no_grad()(partial(layer.call, functions, x, weight, bias))
+            continue
+        wanted = [x] if pass_ == "input gradient" else [weight, bias]
+        for each in wanted:
+            each.requires_grad_()
+        out = layer.call(functions, x, weight, bias)
+        gradient = torch.randn_like(out)
+        made[way] = partial(torch.autograd.grad, out, wanted, gradient, retain_graph=True)
+    return made
+
+
+def way_of(layer: Layer, dtype: torch.dtype, pass_: str) -> str:
+    """Return the way of the table that a pass takes."""
+    x, weight, bias = layer.tensors(dtype)
+    x.requires_grad_(pass_ == "input gradient")
+    weight.requires_grad_(pass_ == "weight gradient")
+    sizes = [[each] * layer.axes for each in (layer.stride, layer.padding, layer.dilation)]
+    with torch.set_grad_enabled(pass_ != "forward"):
+        return str(torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups))
+
+
+def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, object]:
+    """Return one row: GFLOP/s of each way, and what ours gains."""
+    calls = jobs(layer, DTYPES[dtype], pass_)
+    stopwatch = Stopwatch()
+    for call in calls.values():
+        call()
+    one_round = sum(stopwatch.wall(call) for call in calls.values()) * 1e-6
+    taken: dict[str, list[float]] = {way: [] for way in calls}
+    for _ in range(min(200, max(5, math.ceil(seconds / one_round)))):
+        for way, call in calls.items():
+            taken[way].append(stopwatch.wall(call))
+
+    def gain(over: str) -> float:
+        return statistics.median(theirs / own for theirs, own in zip(taken[over], taken["ours"], strict=True))
+
+    return {
+        "layer": layer.name,
+        "dtype": dtype,
+        "pass": pass_,
+        "way": way_of(layer, DTYPES[dtype], pass_),
+        **{f"{way}, GFLOP/s": layer.flops / min(times) / 1e3 for way, times in taken.items()},
+        "over channels-last": gain("channels-last"),
+        "over contiguous": gain("contiguous"),
+    }
+
+
+def peak() -> float:
+    """Return the GFLOP/s of a loop of fused multiplications and additions of float32 in registers, on one thread."""
+    from torch.utils.cpp_extension import load_inline
+
+    bits = 256 if "AVX2" in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") or not _has_avx512() else 512
+    source = f"""
+    typedef float Register __attribute__((vector_size({bits // 8})));
+    double sum(int64_t rounds) {{
+      Register sums[12] = {{}};
+      Register factor = Register{{}} + 0.999f;
+      for (int64_t round = 0; round < rounds; ++round) {{
+        _Pragma("GCC unroll 12") for (int i = 0; i < 12; ++i) sums[i] = sums[i] * factor + factor;
+        asm volatile("" : "+v"(factor));
+      }}
+      float total = 0;
+      for (Register each : sums) total += each[0];
+      return total;
+    }}"""
+    flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else [])]
+    module = load_inline(f"peak_{bits}", source, functions="sum", extra_cflags=flags)
+    rounds = 10_000_000
+    microseconds = min(Stopwatch().wall(partial(module.sum, rounds)) for _ in range(5))
+    return 2 * 12 * (bits // 32) * rounds / microseconds / 1e3
+
+
+def _has_avx512() -> bool:
+    return "AVX512" in torch.backends.cpu.get_cpu_capability()
+
+
+def main() -> None:
+    parser = machine.parser(__doc__, None)
+    parser.add_argument("--only", default="", help="layers whose name contains this")
+    parser.add_argument("--seconds", type=float, default=0.4, help="for each pass of a layer")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, nargs="*", default=list(DTYPES))
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    top = peak()
+    torch.set_num_threads(arguments.threads)
+    print(f"peak of one thread, float32: {top:.0f} GFLOP/s")
+    rows = []
+    for layer in LAYERS:
+        for dtype in arguments.dtype if arguments.only in layer.name else ():
+            for pass_ in PASSES:
+                row = measure(layer, dtype, pass_, arguments.seconds)
+                rows.append(row)
+                rates = " ".join(f"{row[f'{way}, GFLOP/s']:7.1f}" for way in ("contiguous", "channels-last", "ours"))
+                gains = f"{row['over channels-last']:6.2f} {row['over contiguous']:6.2f}"
+                print(f"{rates}  {gains}  {row['way']:16} {dtype:8} {pass_:15} {layer.name}", flush=True)
+    if arguments.out:
+        how = {"threads": arguments.threads, "peak GFLOP/s": top}
+        machine.write(arguments.out, "bench_convolutions.py", rows, **how)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+// Convolutions by our kernels: which passes they serve, measured faster than PyTorch's, and their calls.
+//
+// Activations are channels-last, and dense gradients in canonical strides.
+#pragma once
+
+#include <utility>
+
+#include "ops/convolution/call.h"
+
+namespace nhwc::kernels {
+
+/// For each pass, whether it is ours.
+struct Passes {
+  bool forward = false, input_gradient = false, weight_gradient = false;
+};
+
+/// Returns the passes that our kernels serve.
+Passes passes_of(const Call& call);
+
+at::Tensor forward(const Call& call);
+at::Tensor input_gradient(const Call& call, const at::Tensor& grad);
+
+/// Returns the gradients of the weight, in its layout, and of the bias, which is undefined if it is not needed.
+std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Tensor& grad, bool of_bias);
+
+}  // namespace nhwc::kernels

@@ -1,0 +1,191 @@
+#include "ops/convolution/passes.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/autograd.h>
+
+#include <algorithm>
+#include <array>
+#include <numeric>
+#include <tuple>
+#include <vector>
+
+#include "layout/channels_last.h"
+#include "ops/autograd_node.h"
+#include "ops/composition.h"
+#include "ops/convolution/float32.h"
+#include "ops/convolution/kernels.h"
+#include "ops/convolution/ways.h"
+
+namespace nhwc {
+namespace {
+
+using Gradients = std::vector<at::Tensor>;  // of the input, the weight and the bias; undefined where not needed
+
+/// Returns whether tensors are plain ones, and nobody observes PyTorch's operators: transforms, compilers, subclasses
+/// and modes see a composition.
+bool are_plain(at::ArrayRef<at::Tensor> tensors) {
+  constexpr c10::DispatchKeySet others{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
+                                       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched,
+                                       c10::DispatchKey::Batched};
+  return std::none_of(tensors.begin(), tensors.end(),
+                      [&](const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has_any(others); });
+}
+
+Call without_kernels(const Call& call) {
+  Call other = call;
+  other.may_use_kernels = false;
+  return other;
+}
+
+at::Tensor as_computed(const at::Tensor& tensor, bool in_float32) {
+  return in_float32 && tensor.defined() ? tensor.to(at::kFloat) : tensor;
+}
+
+at::Tensor in_format_of(const at::Tensor& input, const at::Tensor& other) {
+  return is_channels_last(input) ? to_channels_last(other) : other;
+}
+
+/// Returns PyTorch's result, in the dtype and the format of the input.
+at::Tensor pytorchs(const Call& call, bool in_float32) {
+  const auto wide = [&](const at::Tensor& tensor) { return as_computed(tensor, in_float32); };
+  const OptionalTensor bias = call.has_bias() ? OptionalTensor(wide(*call.bias)) : OptionalTensor();
+  const at::Tensor out = at::convolution_symint(wide(call.input), wide(call.weight), bias, call.stride, call.padding,
+                                                call.dilation, call.is_transposed, call.output_padding, call.groups)
+                             .to(call.input.scalar_type());
+  return call.is_channels_last_input() ? to_channels_last(out) : out;
+}
+
+/// Returns PyTorch's gradients, which can be differentiated.
+Gradients pytorchs_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, bool in_float32) {
+  const auto wide = [&](const at::Tensor& tensor) { return as_computed(tensor, in_float32); };
+  const std::array<c10::SymInt, 1> channels = {grad.sym_size(1)};
+  auto [of_input, of_weight, of_bias] = at::convolution_backward_symint(
+      wide(grad), wide(call.input), wide(call.weight), at::OptionalSymIntArrayRef(channels), call.stride, call.padding,
+      call.dilation, call.is_transposed, call.output_padding, call.groups, needed);
+  const auto cast = [&](const at::Tensor& gradient) {
+    return gradient.defined() ? gradient.to(call.input.scalar_type()) : gradient;
+  };
+  if (of_input.defined()) of_input = in_format_of(call.input, cast(of_input));
+  return {of_input, cast(of_weight), cast(of_bias)};
+}
+
+/// Returns gradients that can be differentiated, without our kernels. Where PyTorch's own may be wrong, they are those
+/// of the composition that takes its place.
+Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, std::array<bool, 3> needed) {
+  const Call call = without_kernels(with_kernels);
+  const bool is_differentiated = at::GradMode::is_enabled();
+  const at::AutoGradMode as_in_forward(true);
+  if (is_pytorchs(way_of(call))) {
+    const bool in_float32 = needs_float32(call);
+    const at::AutoGradMode as_before(is_differentiated);
+    return pytorchs_gradients(call, grad, needed, in_float32);
+  }
+  std::vector<at::Tensor> inputs;
+  if (needed[0]) inputs.push_back(call.input);
+  if (needed[1]) inputs.push_back(call.weight);
+  Gradients gradients(3);
+  if (!inputs.empty()) {
+    const std::vector<at::Tensor> found =
+        torch::autograd::grad({convolution(call)}, inputs, {grad}, /*retain_graph=*/is_differentiated,
+                              /*create_graph=*/is_differentiated);
+    if (needed[0]) gradients[0] = found.front();
+    if (needed[1]) gradients[1] = found.back();
+  }
+  if (needed[2]) {
+    std::vector<int64_t> others(grad.dim());
+    std::iota(others.begin(), others.end(), 0);
+    others.erase(others.begin() + 1);
+    gradients[2] = grad.sum(others);
+  }
+  return gradients;
+}
+
+/// Returns the gradients, each by who computes it.
+Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, bool in_float32) {
+  const kernels::Passes ours = kernels::passes_of(call);
+  const bool ours_of_input = needed[0] && ours.input_gradient,
+             ours_of_weight = (needed[1] || needed[2]) && ours.weight_gradient;
+  Gradients gradients(3);
+  const std::array<bool, 3> others = {needed[0] && !ours_of_input, needed[1] && !ours_of_weight,
+                                      needed[2] && !ours_of_weight};
+  if (others[0] || others[1] || others[2]) gradients = pytorchs_gradients(call, grad, others, in_float32);
+  const at::Tensor dense = ours_of_input || ours_of_weight ? to_channels_last(grad) : grad;
+  if (ours_of_input) gradients[0] = kernels::input_gradient(call, dense);
+  if (ours_of_weight) {
+    auto [of_weight, of_bias] = kernels::weight_gradient(call, dense, needed[2]);
+    if (needed[1]) gradients[1] = of_weight;
+    if (needed[2]) gradients[2] = of_bias;
+  }
+  return gradients;
+}
+
+at::SymDimVector as_sizes(const c10::IValue& numbers) {
+  at::SymDimVector sizes;
+  for (const int64_t number : numbers.toIntVector()) sizes.emplace_back(number);
+  return sizes;
+}
+
+std::vector<int64_t> as_numbers(const at::SymDimVector& sizes) {
+  std::vector<int64_t> numbers;
+  for (const c10::SymInt& size : sizes) numbers.push_back(size.expect_int());
+  return numbers;
+}
+
+const Formula by_their_passes = {
+    "NhwcConvolutionBackward", [](const Gradients& gradients, const Formula::Context& context) -> Gradients {
+      const at::Tensor& grad = gradients[0];
+      if (!grad.defined()) return Gradients(3);
+      const std::vector<c10::IValue>& constants = context.constants;
+      Call call = {context.saved[0],       context.saved[1],       {},
+                   as_sizes(constants[0]), as_sizes(constants[1]), as_sizes(constants[2]),
+                   constants[3].toInt(),   as_sizes(constants[4]), constants[5].toBool()};
+      call.may_use_kernels = constants[6].toBool();
+      const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
+      const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
+      if (at::GradMode::is_enabled() || !are_plain(all) || has_tangent(all)) {
+        return composed_gradients(call, grad, needed);
+      }
+      return computed_gradients(call, grad, needed, /*in_float32=*/constants[7].toBool());
+    }};
+
+at::Tensor computed(const Call& call, bool in_float32) {
+  return kernels::passes_of(call).forward ? kernels::forward(call) : pytorchs(call, in_float32);
+}
+
+}  // namespace
+
+bool is_by_kernels(const Call& call) {
+  const kernels::Passes ours = kernels::passes_of(call);
+  return ours.forward && (ours.input_gradient || !has_gradient_to_come(call.input)) &&
+         (ours.weight_gradient || !has_gradient_to_come(call.weight));
+}
+
+bool is_by_kernels_in_part(const Call& call) {
+  const kernels::Passes ours = kernels::passes_of(call);
+  return ours.forward || (ours.input_gradient && has_gradient_to_come(call.input)) ||
+         (ours.weight_gradient && has_gradient_to_come(call.weight));
+}
+
+at::Tensor by_passes(const Call& call) {
+  const std::array<at::Tensor, 3> inputs = {call.input, call.weight, call.bias.value_or(at::Tensor())};
+  if (!are_plain(inputs) || has_tangent(inputs) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    const Call other = without_kernels(call);
+    const Way& way = way_of(other);
+    return way.compute == by_passes ? pytorchs(other, needs_float32(other)) : way.compute(other);
+  }
+  const bool in_float32 = needs_float32(call);
+  if (!needs_gradient(inputs)) return computed(call, in_float32);
+  at::Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    out = computed(call, in_float32);
+  }
+  record(by_their_passes, out, inputs, {call.input, call.weight},
+         {as_numbers(call.stride), as_numbers(call.padding), as_numbers(call.dilation), call.groups.expect_int(),
+          as_numbers(call.output_padding), call.is_transposed, call.may_use_kernels, in_float32});
+  return out;
+}
+
+}  // namespace nhwc

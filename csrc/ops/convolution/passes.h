@@ -1,0 +1,18 @@
+// The passes of a convolution, each computed by who computes it right and fast: PyTorch, PyTorch in float32, or our
+// kernels.
+#pragma once
+
+#include "ops/convolution/call.h"
+
+namespace nhwc {
+
+/// Returns whether our kernels compute the result, and each gradient that may be to come.
+bool is_by_kernels(const Call& call);
+
+/// Returns whether our kernels compute the result or a gradient that may be to come.
+bool is_by_kernels_in_part(const Call& call);
+
+/// Computes a convolution by its passes. PyTorch's are seen by whoever observes its operators.
+at::Tensor by_passes(const Call& call);
+
+}  // namespace nhwc
