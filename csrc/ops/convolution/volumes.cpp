@@ -178,7 +178,8 @@ at::Tensor in_slabs(const Call& call) {
 /// Returns whether the samples have so few positions that the copy of their windows is smaller than what oneDNN or
 /// PyTorch copies of the weight. Of several samples, which oneDNN computes, only gradients gain.
 bool has_few_positions(const Call& call) {
-  if (call.axes() != 3 || call.is_transposed || call.input.scalar_type() != at::kFloat || call.groups != 1) return false;
+  if (call.axes() != 3 || call.is_transposed || call.input.scalar_type() != at::kFloat || call.groups != 1)
+    return false;
   const c10::SymInt& samples = call.input.sym_size(0);
   const c10::SymInt positions = samples * positions_of(call);
   const c10::SymInt weights = call.weight.sym_numel();
