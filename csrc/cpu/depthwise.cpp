@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <cstdlib>
 #include <numeric>
 #include <vector>
 
@@ -97,7 +96,7 @@ class Blocks {
  private:
   int64_t count(int a) const { return (correlation_.axes[a].count + size_[a] - 1) / size_[a]; }
   int64_t reach(int a) const {
-    return std::max<int64_t>(0, correlation_.axes[a].taps - 1) * std::abs(correlation_.axes[a].dilation);
+    return std::max<int64_t>(0, correlation_.axes[a].taps - 1) * correlation_.axes[a].dilation;
   }
   int64_t positions() const {
     int64_t product = correlation_.parts;
@@ -133,26 +132,21 @@ DepthwiseCorrelation forward_correlation(const ConvolutionSizes& sizes) {
   return correlation;
 }
 
-/// Returns the inputs `phase + i * stride` of an axis as sums of gradients: the taps that they see are a stride, or a
-/// divisor of it, apart, and belong to gradients without a stride.
+/// Returns the inputs `phase + i * stride` of an axis as sums of gradients: the taps that see them are a stride, or a
+/// divisor of it, apart, and their gradients are without a stride. Taps are in descending order, gradients ascend.
 DepthwiseAxis gradient_axis(const ConvolutionSizes& sizes, int a, int64_t phase) {
-  const int64_t stride = sizes.stride[a], dilation = sizes.dilation[a], kernel = sizes.kernel[a];
+  const int64_t stride = sizes.stride[a], dilation = sizes.dilation[a];
   const int64_t shifted = phase + sizes.padding[a], tap_step = stride / std::gcd(stride, dilation);
-  int64_t first_tap = 0;
-  while (first_tap < std::min(tap_step, kernel) && (shifted - first_tap * dilation) % stride != 0) ++first_tap;
-  const int64_t taps = first_tap < std::min(tap_step, kernel) ? (kernel - first_tap + tap_step - 1) / tap_step : 0;
-  return {sizes.output[a],
-          sizes.input[a],
-          kernel,
-          phase,
-          stride,
-          (sizes.input[a] - phase + stride - 1) / stride,
-          (shifted - first_tap * dilation) / stride,
-          1,
-          -dilation * tap_step / stride,
-          first_tap,
-          tap_step,
-          taps};
+  int64_t taps = 0, last_tap = 0;
+  for (int64_t tap = 0; tap < sizes.kernel[a]; ++tap) {
+    if ((shifted - tap * dilation) % stride == 0) ++taps, last_tap = tap;
+  }
+  DepthwiseAxis axis{};
+  axis.source = sizes.output[a], axis.destination = sizes.input[a], axis.kernel = sizes.kernel[a];
+  axis.first = phase, axis.step = stride, axis.count = (sizes.input[a] - phase + stride - 1) / stride;
+  axis.begin = (shifted - last_tap * dilation) / stride, axis.stride = 1, axis.dilation = dilation * tap_step / stride;
+  axis.first_tap = last_tap, axis.tap_step = -tap_step, axis.taps = taps;
+  return axis;
 }
 
 /// Returns `[rows, columns]` as numbers, `[columns, rows]`, followed by as many numbers as a register has.

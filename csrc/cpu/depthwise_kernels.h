@@ -12,7 +12,7 @@ namespace nhwc::cpu {
 struct DepthwiseAxis {
   std::int64_t source, destination, kernel;  // sizes of the arrays
   std::int64_t first, step, count;
-  std::int64_t begin, stride, dilation;  // the dilation may be negative
+  std::int64_t begin, stride, dilation;
   std::int64_t first_tap, tap_step, taps;
 };
 

@@ -82,11 +82,11 @@ def test_each_way(case, way):
     ],
 )
 def test_few_channels_are_computed_on_contiguous_activations(case):
-    x, w, b, arguments = tensors_of(case)
+    x, w, b, arguments = operands(case)
     function = getattr(functional, case[0])
     assert way_of(case[0], x, w, b, arguments) == "contiguous"
-    got = results_of(function, (x, w, b), arguments)
-    real = results_of(getattr(F, case[0]), [each.double() for each in (x, w, b)], arguments)
+    got = gradients(function, (x, w, b), arguments=arguments)
+    real = gradients(getattr(F, case[0]), [each.double() for each in (x, w, b)], arguments=arguments)
     for ours, exact in zip(got, real):
         torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
     assert_in_format(got[0])

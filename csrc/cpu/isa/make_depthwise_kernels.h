@@ -7,6 +7,12 @@
 #include "cpu/depthwise_kernels.h"
 #include "cpu/isa/vectors.h"
 
+#if defined(__clang__)
+#define NHWC_UNROLL _Pragma("unroll")
+#else
+#define NHWC_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
@@ -20,9 +26,8 @@ inline Box source_box(const cpu::DepthwiseCorrelation& correlation, const cpu::D
   Box box;
   for (int a = 0; a < 3; ++a) {
     const cpu::DepthwiseAxis& axis = correlation.axes[a];
-    const std::int64_t reach = (axis.taps - 1) * axis.dilation;
-    box.begin[a] = axis.begin + block.begin[a] * axis.stride + (reach < 0 ? reach : 0);
-    box.size[a] = axis.taps == 0 ? 0 : (block.size[a] - 1) * axis.stride + (reach < 0 ? -reach : reach) + 1;
+    box.begin[a] = axis.begin + block.begin[a] * axis.stride;
+    box.size[a] = axis.taps == 0 ? 0 : (block.size[a] - 1) * axis.stride + (axis.taps - 1) * axis.dilation + 1;
   }
   return box;
 }
@@ -70,7 +75,10 @@ void copy_box(const Element* array, const std::int64_t* sizes, std::int64_t chan
       clear(is_inside ? before : box.size[2]);
       if (lanes.are_neighbours) {
         const Element* first = row + lanes.offsets[0];
-        for (; w < end && w < box.size[2]; ++w) store(out + w * width, load(first + w * channels));
+        for (; w < end && w < box.size[2]; ++w) {
+          store(out + w * width, load(first + w * channels));
+          __builtin_prefetch(first + w * channels + width, 0, 2);  // for the next register
+        }
       } else {
         for (; w < end && w < box.size[2]; ++w) {
           Vector<Number> value{};
@@ -112,25 +120,60 @@ struct TapLoop {
   std::int64_t count, source, weight;
 };
 
-/// Writes the sums of a row, `tile` of them at a time; the last tile may overlap the one before.
-template <typename Number, int tile>
-void sum_row(const Number* source, const Number* weight, const TapLoop* loops, std::int64_t stride, std::int64_t count,
-             Vector<Number> bias, Number* out) {
+/// The loops of a sum, from the outermost: parts, planes, rows and taps of a row.
+struct TapLoops {
+  TapLoop parts, planes, rows, taps;
+  std::int64_t stride;  // from the sources of one sum to those of the next
+};
+
+/// Adds the taps of `width` sources in a row to `tile` sums, without a stride or a dilation. A source is loaded once
+/// for all sums.
+template <typename Number, int tile, int width>
+NHWC_ALWAYS_INLINE void add_row(Vector<Number>* sums, const Number* source, const Number* weight) {
   constexpr int lanes = VectorOf<Number>::lanes;
-  const TapLoop parts = loops[0], planes = loops[1], rows = loops[2], taps = loops[3];
+  Vector<Number> weights[width];
+  NHWC_UNROLL
+  for (int k = 0; k < width; ++k) weights[k] = load(weight + k * lanes);
+  NHWC_UNROLL
+  for (int i = 0; i < tile + width - 1; ++i) {
+    const Vector<Number> value = load(source + i * lanes);
+    NHWC_UNROLL
+    for (int t = 0; t < tile; ++t) {
+      if (i >= t && i - t < width) sums[t] += value * weights[i - t];
+    }
+  }
+}
+
+/// Adds any number of taps.
+template <typename Number, int tile>
+NHWC_ALWAYS_INLINE void add_any_row(Vector<Number>* sums, const Number* source, const Number* weight,
+                                    const TapLoops& loops) {
+  for (std::int64_t k = 0; k < loops.taps.count; ++k, source += loops.taps.source, weight += loops.taps.weight) {
+    const Vector<Number> factor = load(weight);
+    for (int t = 0; t < tile; ++t) sums[t] += factor * load(source + t * loops.stride);
+  }
+}
+
+/// Writes the sums of a row, `tile` of them at a time; the last tile may overlap the one before. The width is 0 if it
+/// is not constant.
+template <typename Number, int tile, int width>
+void sum_row(const Number* source, const Number* weight, const TapLoops& loops, std::int64_t count, Vector<Number> bias,
+             Number* out) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  const TapLoop parts = loops.parts, planes = loops.planes, rows = loops.rows;
   for (std::int64_t i = 0; i < count; i += tile) {
     const std::int64_t first = i + tile <= count ? i : count - tile;
     Vector<Number> sums[tile];
     for (int t = 0; t < tile; ++t) sums[t] = bias;
     for (std::int64_t part = 0; part < parts.count; ++part) {
       for (std::int64_t plane = 0; plane < planes.count; ++plane) {
-        const Number* row = source + first * stride + part * parts.source + plane * planes.source;
+        const Number* row = source + first * loops.stride + part * parts.source + plane * planes.source;
         const Number* row_weight = weight + part * parts.weight + plane * planes.weight;
         for (std::int64_t r = 0; r < rows.count; ++r, row += rows.source, row_weight += rows.weight) {
-          const Number* from = row;
-          for (std::int64_t k = 0; k < taps.count; ++k, from += taps.source) {
-            const Vector<Number> factor = load(row_weight + k * lanes);
-            for (int t = 0; t < tile; ++t) sums[t] += factor * load(from + t * stride);
+          if constexpr (width != 0) {
+            add_row<Number, tile, width>(sums, row, row_weight);
+          } else {
+            add_any_row<Number, tile>(sums, row, row_weight, loops);
           }
         }
       }
@@ -139,17 +182,35 @@ void sum_row(const Number* source, const Number* weight, const TapLoop* loops, s
   }
 }
 
-template <typename Number, int... tiles>
-auto find_sum_row(int tile, std::integer_sequence<int, tiles...>) {
-  constexpr decltype(&sum_row<Number, 1>) by_tile[] = {sum_row<Number, tiles + 1>...};
+constexpr int most_tile = 8;
+
+template <typename Number, int width, int... tiles>
+auto find_tile(int tile, std::integer_sequence<int, tiles...>) {
+  constexpr decltype(&sum_row<Number, 1, 0>) by_tile[] = {sum_row<Number, tiles + 1, (tiles < 3 ? 0 : width)>...};
   return by_tile[tile - 1];
+}
+
+/// Returns `sum_row` for `count` sums, in tiles of nearly equal size.
+template <typename Number>
+auto find_sum_row(std::int64_t count, const TapLoops& loops) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  const std::int64_t tiles = (count + most_tile - 1) / most_tile;
+  const int tile = static_cast<int>((count + tiles - 1) / tiles);
+  constexpr std::make_integer_sequence<int, most_tile> all;
+  const bool is_dense = loops.stride == lanes && loops.taps.source == lanes;
+  switch (is_dense ? loops.taps.count : 0) {
+    case 3: return find_tile<Number, 3>(tile, all);
+    case 5: return find_tile<Number, 5>(tile, all);
+    case 7: return find_tile<Number, 7>(tile, all);
+    default: return find_tile<Number, 0>(tile, all);
+  }
 }
 
 template <typename Element>
 void correlate(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block, const void* source,
                void* destination, const void* weight, const void* bias, void* scratch) {
   using Number = Real<Element>;
-  constexpr int lanes = VectorOf<Number>::lanes, most_tile = 8;
+  constexpr int lanes = VectorOf<Number>::lanes;
   const auto& [depth, height, width] = correlation.axes;
   const std::int64_t channels = correlation.destination_channels, kernel = kernel_size(correlation);
   const std::int64_t sizes[] = {depth.source, height.source, width.source};
@@ -179,24 +240,23 @@ void correlate(const cpu::DepthwiseCorrelation& correlation, const cpu::Depthwis
   }
 
   const Vector<Number> start = bias ? load(static_cast<const Number*>(bias) + block.channel) : Vector<Number>{};
-  const std::int64_t count = block.size[2], tiles = (count + most_tile - 1) / most_tile;
-  const auto sum =
-      find_sum_row<Number>(static_cast<int>((count + tiles - 1) / tiles), std::make_integer_sequence<int, most_tile>());
-  const std::int64_t row_weights = width.taps * lanes, plane_weights = height.taps * row_weights;
+  const std::int64_t count = block.size[2], row_weights = width.taps * lanes, plane_weights = height.taps * row_weights;
+  TapLoops loops{{correlation.parts, size, depth.taps * plane_weights},
+                 {0, depth.dilation * plane_size, plane_weights},
+                 {0, height.dilation * row_size, row_weights},
+                 {width.taps, width.dilation * lanes, lanes},
+                 width.stride * lanes};
+  const auto sum = find_sum_row<Number>(count, loops);
   for (std::int64_t d = block.begin[0]; d < block.begin[0] + block.size[0]; ++d) {
     const Range planes = taps_inside(depth, d);
     for (std::int64_t h = block.begin[1]; h < block.begin[1] + block.size[1]; ++h) {
       const Range rows = taps_inside(height, h);
-      const TapLoop loops[] = {{correlation.parts, size, depth.taps * plane_weights},
-                               {planes.size(), depth.dilation * plane_size, plane_weights},
-                               {rows.size(), height.dilation * row_size, row_weights},
-                               {width.taps, width.dilation * lanes, lanes}};
+      loops.planes.count = planes.size(), loops.rows.count = rows.size();
       const std::int64_t plane = depth.begin + d * depth.stride + planes.begin * depth.dilation - box.begin[0],
                          row = height.begin + h * height.stride + rows.begin * height.dilation - box.begin[1],
                          column = width.begin + block.begin[2] * width.stride - box.begin[2];
       sum(sources + plane * plane_size + row * row_size + column * lanes,
-          weights + planes.begin * plane_weights + rows.begin * row_weights, loops, width.stride * lanes, count, start,
-          out);
+          weights + planes.begin * plane_weights + rows.begin * row_weights, loops, count, start, out);
       const std::int64_t to_row = (depth.first + d * depth.step) * height.destination + height.first + h * height.step,
                          to_column = width.first + block.begin[2] * width.step;
       auto* to =
