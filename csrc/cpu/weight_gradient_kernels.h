@@ -24,10 +24,11 @@ struct WeightGradientKernels {
   std::int64_t lanes;  // numbers of a register
   std::int64_t outputs_at_once;
 
-  /// Packs `width` elements at `from` and after each `stride` elements, `count` times, as numbers without gaps. Up to a
-  /// register more is written after the last. Nothing is read from `end` on.
-  void (*pack)(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width,
-               void* to);
+  /// Packs `width` elements at `from` and after each `stride` elements, `count` times, as numbers after each
+  /// `to_stride` numbers. Without gaps between these, up to a register more is written after the last. Nothing is read
+  /// from `end` on: what is packed for that has any value.
+  void (*pack)(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width, void* to,
+               std::int64_t to_stride);
 
   /// Adds to `sums`, `[outputs][registers][lanes]`, the products of gradient and input, summed over the positions. The
   /// outputs are rounded up to a multiple of `outputs_at_once`.

@@ -16,24 +16,21 @@ constexpr int tile_outputs = 4, tile_registers = 3;  // of 16
 constexpr int tile_outputs = 4, tile_registers = 2;  // of 16, some of which have the products
 #endif
 
-/// Loads a register of elements, or the fewer ones before `end`.
 template <typename Element>
-NHWC_ALWAYS_INLINE Vector<Real<Element>> load_before(const Element* from, const Element* end) {
-  constexpr int lanes = VectorOf<Real<Element>>::lanes;
-  if (end - from >= lanes) return load(from);
-  Vector<Real<Element>> result{};
-  for (int lane = 0; lane < end - from; ++lane) result[lane] = load_one(from + lane);
-  return result;
-}
-
-template <typename Element>
-void pack(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width, void* to) {
+void pack(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width, void* to,
+          std::int64_t to_stride) {
   constexpr int lanes = VectorOf<Real<Element>>::lanes;
   const auto *source = static_cast<const Element*>(from), *last = static_cast<const Element*>(end);
   auto* numbers = static_cast<Real<Element>*>(to);
   // What a register writes after its position, the next position overwrites.
-  for (; count > 0; --count, source += stride, numbers += width) {
-    for (std::int64_t k = 0; k < width; k += lanes) store(numbers + k, load_before(source + k, last));
+  const bool has_gaps = to_stride > width;
+  for (; !has_gaps && count > 0 && last - source >= width + lanes; --count, source += stride, numbers += width) {
+    store(numbers, load(source));
+    for (std::int64_t k = lanes; k < width; k += lanes) store(numbers + k, load(source + k));
+  }
+  for (; count > 0; --count, source += stride, numbers += to_stride) {
+    const std::int64_t readable = last - source < width ? last - source : width;
+    for (std::int64_t k = 0; k < readable; ++k) numbers[k] = load_one(source + k);
   }
 }
 
