@@ -13,12 +13,15 @@ struct ConvolutionFaults {
   /// 2D kernels of one tap with strides, on fewer than 16 channels in channels-last: the weight's gradient is wrong, or
   /// the heap is damaged. Of transposed ones those with an output padding.
   bool strided_taps;
-  /// Half precision: many positions of the kernel in the padding, and dilated depthwise filters.
+  /// Half precision: many positions of the kernel in the padding, and dilated filters.
   bool halves;
   /// Half precision with AMX: the rules are in `float32.cpp`, and results of one column are wrong for any number of
   /// channels.
   bool halves_with_amx;
 };
+
+/// Returns whether oneDNN uses AVX-512, and so is faster than without.
+bool has_onednn_avx512();
 
 /// Returns the faults to be expected, by the PyTorch that the library was built for and by the instruction sets that
 /// oneDNN uses, which the environment may bound.

@@ -9,6 +9,8 @@
 #include "cpu/grouped.h"
 #include "cpu/weight_gradient.h"
 #include "layout/channels_last.h"
+#include "ops/convolution/faults.h"
+#include "ops/convolution/float32.h"
 #include "ops/convolution/mended.h"
 
 namespace nhwc::kernels {
@@ -66,13 +68,33 @@ at::Tensor larger(const Call& call, const at::Tensor& smaller) {
   return out;
 }
 
+/// Returns whether the kernels take the tensors at all.
+bool is_served(const Call& call) {
+  const at::ScalarType type = call.input.scalar_type();
+  if (type != at::kFloat && type != at::kDouble && !at::isReducedFloatingType(type)) return false;
+  if (call.weight.scalar_type() != type || (call.has_bias() && call.bias->scalar_type() != type)) return false;
+  const auto has_symbols = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  return !has_symbols(call.input) && !has_symbols(call.weight) && is_channels_last(call.input);
+}
+
+Passes of_depthwise(const Call& call) {
+  if (mended::is_needed(call) || needs_float32(call)) return {true, true, true};
+  return {false, true, true};
+}
+
+Passes of_groups(const Call& call) { return {}; }
+
+Passes of_dense(const Call& call) { return {}; }
+
 }  // namespace
 
 Passes passes_of(const Call& call) {
-  if (!call.may_use_kernels || !is_channels_last(call.input)) return {};
-  if (std::getenv("STUB") == nullptr) return {};
-  const std::string stub = std::getenv("STUB");
-  return {stub[0] == '1', stub[1] == '1', stub[2] == '1'};
+  if (!call.may_use_kernels || !is_served(call)) return {};
+  if (const char* stub = std::getenv("STUB")) return {stub[0] == '1', stub[1] == '1', stub[2] == '1'};
+  if (is_depthwise(call)) return of_depthwise(call);
+  return call.groups > 1 ? of_groups(call) : of_dense(call);
 }
 
 at::Tensor forward(const Call& call) {

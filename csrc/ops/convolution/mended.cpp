@@ -152,4 +152,9 @@ at::Tensor extended(const Call& call) {
   });
 }
 
+bool is_needed(const Call& call) {
+  return is_column(call) || has_depth_under_no_tap(call) || is_small_input(call) || is_strided_tap(call) ||
+         is_transposed_column(call) || is_extended_tap(call) || is_small_output(call);
+}
+
 }  // namespace nhwc::mended

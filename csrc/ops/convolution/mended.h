@@ -23,6 +23,9 @@ at::Tensor padded_before(const Call& call);
 bool is_strided_tap(const Call& call);
 at::Tensor sliced(const Call& call);
 
+/// Returns whether any of these ways applies.
+bool is_needed(const Call& call);
+
 // The same for transposed convolutions. The gradient of the input is a convolution, which may be wrong as others are.
 
 /// The input is one column: one more is added, and cut off the output.
