@@ -13,7 +13,8 @@
 namespace nhwc::cpu {
 namespace {
 
-constexpr int64_t most_columns = 64, most_rows = 16;  // of a block, which is one thread's
+constexpr int64_t most_columns = 64, least_columns = 24, most_rows = 16;  // of a block, which is one thread's
+constexpr int64_t ring_bytes = 16384;                                     // half of a first-level cache
 constexpr int64_t products_worth_a_thread = 1 << 18, elements_worth_a_thread = 1 << 15;
 
 const GroupedKernels& kernels_of(at::ScalarType type) {
@@ -203,16 +204,17 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
                       const at::Tensor& out) const {
   const auto& [depth, height, width] = axes_;
   const int64_t element = source.element_size(), number = kernels_.number_bytes;
+  int64_t most_taps = 0;
+  for (const auto& taps : depth.phases) most_taps = std::max<int64_t>(most_taps, taps.size());
+  // A row of the source stays while rows of the output read it.
+  const int64_t ring = std::min(height.reach(), height.source);
   const Blocks rows(height.out, most_rows), columns(width.positions(0), most_columns);
   std::vector<Window> windows;
-  int64_t row_size = 0, most_taps = 0;
+  int64_t row_size = 0;
   for (int64_t block = 0; block < columns.count(); ++block) {
     windows.push_back(window_of(width, columns.begin(block), columns.begin(block + 1)));
     row_size = std::max(row_size, row_numbers(windows.back()));
   }
-  for (const auto& taps : depth.phases) most_taps = std::max<int64_t>(most_taps, taps.size());
-  // A row of the source stays while rows of the output read it.
-  const int64_t ring = std::min(height.reach(), height.source);
   const int64_t sums_size = most_columns * (panel_groups_ * outputs_ + kernels_.lanes);
   const int64_t scratch_size = most_taps * ring * row_size + sums_size;
   const at::Tensor scratch = at::empty({at::get_num_threads(), scratch_size * number}, at::kByte);
@@ -223,11 +225,12 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
   auto* to = static_cast<char*>(out.mutable_data_ptr());
 
   const auto compute = [&](int64_t sample, int64_t plane, int64_t row_block, const Window& window, int64_t panel,
-                           char* ring_rows, std::vector<int64_t>& loaded, std::vector<GroupedTap>& taps) {
+                           char* ring_rows, std::vector<int64_t>& loaded, std::vector<GroupedTap>& lines,
+                           std::vector<GroupedTap>& taps) {
     const int64_t first_group = panel * panel_groups_, groups = groups_of(panel), channels = groups * outputs_;
     std::fill(loaded.begin(), loaded.end(), -1);
     for (int64_t row = rows.begin(row_block); row < rows.begin(row_block + 1); ++row) {
-      std::vector<GroupedTap> lines;
+      lines.clear();
       const auto& plane_taps = depth.taps(plane);
       for (size_t p = 0; p < plane_taps.size(); ++p) {
         const int64_t source_plane = depth.first(plane) + plane_taps[p].offset;
@@ -273,13 +276,13 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
                      auto* own_scratch =
                          static_cast<char*>(scratch.mutable_data_ptr()) + at::get_thread_num() * scratch_size * number;
                      std::vector<int64_t> loaded(most_taps * ring);
-                     std::vector<GroupedTap> taps;
+                     std::vector<GroupedTap> lines, taps;
                      for (int64_t block = begin; block < end; ++block) {
                        const int64_t panel = block % panels(), column_block = block / panels() % columns.count();
                        const int64_t row_block = block / (panels() * columns.count()) % rows.count();
                        const int64_t plane = block / (panels() * columns.count() * rows.count());
                        compute(plane / depth.out, plane % depth.out, row_block, windows[column_block], panel,
-                               own_scratch, loaded, taps);
+                               own_scratch, loaded, lines, taps);
                      }
                    });
 }

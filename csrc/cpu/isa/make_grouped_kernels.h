@@ -18,12 +18,24 @@ constexpr int most_pixels_of_one_register = 12, most_pixels_of_two_registers = 1
 constexpr int most_pixels_of_one_register = 12, most_pixels_of_two_registers = 6;
 #endif
 
+template <typename Element, int registers>
+void cast_registers(const Element* from, std::int64_t count, std::int64_t step, Real<Element>* to,
+                    std::int64_t out_step) {
+  constexpr int lanes = VectorOf<Real<Element>>::lanes;
+  for (std::int64_t row = 0; row < count; ++row, from += step, to += out_step) {
+#pragma GCC unroll 4
+    for (int r = 0; r < registers; ++r) store(to + r * lanes, load(from + r * lanes));
+  }
+}
+
 template <typename Element>
 void cast_rows(const void* rows, std::int64_t count, std::int64_t channels, std::int64_t step, void* out,
                std::int64_t out_step) {
   constexpr int lanes = VectorOf<Real<Element>>::lanes;
   const auto* from = static_cast<const Element*>(rows);
   auto* to = static_cast<Real<Element>*>(out);
+  if (channels == lanes) return cast_registers<Element, 1>(from, count, step, to, out_step);
+  if (channels == 2 * lanes) return cast_registers<Element, 2>(from, count, step, to, out_step);
   for (std::int64_t row = 0; row < count; ++row, from += step, to += out_step) {
     std::int64_t c = 0;
     for (; c + lanes <= channels; c += lanes) store(to + c, load(from + c));
@@ -92,7 +104,7 @@ void sum_tile(const cpu::GroupedRow& row, const Number* source, const Number* we
   }
   for (std::int64_t tap = 0; tap < row.tap_count; ++tap) {
     const Number *x = source + row.taps[tap].pixel, *w = weights + row.taps[tap].weight;
-    for (std::int64_t c = 0; c < row.inputs; ++c, x += entry, w += row.channels) {
+    const auto add_input = [&]() __attribute__((always_inline)) {
       Vector<Number> weight[registers];
 #pragma GCC unroll 2
       for (int r = 0; r < registers; ++r) weight[r] = load(w + r * lanes);
@@ -102,7 +114,12 @@ void sum_tile(const cpu::GroupedRow& row, const Number* source, const Number* we
 #pragma GCC unroll 2
         for (int r = 0; r < registers; ++r) sums[p][r] += weight[r] * input;
       }
-    }
+      x += entry, w += row.channels;
+    };
+    // Loops of a few rounds end in a branch that is predicted badly: four inputs are a round.
+    std::int64_t c = 0;
+    for (; c + 4 <= row.inputs; c += 4) add_input(), add_input(), add_input(), add_input();
+    for (; c < row.inputs; ++c) add_input();
   }
 #pragma GCC unroll 12
   for (int p = 0; p < pixels; ++p) {
