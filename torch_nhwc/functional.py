@@ -539,7 +539,8 @@ def _is_pytorch_s_way(
     try:
         call = (
             (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
-            (None if bias is None else bias.dtype, weight.requires_grad and torch.is_grad_enabled()),
+            None if bias is None else bias.dtype,
+            (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
             torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
             arguments,
         )
