@@ -497,10 +497,8 @@ at::Tensor batch_norm_of_any(const at::Tensor& input, const Optional& running_me
                           at::globalContext().userEnabledCuDNN());
   };
   if (!norm.is_served()) return by_pytorch(input);
-  if (!gains(norm)) {
-    const bool is_slow = !norm.is_of_input && has_few_channels(input);
-    return is_slow ? from_contiguous(by_pytorch(to_contiguous(input))) : by_pytorch(input);
-  }
+  if (!norm.is_of_input && has_few_channels(input)) return from_contiguous(by_pytorch(to_contiguous(input)));
+  if (!gains(norm)) return by_pytorch(input);
   return std::get<0>(native_batch_norm().call(input, running_mean, running_var, weight, bias, training, momentum, eps));
 }
 
