@@ -145,8 +145,7 @@ def batch_norm(
         tensors = (input, running_mean, running_var, weight, bias)
         if _is_pytorch_s(*tensors) or not is_usual:
             return _pass_on("batch_norm", *tensors, training, momentum, eps)
-        # In evaluation PyTorch's is right, and sums nothing; only with few channels it is slow.
-        if not training and not torch.is_grad_enabled() and not (input.dim() >= 4 and input.size(1) <= 4):
+        if not training and not torch.is_grad_enabled():  # in which PyTorch's is right, and sums nothing
             return F.batch_norm(*tensors, training, momentum, eps)
     if input.dim() < 4 or eps <= 0.0:  # for its errors
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -557,7 +556,7 @@ def _is_pytorch_s_way(
 # The ways of calls, by their sizes and all else that they depend on.
 _ways: dict[Any, str] = {}
 # What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
-_PYTORCH_S_COMPILED = ("pytorch", "restored", "contiguous", "linear", "along_depth")
+_PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 
 
 def _way_of(input: Any, weight: Any, bias: Any, *arguments: Any) -> str:

@@ -6,7 +6,6 @@
 
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
-#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -61,19 +60,6 @@ at::Tensor as_channels_last_output(const at::Tensor& output) {
     if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
   }
   return result;
-}
-
-at::Tensor to_contiguous(const at::Tensor& input) {
-  const at::Tensor activation = with_channels_last_grad(input);
-  if (input.sym_size(1) == 1) return channels_to_end(activation).squeeze(-1).unsqueeze(1);
-  return convert_weight(activation, at::MemoryFormat::Contiguous);  // faster than PyTorch's copy
-}
-
-at::Tensor from_contiguous(const at::Tensor& output) {
-  if (output.sym_size(1) == 1) {
-    return as_channels_last_output(channels_from_end(output.contiguous().squeeze(1).unsqueeze(-1)));
-  }
-  return convert_weight(output, output.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast);
 }
 
 at::Tensor to_planes(const at::Tensor& volume) { return channels_from_end(channels_to_end(volume).flatten(0, 1)); }

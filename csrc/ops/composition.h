@@ -22,20 +22,6 @@ at::Tensor as_channels_last_output(const at::Tensor& output);
 template <typename Planes, typename Columns>
 at::Tensor separably(const at::Tensor& input, const Planes& planes, const Columns& columns);
 
-/// Returns whether a channels-last activation has so few channels that kernels over adjacent channels are slow: even
-/// with both conversions below, PyTorch's contiguous kernels are faster. In half precision it lacks some of these.
-inline bool has_few_channels(const at::Tensor& input) {
-  const bool is_wide = input.scalar_type() == at::kFloat || input.scalar_type() == at::kDouble;
-  return is_wide && input.is_cpu() && input.dim() >= 4 && input.sym_size(1) <= 4;
-}
-
-/// Returns a channels-last activation in contiguous strides. One channel is in both formats: its memory is shared. The
-/// gradient flows back in channels-last strides.
-at::Tensor to_contiguous(const at::Tensor& input);
-
-/// Returns a contiguous result of a composition in channels-last strides, as `as_channels_last_output` does.
-at::Tensor from_contiguous(const at::Tensor& output);
-
 /// Returns whether the composition is for this tensor. On other devices PyTorch's own operator runs, and its result is
 /// converted to the format.
 inline bool is_composed(const at::Tensor& input) { return input.device().is_cpu(); }

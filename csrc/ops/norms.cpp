@@ -15,7 +15,6 @@
 #include "cpu/group_norm.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
-#include "ops/composition.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {
@@ -492,13 +491,10 @@ bool gains(const Norm& norm) {
 at::Tensor batch_norm_of_any(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
                              const Optional& weight, const Optional& bias, bool training, double momentum, double eps) {
   const Norm norm = batch_norm_of(input, running_mean, running_var, weight, bias, training, eps);
-  const auto by_pytorch = [&](const at::Tensor& activation) {
-    return at::batch_norm(activation, weight, bias, running_mean, running_var, training, momentum, eps,
+  if (!norm.is_served() || !gains(norm)) {
+    return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
                           at::globalContext().userEnabledCuDNN());
-  };
-  if (!norm.is_served()) return by_pytorch(input);
-  if (!norm.is_of_input && has_few_channels(input)) return from_contiguous(by_pytorch(to_contiguous(input)));
-  if (!gains(norm)) return by_pytorch(input);
+  }
   return std::get<0>(native_batch_norm().call(input, running_mean, running_var, weight, bias, training, momentum, eps));
 }
 

@@ -1,5 +1,5 @@
 // Pools of channels-last volumes, as two 2D pools over views. Windows are products of intervals, and so are their
-// divisors: the results are those of one 3D pool, for all arguments. With few channels: PyTorch's, on contiguous ones.
+// divisors: the results are those of one 3D pool, for all arguments.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
@@ -43,7 +43,6 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
   };
   if (!is_volume(input)) return by_torch(input);
   if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
-  if (has_few_channels(input)) return from_contiguous(by_torch(to_contiguous(input)));
   // The sum of a plane may overflow a half.
   if (divisor_override && input.scalar_type() == at::kHalf) return by_torch(input);
   const auto kernel = triple(kernel_size), stride = triple(strides.empty() ? kernel_size : strides),
@@ -72,7 +71,6 @@ at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef outpu
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
   if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
-  if (has_few_channels(input)) return from_contiguous(by_torch(to_contiguous(input)));
   if (std::all_of(output_size.begin(), output_size.end(), [](const c10::SymInt& size) { return size == 1; })) {
     // The mean, because its gradient has the order of its dimensions.
     return as_channels_last_output(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
@@ -98,10 +96,6 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
   if (!is_composed(input)) {
     const auto [values, indices] = at::adaptive_max_pool3d(with_channels_last_grad(input), output_size);
     return {as_channels_last_output(values), as_channels_last_output(indices)};
-  }
-  if (has_few_channels(input)) {
-    const auto [values, indices] = at::adaptive_max_pool3d(to_contiguous(input), output_size);
-    return {from_contiguous(values), from_contiguous(indices)};
   }
   const auto [depth, height, width] = *size;
   const auto [in_plane, plane_indices] =

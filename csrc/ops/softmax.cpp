@@ -1,4 +1,4 @@
-// Softmax over the channels of channels-last activations: PyTorch's own, on views or on contiguous copies.
+// Softmax over the channels of channels-last activations: PyTorch's own, whose results are contiguous.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -16,11 +16,9 @@ at::Tensor over_channels(const at::Tensor& input, int64_t dim, std::optional<at:
   if (input.dim() < 4 || !is_over_channels || !is_channels_last(input)) return function(input, dim, dtype);
   const at::Tensor volume = with_channels_last_grad(input);
   // PyTorch is fastest over a last dimension, unless that is short.
-  if (input.sym_size(1) >= 16) {
-    return as_channels_last_output(channels_from_end(function(channels_to_end(volume), -1, dtype)));
-  }
-  if (is_composed(input)) return from_contiguous(function(to_contiguous(input), 1, dtype));
-  return as_channels_last_output(function(volume, 1, dtype));
+  const bool is_long = input.sym_size(1) >= 16;
+  return as_channels_last_output(is_long ? channels_from_end(function(channels_to_end(volume), -1, dtype))
+                                         : function(volume, 1, dtype));
 }
 
 }  // namespace

@@ -14,9 +14,8 @@ at::Tensor upsample_nearest3d(const at::Tensor& input, at::OptionalSymIntArrayRe
     return exact ? at::_upsample_nearest_exact3d_symint(volume, output_size, scale_factors)
                  : at::upsample_nearest3d_symint(volume, output_size, scale_factors);
   };
-  if (input.dim() != 5 || !is_channels_last(input)) return upsample(input);
-  if (has_few_channels(input)) return from_contiguous(upsample(to_contiguous(input)));
-  return as_channels_last_output(upsample(with_channels_last_grad(input)));
+  return input.dim() == 5 && is_channels_last(input) ? as_channels_last_output(upsample(with_channels_last_grad(input)))
+                                                     : upsample(input);
 }
 
 }  // namespace

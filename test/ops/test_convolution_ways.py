@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_differentiable, assert_in_format, channels_last, gradients
+from activations import assert_in_format, channels_last, gradients
 from convolution_cases import operands, way_of
 from onednn import HAS_AVX512, TAKES
 from selection import exhaustive
@@ -49,11 +49,6 @@ def on_contiguous(case):
         (("conv_transpose2d", (2, 4, 2, 3), (4, 3, 5, 3), (1, (2, 1))), "cut" if HAS_AVX512 else "pytorch"),
         (("conv_transpose2d", (2, 4, 6, 1), (4, 1, 3, 3), (2,)), "widened" if HAS_AVX512 else "pytorch"),
         (("conv_transpose2d", (2, 4, 6, 5), (4, 3, 1, 1), (2, 0, 1)), "extended"),
-        (("conv2d", (2, 3, 9, 8), (2, 3, 1, 1), ()), "contiguous"),
-        (("conv2d", (2, 3, 9, 8), (5, 3, 1, 1), ()), "pytorch"),
-        (("conv3d", (1, 1, 6, 7, 5), (4, 1, 1, 1, 1), ()), "contiguous"),
-        (("conv3d", (1, 5, 6, 7, 5), (4, 5, 1, 1, 1), ()), "linear"),
-        (("conv_transpose3d", (1, 16, 9, 10, 8), (16, 4, 2, 2, 2), (2,)), "contiguous"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), ()), "linear"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 3, 1, 1), (1, (1, 0, 0))), "along_depth"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), (2,)), "restored"),
@@ -70,32 +65,6 @@ def test_each_way(case, way):
     with torch.no_grad():
         is_for_gradients = way in ("sliced", "extended")
         assert way_of(case[0], x, w, b, arguments) == ("pytorch" if is_for_gradients else way)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        ("conv2d", (2, 3, 9, 8), (2, 3, 1, 1), ()),
-        ("conv3d", (1, 1, 6, 7, 5), (1, 1, 1, 1, 1), ()),
-        ("conv3d", (2, 4, 6, 1, 5), (3, 4, 1, 1, 1), ()),
-        ("conv_transpose3d", (1, 16, 3, 5, 4), (16, 2, 2, 1, 2), ((2, 1, 2),)),
-    ],
-)
-def test_few_channels_are_computed_on_contiguous_activations(case):
-    x, w, b, arguments = operands(case)
-    function = getattr(functional, case[0])
-    assert way_of(case[0], x, w, b, arguments) == "contiguous"
-    got = gradients(function, (x, w, b), arguments=arguments)
-    real = gradients(getattr(F, case[0]), [each.double() for each in (x, w, b)], arguments=arguments)
-    for ours, exact in zip(got, real):
-        torch.testing.assert_close(ours.double(), exact, rtol=1e-5, atol=1e-5 * float(exact.abs().max()))
-    assert_in_format(got[0])
-    assert_in_format(got[1])
-    assert got[2].stride() == w.stride()
-    assert not got[0]._is_view()
-    assert_differentiable(lambda x: function(x, w.double(), b.double(), *arguments), x)
-    doubles = [each.double().requires_grad_() for each in (x, w, b)]
-    torch.autograd.gradgradcheck(lambda *leaves: function(*leaves, *arguments), doubles, fast_mode=True)
 
 
 @pytest.mark.parametrize("batch", [1, 2])

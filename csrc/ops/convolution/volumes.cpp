@@ -5,7 +5,6 @@
 #include <vector>
 
 #include "layout/channels_last.h"
-#include "ops/autograd_node.h"
 #include "ops/composition.h"
 #include "ops/convolution/rewriting.h"
 
@@ -67,28 +66,6 @@ bool has_one_tap_in_the_plane(const Call& call) {
   const at::ScalarType type = call.input.scalar_type();
   if (call.groups > 1 && (call.weight.sym_size(2) != 1 || type != at::kFloat)) return false;
   return type == call.weight.scalar_type() && (!call.has_bias() || call.bias->scalar_type() == type);
-}
-
-bool has_few_channels(const Call& call) {
-  const at::ScalarType type = call.input.scalar_type();
-  const bool is_wide = type == at::kFloat || type == at::kDouble;
-  if (!is_wide || call.groups != 1 || !is_channels_last(call.input)) return false;
-  if (type != call.weight.scalar_type() || (call.has_bias() && call.bias->scalar_type() != type)) return false;
-  for (size_t index = 0; index < call.axes(); ++index) {
-    const c10::SymInt taps = call.weight.sym_size(static_cast<int64_t>(index) + 2);
-    if (call.padding[index] != 0 || call.stride[index] != taps || call.dilation[index] != 1) return false;
-    if (call.is_transposed ? call.output_padding[index] != 0 : taps != 1) return false;
-  }
-  // Measured from 1 to 16 channels, and from 32 to 64 cubed.
-  if (call.is_transposed) return call.axes() == 3 && call.weight.sym_size(0) <= 16 && call.weight.sym_size(1) <= 4;
-  return call.weight.sym_size(0) <= 4 && call.weight.sym_size(1) <= 4;
-}
-
-at::Tensor contiguous(const Call& call) {
-  Call other = call;
-  other.input = to_contiguous(call.input);
-  other.weight = with_same_layout_grad(call.weight).flatten().view_symint(call.weight.sym_sizes());
-  return from_contiguous(convolution(other));
 }
 
 /// Returns whether a convolution is one matrix product over all voxels, which is faster than a convolution except for
@@ -177,35 +154,28 @@ at::Tensor in_slabs(const Call& call) {
   });
 }
 
-/// Returns whether the samples have so few positions that the copy of their windows is smaller than what oneDNN or
-/// PyTorch copies of the weight. Of several samples, which oneDNN computes, only gradients gain.
+/// Returns whether a sample has so few positions that the copy of its windows is smaller than what oneDNN or PyTorch
+/// copies of the weight.
 bool has_few_positions(const Call& call) {
-  if (call.axes() != 3 || call.is_transposed || call.input.scalar_type() != at::kFloat || call.groups != 1)
-    return false;
-  const c10::SymInt& samples = call.input.sym_size(0);
-  const c10::SymInt positions = samples * positions_of(call);
+  if (call.axes() != 3 || call.is_transposed || call.input.scalar_type() != at::kFloat) return false;
+  const c10::SymInt positions = positions_of(call);
   const c10::SymInt weights = call.weight.sym_numel();
   const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);  // measured
-  if (!is_few || !is_channels_last(call.weight) || !is_as_precise_as_products()) return false;
-  if (samples == 1) return is_slow_sample(call);
-  return positions < 64 && needs_gradient({call.weight}) && is_channels_last(call.input);
+  return is_few && is_channels_last(call.weight) && is_slow_sample(call) && is_as_precise_as_products();
 }
 
 /// Computes one matrix product of the windows of the kernel, gathered into rows, and of the weight as it stands.
 at::Tensor gathered(const Call& call) {
   const at::Tensor kernel = with_same_layout_grad(call.weight);
   return changed(call, [&](const Call& whole) {
-    at::Tensor windows = channels_to_end(padded(whole.input, whole.padding));  // `[N, D, H, W, C]`
+    at::Tensor windows = channels_to_end(padded(whole.input, whole.padding)).squeeze(0);  // `[D, H, W, C]`
     for (int64_t dim = 0; dim < 3; ++dim) {
       const Axis axis = call.axis(3 - dim);
-      std::vector<at::Tensor> taps;  // whose gradients are added faster than those of `unfold`
-      for (c10::SymInt first = 0; first <= axis.reach; first = first + call.dilation[dim]) {
-        const c10::SymInt last = first + (axis.positions - 1) * axis.stride;
-        taps.push_back(windows.slice_symint(dim + 1, first, last + 1, axis.stride));
-      }
-      windows = at::stack(taps, dim + 4);
+      windows = windows.unfold(dim, (axis.reach + 1).expect_int(), axis.stride.expect_int())
+                    .slice_symint(-1, {}, {}, call.dilation[dim]);
     }
-    return channels_from_end(at::linear(windows.flatten(4), channels_to_end(kernel).flatten(1), whole.bias));
+    const at::Tensor rows = windows.movedim(3, -1).flatten(3);
+    return channels_from_end(at::linear(rows, channels_to_end(kernel).flatten(1), whole.bias).unsqueeze(0));
   });
 }
 

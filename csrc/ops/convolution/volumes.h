@@ -5,12 +5,6 @@
 
 namespace nhwc::volumes {
 
-/// One tap without a stride, in 2D as well, between few channels: PyTorch's on contiguous activations. Matrix products
-/// and convolutions of so few columns spend their time on what they add to them. Of transposed ones, the same where the
-/// outputs of the positions do not overlap and are of few channels.
-bool has_few_channels(const Call& call);
-at::Tensor contiguous(const Call& call);
-
 /// A kernel of one tap: one matrix product over all voxels, which is faster than a convolution except for narrow types.
 bool is_linear(const Call& call);
 at::Tensor linear(const Call& call);
@@ -20,7 +14,7 @@ at::Tensor linear(const Call& call);
 bool has_one_tap_in_the_plane(const Call& call);
 at::Tensor along_depth(const Call& call);
 
-/// Samples with few positions and a large weight, which oneDNN and PyTorch copy: one matrix product of the windows of
+/// A sample with few positions and a large weight, which oneDNN and PyTorch copy: one matrix product of the windows of
 /// the kernel, gathered into rows, and of the weight as it stands.
 bool has_few_positions(const Call& call);
 at::Tensor gathered(const Call& call);

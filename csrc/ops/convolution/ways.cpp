@@ -84,7 +84,6 @@ const Way ways[] = {
     {"widened", mended::is_transposed_column, mended::widened},
     {"extended", mended::is_extended_tap, mended::extended},
     {"cut", mended::is_small_output, mended::cut},
-    {"contiguous", volumes::has_few_channels, volumes::contiguous},
     {"linear", volumes::is_linear, volumes::linear},
     {"along_depth", volumes::has_one_tap_in_the_plane, volumes::along_depth},
     {"gathered", volumes::has_few_positions, volumes::gathered},
