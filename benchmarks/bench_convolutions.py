@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import machine
 import torch
 from layout_models import channels_last
-from stopwatch import Stopwatch
+from stopwatch import Stopwatch, in_turns
 from torch import Tensor
 from torch.nn import functional as stock
 
@@ -162,10 +162,8 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
     for call in calls.values():
         call()
     one_round = sum(stopwatch.wall(call) for call in calls.values()) * 1e-6
-    taken: dict[str, list[float]] = {way: [] for way in calls}
-    for _ in range(min(200, max(5, math.ceil(seconds / one_round)))):
-        for way, call in calls.items():
-            taken[way].append(stopwatch.wall(call))
+    samples = min(200, max(5, math.ceil(seconds / one_round)))
+    taken = in_turns({way: partial(stopwatch.wall, call) for way, call in calls.items()}, samples)
 
     def gain(over: str) -> float:
         return statistics.median(theirs / own for theirs, own in zip(taken[over], taken["ours"], strict=True))

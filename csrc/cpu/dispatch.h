@@ -1,6 +1,9 @@
 // Chooses the instruction set, once, at the first use.
 #pragma once
 
+#include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
+
 #include <string>
 
 #include "cpu/depthwise_kernels.h"
@@ -29,6 +32,17 @@ const WeightGradientKernelsByType& weight_gradient_kernels();
 
 /// Returns grouped convolutions, for the same instruction set.
 const GroupedKernelsByType& grouped_kernels();
+
+/// Returns the kernels of a dtype.
+template <typename KernelsByType>
+const auto& of_type(const KernelsByType& kernels, c10::ScalarType type) {
+  switch (type) {
+    case c10::kDouble: return kernels.of_double;
+    case c10::kFloat: return kernels.of_float;
+    case c10::kHalf: return kernels.of_half;
+    default: TORCH_INTERNAL_ASSERT(type == c10::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
+  }
+}
 
 /// Returns the name of the chosen instruction set.
 std::string capability();

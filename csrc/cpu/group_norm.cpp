@@ -13,15 +13,7 @@ namespace {
 
 constexpr int64_t elements_worth_a_thread = 1 << 15;
 
-const NormKernels& kernels_of(at::ScalarType type) {
-  const NormKernelsByType& kernels = norm_kernels();
-  switch (type) {
-    case at::kDouble: return kernels.of_double;
-    case at::kFloat: return kernels.of_float;
-    case at::kHalf: return kernels.of_half;
-    default: TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
-  }
-}
+const NormKernels& kernels_of(at::ScalarType type) { return of_type(norm_kernels(), type); }
 
 /// Returns a parameter as doubles, or a default for all channels.
 std::vector<double> doubles_of(const at::Tensor& parameter, int64_t channels, double otherwise) {

@@ -17,15 +17,7 @@ constexpr int64_t most_columns = 64, least_columns = 24, most_rows = 16;  // of 
 constexpr int64_t ring_bytes = 16384;                                     // half of a first-level cache
 constexpr int64_t products_worth_a_thread = 1 << 18, elements_worth_a_thread = 1 << 15;
 
-const GroupedKernels& kernels_of(at::ScalarType type) {
-  const GroupedKernelsByType& kernels = grouped_kernels();
-  switch (type) {
-    case at::kDouble: return kernels.of_double;
-    case at::kFloat: return kernels.of_float;
-    case at::kHalf: return kernels.of_half;
-    default: TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
-  }
-}
+const GroupedKernels& kernels_of(at::ScalarType type) { return of_type(grouped_kernels(), type); }
 
 FilterKernels::Transpose transpose_of(at::ScalarType type) {
   const FilterKernels& kernels = filter_kernels();

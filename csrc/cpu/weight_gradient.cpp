@@ -27,15 +27,7 @@ constexpr int64_t enough_tasks = 16, blocks_worth_a_range = 4;
 constexpr int64_t outputs_worth_stacking = 16;
 constexpr int64_t products_worth_a_thread = 1 << 19;
 
-const WeightGradientKernels& kernels_of(at::ScalarType type) {
-  const WeightGradientKernelsByType& kernels = weight_gradient_kernels();
-  switch (type) {
-    case at::kDouble: return kernels.of_double;
-    case at::kFloat: return kernels.of_float;
-    case at::kHalf: return kernels.of_half;
-    default: TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
-  }
-}
+const WeightGradientKernels& kernels_of(at::ScalarType type) { return of_type(weight_gradient_kernels(), type); }
 
 int64_t quotient(int64_t of, int64_t by) { return (of + by - 1) / by; }
 int64_t multiple(int64_t of, int64_t by) { return quotient(of, by) * by; }

@@ -50,6 +50,7 @@ struct Call {
   bool may_use_kernels = true;  // ours, which only plain tensors have
 
   size_t axes() const { return stride.size(); }
+  bool is_depthwise() const { return groups > 1 && weight.sym_size(1) == 1; }
   bool has_bias() const { return bias && bias->defined(); }
 
   /// Describes an axis of a convolution whose sizes fit each other. Axes are counted from the last one: 1, 2, 3.

@@ -69,11 +69,6 @@ bool is_expected(const Fault& fault, Isa isa) {
 
 }  // namespace
 
-bool has_onednn_avx512() {
-  static const Isa isa = isa_of_onednn();
-  return isa == Isa::avx512 || isa == Isa::amx;
-}
-
 const ConvolutionFaults& convolution_faults() {
   static const ConvolutionFaults faults = [] {
     const Isa isa = isa_of_onednn();

@@ -20,9 +20,6 @@ struct ConvolutionFaults {
   bool halves_with_amx;
 };
 
-/// Returns whether oneDNN uses AVX-512, and so is faster than without.
-bool has_onednn_avx512();
-
 /// Returns the faults to be expected, by the PyTorch that the library was built for and by the instruction sets that
 /// oneDNN uses, which the environment may bound.
 const ConvolutionFaults& convolution_faults();

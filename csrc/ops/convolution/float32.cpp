@@ -49,8 +49,7 @@ bool skips_too_far(const Call& call) {
 /// one along any axis: registers of 16 channels that are not full are read from beyond a row.
 bool is_dilated_wrong(const Call& call, const c10::SymInt& channels) {
   const auto is_dilated = [](const c10::SymInt& each) { return each > 1; };
-  const bool is_depthwise = call.groups > 1 && channels == 1;
-  if (is_depthwise) return std::any_of(call.dilation.begin(), call.dilation.end(), is_dilated);
+  if (call.is_depthwise()) return std::any_of(call.dilation.begin(), call.dilation.end(), is_dilated);
   return is_dilated(call.dilation[call.axes() - 2]) && channels % 16 != 0 && (call.groups > 1 || channels > 16);
 }
 

@@ -10,7 +10,6 @@
 #include "cpu/grouped.h"
 #include "cpu/weight_gradient.h"
 #include "layout/channels_last.h"
-#include "ops/convolution/faults.h"
 #include "ops/convolution/float32.h"
 #include "ops/convolution/mended.h"
 
@@ -38,8 +37,6 @@ cpu::ConvolutionSizes sizes_of(const Call& call) {
   return sizes;
 }
 
-bool is_depthwise(const Call& call) { return call.groups > 1 && call.weight.sym_size(1) == 1; }
-
 /// Returns an uninitialised activation of these channels, and of the larger sizes or of the smaller ones.
 at::Tensor empty_activation(const Call& call, bool is_larger, int64_t channels) {
   std::vector<int64_t> sizes = {call.input.size(0), channels};
@@ -55,7 +52,7 @@ at::Tensor empty_activation(const Call& call, bool is_larger, int64_t channels) 
 at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, /*is_larger=*/false, call.weight.size(0));
   const at::Tensor weight = to_channels_last(call.weight.detach()), none;
-  const auto compute = is_depthwise(call) ? cpu::depthwise_forward : cpu::grouped_forward;
+  const auto compute = call.is_depthwise() ? cpu::depthwise_forward : cpu::grouped_forward;
   compute(sizes_of(call), larger, weight, bias ? bias->contiguous() : none, out);
   return out;
 }
@@ -64,7 +61,7 @@ at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTen
 at::Tensor larger(const Call& call, const at::Tensor& smaller) {
   const at::Tensor out = empty_activation(call, /*is_larger=*/true, call.weight.size(1) * call.groups.expect_int());
   const at::Tensor weight = to_channels_last(call.weight.detach());
-  const auto compute = is_depthwise(call) ? cpu::depthwise_input_gradient : cpu::grouped_input_gradient;
+  const auto compute = call.is_depthwise() ? cpu::depthwise_input_gradient : cpu::grouped_input_gradient;
   compute(sizes_of(call), smaller, weight, out);
   return out;
 }
@@ -96,7 +93,7 @@ Passes of_depthwise(const Call& call) {
 
 Passes passes_of(const Call& call) {
   if (!call.may_use_kernels || !is_served(call)) return {};
-  return is_depthwise(call) ? of_depthwise(call) : Passes();
+  return call.is_depthwise() ? of_depthwise(call) : Passes();
 }
 
 at::Tensor forward(const Call& call) {
@@ -117,7 +114,7 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
   const at::Tensor& larger = call.is_transposed ? grad : input;
   at::Tensor of_weight = empty_channels_last(call.weight), bias_of_smaller, bias;
   if (of_bias && !call.is_transposed) bias = bias_of_smaller = at::empty({grad.size(1)}, grad.options());
-  const auto compute = is_depthwise(call) ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
+  const auto compute = call.is_depthwise() ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
   compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
   if (of_bias && call.is_transposed) bias = channels_to_end(grad).flatten(0, -2).sum(0);
   if (!is_channels_last(call.weight)) of_weight = of_weight.clone(at::MemoryFormat::Contiguous);

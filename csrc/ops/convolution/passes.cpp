@@ -8,12 +8,10 @@
 #include <algorithm>
 #include <array>
 #include <numeric>
-#include <tuple>
 #include <vector>
 
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
-#include "ops/composition.h"
 #include "ops/convolution/float32.h"
 #include "ops/convolution/kernels.h"
 #include "ops/convolution/ways.h"
@@ -43,10 +41,6 @@ at::Tensor as_computed(const at::Tensor& tensor, bool in_float32) {
   return in_float32 && tensor.defined() ? tensor.to(at::kFloat) : tensor;
 }
 
-at::Tensor in_format_of(const at::Tensor& input, const at::Tensor& other) {
-  return is_channels_last(input) ? to_channels_last(other) : other;
-}
-
 /// Returns PyTorch's result, in the dtype and the format of the input.
 at::Tensor pytorchs(const Call& call, bool in_float32) {
   const auto wide = [&](const at::Tensor& tensor) { return as_computed(tensor, in_float32); };
@@ -67,7 +61,8 @@ Gradients pytorchs_gradients(const Call& call, const at::Tensor& grad, std::arra
   const auto cast = [&](const at::Tensor& gradient) {
     return gradient.defined() ? gradient.to(call.input.scalar_type()) : gradient;
   };
-  if (of_input.defined()) of_input = in_format_of(call.input, cast(of_input));
+  of_input = cast(of_input);
+  if (of_input.defined() && is_channels_last(call.input)) of_input = to_channels_last(of_input);
   return {of_input, cast(of_weight), cast(of_bias)};
 }
 
@@ -103,8 +98,8 @@ Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, s
 }
 
 /// Returns the gradients, each by who computes it.
-Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, bool in_float32) {
-  const kernels::Passes ours = kernels::passes_of(call);
+Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed,
+                             const kernels::Passes& ours, bool in_float32) {
   const bool ours_of_input = needed[0] && ours.input_gradient,
              ours_of_weight = (needed[1] || needed[2]) && ours.weight_gradient;
   Gradients gradients(3);
@@ -138,21 +133,17 @@ const Formula by_their_passes = {
       const at::Tensor& grad = gradients[0];
       if (!grad.defined()) return Gradients(3);
       const std::vector<c10::IValue>& constants = context.constants;
-      Call call = {context.saved[0],       context.saved[1],       {},
-                   as_sizes(constants[0]), as_sizes(constants[1]), as_sizes(constants[2]),
-                   constants[3].toInt(),   as_sizes(constants[4]), constants[5].toBool()};
-      call.may_use_kernels = constants[6].toBool();
+      const Call call = {context.saved[0],       context.saved[1],       {},
+                         as_sizes(constants[0]), as_sizes(constants[1]), as_sizes(constants[2]),
+                         constants[3].toInt(),   as_sizes(constants[4]), constants[5].toBool()};
       const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
       const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
       if (at::GradMode::is_enabled() || !are_plain(all) || has_tangent(all)) {
         return composed_gradients(call, grad, needed);
       }
-      return computed_gradients(call, grad, needed, /*in_float32=*/constants[7].toBool());
+      const kernels::Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
+      return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
     }};
-
-at::Tensor computed(const Call& call, bool in_float32) {
-  return kernels::passes_of(call).forward ? kernels::forward(call) : pytorchs(call, in_float32);
-}
 
 }  // namespace
 
@@ -175,16 +166,19 @@ at::Tensor by_passes(const Call& call) {
     const Way& way = way_of(other);
     return way.compute == by_passes ? pytorchs(other, needs_float32(other)) : way.compute(other);
   }
+  // Decided once: the rules ask which gradients may come, which the backward no longer knows.
+  const kernels::Passes ours = kernels::passes_of(call);
   const bool in_float32 = needs_float32(call);
-  if (!needs_gradient(inputs)) return computed(call, in_float32);
+  const auto compute = [&] { return ours.forward ? kernels::forward(call) : pytorchs(call, in_float32); };
+  if (!needs_gradient(inputs)) return compute();
   at::Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    out = computed(call, in_float32);
+    out = compute();
   }
   record(by_their_passes, out, inputs, {call.input, call.weight},
          {as_numbers(call.stride), as_numbers(call.padding), as_numbers(call.dilation), call.groups.expect_int(),
-          as_numbers(call.output_padding), call.is_transposed, call.may_use_kernels, in_float32});
+          as_numbers(call.output_padding), call.is_transposed, ours.input_gradient, ours.weight_gradient, in_float32});
   return out;
 }
 
