@@ -219,4 +219,5 @@ def test_autocast_gives_the_dtypes_of_the_original_layer(name):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, got = stock(x), replaced(as_channels_last(x))
     assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected, rtol=2e-2, atol=2e-2)
+    exact = stock(x)
+    torch.testing.assert_close(got.float(), exact, rtol=2e-2, atol=2e-2 * float(exact.detach().abs().max().clamp(1)))

@@ -13,20 +13,19 @@
 namespace nhwc {
 namespace {
 
-enum class Isa { any, below_avx512, avx512, amx };  // one with AMX has AVX-512, too
-
 // The table of faults. `mended_in` is the first version of PyTorch (major * 100 + minor) whose oneDNN is right, and 0
 // where no such version is known: 2.11.0, 2.13.0 and 2.15.0 have all of them. `tools/search_convolutions.py` measures
-// them.
+// them. Where the instruction set is unknown, all are expected.
 struct Fault {
-  Isa isa;
+  OnednnIsa from;
   int mended_in;
 };
-constexpr Fault small_inputs = {Isa::avx512, 0};
-constexpr Fault strided_columns = {Isa::avx512, 0};
-constexpr Fault strided_taps = {Isa::any, 0};  // below AVX-512 with fewer than 8 channels, with it on several threads
-constexpr Fault halves = {Isa::avx512, 0};
-constexpr Fault halves_with_amx = {Isa::amx, 0};
+constexpr Fault small_inputs = {OnednnIsa::avx512, 0};
+constexpr Fault strided_columns = {OnednnIsa::avx512, 0};
+// Without AVX-512 with fewer than 8 channels, with it on several threads.
+constexpr Fault strided_taps = {OnednnIsa::below_avx512, 0};
+constexpr Fault halves = {OnednnIsa::avx512, 0};
+constexpr Fault halves_with_amx = {OnednnIsa::amx, 0};
 
 // Returns the bound that oneDNN reads from the environment when it is first used: the first variable that is not empty,
 // in lower case.
@@ -40,7 +39,7 @@ std::string bound_of_environment() {
   return "";
 }
 
-Isa isa_of_onednn() {
+OnednnIsa found_isa() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -49,33 +48,35 @@ Isa isa_of_onednn() {
   const bool has_amx = __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (edx >> 22 & 1) != 0;  // its bfloat16 tiles
   const std::string bound = bound_of_environment();
   for (const char* lower : {"sse41", "avx", "avx2", "avx2_vnni", "avx2_vnni_2"}) {
-    if (bound == lower) return Isa::below_avx512;
+    if (bound == lower) return OnednnIsa::below_avx512;
   }
-  if (!has_avx512) return Isa::below_avx512;
+  if (!has_avx512) return OnednnIsa::below_avx512;
   for (const char* lower : {"avx512_core", "avx512_core_vnni", "avx512_core_bf16", "avx512_core_fp16"}) {
-    if (bound == lower) return Isa::avx512;
+    if (bound == lower) return OnednnIsa::avx512;
   }
-  return has_amx ? Isa::amx : Isa::avx512;
+  return has_amx ? OnednnIsa::amx : OnednnIsa::avx512;
 #else
-  return Isa::any;
+  return OnednnIsa::unknown;
 #endif
 }
 
-bool is_expected(const Fault& fault, Isa isa) {
+bool is_expected(const Fault& fault) {
   constexpr int version = TORCH_VERSION_MAJOR * 100 + TORCH_VERSION_MINOR;
   if (fault.mended_in != 0 && version >= fault.mended_in) return false;
-  return isa == Isa::any || fault.isa == Isa::any || isa == fault.isa || (isa == Isa::amx && fault.isa == Isa::avx512);
+  return onednn_isa() == OnednnIsa::unknown || onednn_isa() >= fault.from;
 }
 
 }  // namespace
 
+OnednnIsa onednn_isa() {
+  static const OnednnIsa isa = found_isa();
+  return isa;
+}
+
 const ConvolutionFaults& convolution_faults() {
-  static const ConvolutionFaults faults = [] {
-    const Isa isa = isa_of_onednn();
-    return ConvolutionFaults{is_expected(small_inputs, isa), is_expected(strided_columns, isa),
-                             is_expected(strided_taps, isa), is_expected(halves, isa),
-                             is_expected(halves_with_amx, isa)};
-  }();
+  static const ConvolutionFaults faults = {is_expected(small_inputs), is_expected(strided_columns),
+                                           is_expected(strided_taps), is_expected(halves),
+                                           is_expected(halves_with_amx)};
   return faults;
 }
 

@@ -3,6 +3,12 @@
 
 namespace nhwc {
 
+/// The instruction sets of oneDNN that its faults and its speed depend on. One with AMX has AVX-512, too.
+enum class OnednnIsa { unknown, below_avx512, avx512, amx };
+
+/// Returns the instruction set of oneDNN on this machine, which the environment may bound.
+OnednnIsa onednn_isa();
+
 /// The convolutions that oneDNN computes wrong. Where nothing was measured, all of them are expected.
 struct ConvolutionFaults {
   /// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or
@@ -20,8 +26,7 @@ struct ConvolutionFaults {
   bool halves_with_amx;
 };
 
-/// Returns the faults to be expected, by the PyTorch that the library was built for and by the instruction sets that
-/// oneDNN uses, which the environment may bound.
+/// Returns the faults to be expected, by the PyTorch that the library was built for and by oneDNN's instruction set.
 const ConvolutionFaults& convolution_faults();
 
 }  // namespace nhwc

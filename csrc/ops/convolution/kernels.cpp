@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
 #include <vector>
 
 #include "cpu/convolution_sizes.h"
@@ -10,8 +9,6 @@
 #include "cpu/grouped.h"
 #include "cpu/weight_gradient.h"
 #include "layout/channels_last.h"
-#include "ops/convolution/float32.h"
-#include "ops/convolution/mended.h"
 
 namespace nhwc::kernels {
 namespace {
@@ -66,35 +63,7 @@ at::Tensor larger(const Call& call, const at::Tensor& smaller) {
   return out;
 }
 
-/// Returns whether the kernels take the tensors, and oneDNN would.
-bool is_served(const Call& call) {
-  const at::ScalarType type = call.input.scalar_type();
-  if (type != at::kFloat && !at::isReducedFloatingType(type)) return false;
-  if (call.weight.scalar_type() != type || (call.has_bias() && call.bias->scalar_type() != type)) return false;
-  const auto has_symbols = [](const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  };
-  return !has_symbols(call.input) && !has_symbols(call.weight) && is_channels_last(call.input);
-}
-
-/// Returns the passes of depthwise convolutions that are faster than oneDNN's, whose gradients reach a tenth of what
-/// its forward does (`bench_convolutions.py`). What it computes wrong, or does not take, is ours as a whole.
-Passes of_depthwise(const Call& call) {
-  if (mended::is_needed(call) || needs_float32(call)) return {true, true, true};
-  const bool is_3d = call.axes() == 3, is_half = at::isReducedFloatingType(call.input.scalar_type());
-  const auto is_strided = [](const c10::SymInt& each) { return each > 1; };
-  const bool is_large = call.weight.sym_size(-1) > 3 && call.weight.sym_size(-2) > 3;
-  const bool has_stride = std::any_of(call.stride.begin(), call.stride.end(), is_strided);
-  if (call.is_transposed) return {false, false, is_3d || is_large};
-  return {false, is_3d || (is_half ? has_stride : is_large && !has_stride), is_3d || is_large};
-}
-
 }  // namespace
-
-Passes passes_of(const Call& call) {
-  if (!call.may_use_kernels || !is_served(call)) return {};
-  return call.is_depthwise() ? of_depthwise(call) : Passes();
-}
 
 at::Tensor forward(const Call& call) {
   const at::Tensor input = to_channels_last(call.input);

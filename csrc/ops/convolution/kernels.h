@@ -1,6 +1,4 @@
-// Convolutions by our kernels: which passes they serve, measured faster than PyTorch's, and their calls.
-//
-// Activations are channels-last, and dense gradients in canonical strides.
+// The passes of a convolution by our kernels. Activations are channels-last, and dense gradients in canonical strides.
 #pragma once
 
 #include <utility>
@@ -8,14 +6,6 @@
 #include "ops/convolution/call.h"
 
 namespace nhwc::kernels {
-
-/// For each pass, whether it is ours.
-struct Passes {
-  bool forward = false, input_gradient = false, weight_gradient = false;
-};
-
-/// Returns the passes that our kernels serve.
-Passes passes_of(const Call& call);
 
 at::Tensor forward(const Call& call);
 at::Tensor input_gradient(const Call& call, const at::Tensor& grad);

@@ -13,6 +13,7 @@
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/convolution/float32.h"
+#include "ops/convolution/gains.h"
 #include "ops/convolution/kernels.h"
 #include "ops/convolution/ways.h"
 
@@ -98,8 +99,8 @@ Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, s
 }
 
 /// Returns the gradients, each by who computes it.
-Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed,
-                             const kernels::Passes& ours, bool in_float32) {
+Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, const Passes& ours,
+                             bool in_float32) {
   const bool ours_of_input = needed[0] && ours.input_gradient,
              ours_of_weight = (needed[1] || needed[2]) && ours.weight_gradient;
   Gradients gradients(3);
@@ -141,20 +142,20 @@ const Formula by_their_passes = {
       if (at::GradMode::is_enabled() || !are_plain(all) || has_tangent(all)) {
         return composed_gradients(call, grad, needed);
       }
-      const kernels::Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
+      const Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
       return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
     }};
 
 }  // namespace
 
 bool is_by_kernels(const Call& call) {
-  const kernels::Passes ours = kernels::passes_of(call);
+  const Passes ours = passes_of_kernels(call);
   return ours.forward && (ours.input_gradient || !has_gradient_to_come(call.input)) &&
          (ours.weight_gradient || !has_gradient_to_come(call.weight));
 }
 
 bool is_by_kernels_in_part(const Call& call) {
-  const kernels::Passes ours = kernels::passes_of(call);
+  const Passes ours = passes_of_kernels(call);
   return ours.forward || (ours.input_gradient && has_gradient_to_come(call.input)) ||
          (ours.weight_gradient && has_gradient_to_come(call.weight));
 }
@@ -167,7 +168,7 @@ at::Tensor by_passes(const Call& call) {
     return way.compute == by_passes ? pytorchs(other, needs_float32(other)) : way.compute(other);
   }
   // Decided once: the rules ask which gradients may come, which the backward no longer knows.
-  const kernels::Passes ours = kernels::passes_of(call);
+  const Passes ours = passes_of_kernels(call);
   const bool in_float32 = needs_float32(call);
   const auto compute = [&] { return ours.forward ? kernels::forward(call) : pytorchs(call, in_float32); };
   if (!needs_gradient(inputs)) return compute();
