@@ -21,10 +21,10 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.ops import mismatched_layouts, set_strides_
-from torch_nhwc.planning.companions import CODES
+from torch_nhwc.ops import set_strides_
+from torch_nhwc.planning.companions import Sources, find_mismatched
 from torch_nhwc.rendering import warn
-from torch_nhwc.sites.wrappers import state_of, with_inner
+from torch_nhwc.sites.wrappers import with_inner
 
 _logger = logging.getLogger("torch_nhwc")
 
@@ -180,18 +180,12 @@ def _parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tens
 
 def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> list[tuple[Tensor, str]]:
     """Give state and gradients the strides of their parameters; return the parameter and label of each that changed."""
-    states = state_of(optimizer)
-    companions: list[tuple[Tensor, str, Tensor]] = []
-    for parameter in parameters:
-        named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
-        tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
-        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in CODES]
-    apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
     moved = []
-    for parameter, label, tensor in (companions[index] for index in apart):
-        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-            continue  # a parameter with gaps was not converted, and nothing else can have its strides
+    for companion in find_mismatched([("", each) for each in parameters], Sources((optimizer,))):
+        parameter, label, tensor = companion.weight.tensor, companion.label, companion.tensor
         is_gradient = label == "grad"
+        if is_gradient and not has_gradients:
+            continue
         try:
             set_strides_([tensor], [parameter.stride()], storage="reuse" if is_gradient else "detach")
         except RuntimeError as error:

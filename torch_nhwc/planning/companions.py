@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, memory_id
-from torch_nhwc.ops import Outcome, plan_weights
+from torch_nhwc.ops import Outcome, mismatched_layouts, plan_weights
 from torch_nhwc.sites import computed_weights
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
@@ -165,6 +165,16 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
     for copy in sources.copies:
         found += _of_copy(weights, copy)
     return found
+
+
+def find_mismatched(parameters: Iterable[tuple[str, Tensor]], sources: Sources) -> list[Companion]:
+    """Return the companions of named parameters whose layout is not the parameter's, and could be."""
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    weights = [Weight(name, each, each.stride()) for name, each in parameters]
+    companions = [each for each in find_companions(weights, sources) if each.reason is None]
+    apart = mismatched_layouts([each.weight.tensor for each in companions], [each.tensor for each in companions])
+    # Nothing else can have the strides of a parameter with gaps, which no conversion has made.
+    return [companions[index] for index in apart if dense(companions[index].weight.tensor)]
 
 
 def held_by(optimizer: Any) -> set[int]:

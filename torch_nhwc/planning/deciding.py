@@ -47,20 +47,10 @@ def plan(
 ) -> Plan:
     """Plan what a conversion would do to every convolution weight of a model, without writing anything.
 
-    `convert_` with the same arguments does what the plan says, and so does `convert_(model, plan=plan)`.
-
-    Args:
-        model: Any module, TorchScript modules included, or one layer.
-        memory_format: As in `convert_`, and so are all others.
-        optimizer: One or several, whose state would follow. A weight whose state cannot follow is refused.
-        ema: One or several averaged copies that would follow.
-        filter_fn: Called as `filter_fn(module, path)`; if it returns false, the layer is left out.
-        example_inputs: The model runs once on them, under `no_grad` and in its own mode, and every parameter that
-            reaches a convolution as its weight is a site; buffers and random generators are restored afterwards.
-        storage: As in `convert_weights_`; `None` is `"auto"`.
-        input_format: The format of the inputs that a hook would convert.
-        preserve: Whether layers that lose channels-last would be replaced.
-        each_forward: Whether layers would convert their weights in each forward.
+    The arguments are those of `convert_`, which does what the plan says, and so does `convert_(model, plan=plan)`. A
+    weight whose optimizer state cannot follow is refused. On `example_inputs` the model runs once, under `no_grad` and
+    in its own mode, and every parameter that reaches a convolution as its weight is a site; buffers and random
+    generators are restored afterwards.
 
     Raises:
         ValueError, TypeError: An argument is not valid, or an optimizer or an averaged copy is another model's.
