@@ -214,8 +214,8 @@ def cross_entropy(
         is_ours = not torch._C._is_tracing()
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
-        if _has_long_rows(input) and (target.shape == input.shape or target.shape == rows.shape[:-1]):
-            # One loss for each row of a matrix: PyTorch's softmax is fastest over a last dimension.
+        if input.stride(-1) >= 16 and (target.shape == input.shape or target.shape == rows.shape[:-1]):
+            # One loss for each row of a matrix: PyTorch's softmax over a last dimension is fastest for many channels.
             flat = target.movedim(1, -1).flatten(0, -2) if target.dim() == input.dim() else target.flatten()
             loss = F.cross_entropy(
                 rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
@@ -231,11 +231,6 @@ def _is_channels_last(input: Tensor) -> bool:
     What is ambiguous counts as contiguous, as in PyTorch, unless it has the canonical strides of channels-last.
     """
     return (input.dim() == 4 or input.dim() == 5) and input.stride(1) == 1 and input.stride(-1) > 1
-
-
-def _has_long_rows(input: Tensor) -> bool:
-    """Return whether the channels of a voxel are so many that PyTorch's softmax over a last dimension pays."""
-    return input.stride(-1) >= 16
 
 
 def _with_channels_last_gradient(input: Tensor) -> Tensor:
@@ -300,7 +295,7 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
     if not is_scripting():
         if _is_pytorch_s(input) or not _are_output_sizes(output_size):
             return _pass_on("adaptive_avg_pool3d", input, output_size)
-        output_size = _as_three(output_size)
+        output_size = _as_many(output_size, 3)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
     pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
     return pooled
@@ -321,7 +316,7 @@ def adaptive_max_pool3d(
     """
     if _is_pytorch_s(input) or not (_are_output_sizes(output_size) and _are((bool,), return_indices)):
         return _pass_on("adaptive_max_pool3d", input, output_size, return_indices)
-    both = _max_with_indices(input, _as_three(output_size))
+    both = _max_with_indices(input, _as_many(output_size, 3))
     return both if return_indices else both[0]
 
 
@@ -413,10 +408,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, dilation, groups)
-        if _is_pytorch_s_way(*call, 2):
-            return F.conv2d(*call) if type(input) in _TENSORS else _pass_on("conv2d", *call)
-        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
+        return _convolve("conv2d", 2, input, weight, bias, stride, padding, dilation, groups)
     convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
 
@@ -441,10 +433,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, dilation, groups)
-        if _is_pytorch_s_way(*call, 3):
-            return F.conv3d(*call) if type(input) in _TENSORS else _pass_on("conv3d", *call)
-        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
+        return _convolve("conv3d", 3, input, weight, bias, stride, padding, dilation, groups)
     convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
     return convolved
 
@@ -467,11 +456,8 @@ def conv_transpose2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2, output_padding):
-            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return F.conv_transpose2d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose2d", *call)
-        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
-        output_padding = _as_many(output_padding, 2)
+        call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose2d", 2, *call)
     convolved: Tensor = torch.ops.nhwc.conv_transpose2d(
         input, weight, bias, stride, padding, output_padding, groups, dilation
     )
@@ -498,106 +484,102 @@ def conv_transpose3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3, output_padding):
-            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return F.conv_transpose3d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose3d", *call)
-        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
-        output_padding = _as_many(output_padding, 3)
+        call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose3d", 3, *call)
     convolved: Tensor = torch.ops.nhwc.conv_transpose3d(
         input, weight, bias, stride, padding, output_padding, groups, dilation
     )
     return convolved
 
 
-def _is_pytorch_s_way(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: Any,
-    axes: int,
-    output_padding: Any = None,
-) -> bool:
-    """Return whether PyTorch computes a convolution right, fast and in format, by the operators' table of ways.
+def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, *options: Any) -> Tensor:
+    """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
-    The answer is remembered, which saves the call of the operator. While a compiler traces, an operator that is called
-    consists of PyTorch's own in the compiled graph.
+    The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
+    operator. While a compiler traces, an operator that is called consists of PyTorch's own in the compiled graph.
     """
-    if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
-        if not _are_plain_inside((input, weight, bias)):
-            return True
-    arguments = stride, padding, dilation, groups, axes, output_padding
+    is_plain = type(input) in _TENSORS and type(weight) in _TENSORS and type(bias) in _PLAIN
+    if not is_plain and not _are_plain_inside((input, weight, bias)):
+        return _pass_on(name, input, weight, bias, *options)
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting() or _is_pytorch_s_way_compiled(input, weight, bias, *arguments)
-    if torch._C._is_tracing():  # for inputs of other sizes, too
-        return torch.onnx.is_in_onnx_export()
-    if torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
-        return not _are_usual(*arguments)
-    try:
-        call = (
-            (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
-            None if bias is None else bias.dtype,
-            (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
-            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            arguments,
-        )
-        way = _ways.get(call)
-    except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
-        return input.layout != torch.strided or not _are_usual(*arguments)
-    if way is None:
-        if len(_ways) >= 4096:
-            _ways.clear()
-        way = _ways[call] = _way_of(input, weight, bias, *arguments)
-    return way == "pytorch"
+        is_pytorch_s = torch.compiler.is_exporting() or _is_pytorch_s_compiled(axes, input, weight, bias, options)
+    elif torch._C._is_tracing():  # for inputs of other sizes, too
+        is_pytorch_s = torch.onnx.is_in_onnx_export()
+    elif torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
+        is_pytorch_s = not _are_usual(options, axes)
+    else:
+        try:
+            call = (
+                (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
+                None if bias is None else bias.dtype,
+                (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                (name, options),
+            )
+            way = _ways.get(call)
+        except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
+            is_pytorch_s = input.layout != torch.strided or not _are_usual(options, axes)
+        else:
+            if way is None:
+                if len(_ways) >= 4096:
+                    _ways.clear()
+                way = _ways[call] = _way_of(axes, input, weight, bias, options)
+            is_pytorch_s = way == "pytorch"
+    if not is_pytorch_s:
+        options = _as_lists(options, axes)
+    convolved: Tensor = getattr(F if is_pytorch_s else torch.ops.nhwc, name)(input, weight, bias, *options)
+    return convolved
 
 
 # The ways of calls, by their sizes and all else that they depend on.
 _ways: dict[Any, str] = {}
 # What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
 _PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
+_GROUPS = 3  # the position of the groups among the options
 
 
-def _way_of(input: Any, weight: Any, bias: Any, *arguments: Any) -> str:
-    """Return what the table of ways says. Arguments of types that the operators do not take are for PyTorch."""
-    if not _are_usual(*arguments):
+def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: Sequence[Any]) -> str:
+    """Return what the table of ways says. Options of types that the operators do not take are for PyTorch."""
+    if not _are_usual(options, axes):
         return "pytorch"
-    stride, padding, dilation, groups, axes, output_padding = arguments
-    stride, padding, dilation = _as_many(stride, axes), _as_many(padding, axes), _as_many(dilation, axes)
-    more = () if output_padding is None else (_as_many(output_padding, axes),)
-    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *more))
+    stride, padding, dilation, groups, *others = _as_lists(options, axes)
+    if others:  # PyTorch's transposed convolutions take the output's padding before the dilation
+        dilation, others = others[0], [dilation]
+    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *others))
 
 
-def _is_pytorch_s_way_compiled(input: Any, weight: Any, bias: Any, *arguments: Any) -> bool:
+def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: Sequence[Any]) -> bool:
     """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
     from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
 
     if input.device.type != "cpu" or not all(has_static_value(size) for size in (*input.shape, *weight.shape)):
-        return not _are_usual(*arguments)
-    tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight)]
-    bias_type = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
+        return not _are_usual(options, axes)
+    tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight, bias) if each is not None]
     requires_grad = weight.requires_grad and torch.is_grad_enabled()
-    return _constant_way(tensors, bias_type, requires_grad, arguments) in _PYTORCH_S_COMPILED
+    return _constant_way(axes, tensors, requires_grad, options) in _PYTORCH_S_COMPILED
 
 
-def _constant_way(tensors: Any, bias_type: Any, requires_grad: bool, arguments: Any) -> str:
+def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: Sequence[Any]) -> str:
     """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
-    made = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors]
-    bias = None if bias_type is None else torch.empty_strided(*bias_type[:2], dtype=bias_type[2])
+    input, weight, *bias = (torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors)
     with torch.set_grad_enabled(requires_grad):
-        return _way_of(made[0], made[1].requires_grad_(requires_grad), bias, *arguments)
+        return _way_of(axes, input, weight.requires_grad_(requires_grad), bias[0] if bias else None, options)
 
 
 _constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
 
 
-def _are_usual(stride: Any, padding: Any, dilation: Any, groups: Any, axes: int, output_padding: Any) -> bool:
-    """Return whether the arguments besides the tensors have types that the operators take."""
-    sizes = (stride, dilation) if type(padding) is str else (stride, padding, dilation)
-    if output_padding is not None:
-        sizes = (*sizes, output_padding)
-    return type(groups) is int and _are_sizes(*sizes, count=axes)
+def _are_usual(options: Sequence[Any], axes: int) -> bool:
+    """Return whether a convolution's options have types that the operators take."""
+    sizes = [each for index, each in enumerate(options) if index != _GROUPS]
+    if type(sizes[1]) is str:  # a padding by name
+        sizes.pop(1)
+    return type(options[_GROUPS]) is int and _are_sizes(*sizes, count=axes)
+
+
+def _as_lists(options: Sequence[Any], axes: int) -> tuple[Any, ...]:
+    """Return a convolution's options with a list for each single number, except for the groups."""
+    return tuple(each if index == _GROUPS else _as_many(each, axes) for index, each in enumerate(options))
 
 
 def interpolate(
@@ -619,14 +601,12 @@ def interpolate(
     is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
     if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
         exact = mode == "nearest-exact"
-        sizes, scales = _three_numbers(size, (int,)), _three_numbers(scale_factor, _NUMBER)
-        if sizes is not None and scale_factor is None:
-            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, sizes, None, exact=exact))
-        if scales is not None and size is None:
-            factors = [float(scale) for scale in scales]
+        if scale_factor is None and _are_sizes(size):
+            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact))
+        if size is None and (type(scale_factor) is float or _are_sizes(scale_factor, kinds=_NUMBER)):
+            factors = [float(each) for each in _as_many(scale_factor, 3)]
             return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact))
-    arguments = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    return _pass_on("interpolate", input, *arguments)
+    return _pass_on("interpolate", input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
 _LISTS = (tuple, list, torch.Size)
@@ -636,18 +616,14 @@ _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
+@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _is_plain(kind: type) -> bool:
     """Return whether operators take tensors of a class, or `None`, as they take plain tensors.
 
     Subclasses with a `__torch_dispatch__` of their own and proxies of `torch.fx` interpret a call themselves. Others,
     such as MONAI's `MetaTensor`, compute as their base does, and add something in `__torch_function__`.
     """
-    return kind in _PLAIN or _is_plain_subclass(kind)
-
-
-@lru_cache(maxsize=256)
-def _is_plain_subclass(kind: type) -> bool:
-    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return kind in _PLAIN or (issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def is_exported() -> bool:
@@ -718,17 +694,6 @@ def _are_output_sizes(output_size: Any) -> bool:
     return _are_sizes(output_size, kinds=(int,) if torch._C._is_tracing() else (int, _NONE))
 
 
-def _as_three(value: Any) -> Any:
-    """Return one number as three: the operators take no single one where a size may be symbolic."""
-    return _as_many(value, 3)
-
-
 def _as_many(value: Any, count: int) -> Any:
-    return [value] * count if isinstance(value, int) else value
-
-
-def _three_numbers(value: Any, kinds: tuple[type, ...]) -> list[Any] | None:
-    """Return one number for each of three dimensions; `None` where the value is something else."""
-    each = [value] * 3 if _are(kinds, value) else value
-    is_fit = isinstance(each, Sequence) and len(each) == 3 and _are(kinds, *each)
-    return list(each) if is_fit else None
+    """Return one number as a list: the operators take no single one where a size may be symbolic."""
+    return [value] * count if isinstance(value, _NUMBER) else value
