@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
 from torch_nhwc.running import ModuleStack, tensors_in
-from torch_nhwc.sites.finding import find_replaceable_layers
+from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
 from torch_nhwc.tracing.traces import (
     AMBIGUOUS,
@@ -106,7 +106,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.calls, self.writer = _Calls(model, self), TraceWriter()
-        self.replaceable = {layer.path for layer in find_replaceable_layers(model) if layer.reason is None}
+        self.replaceable = {layer.path for layer in walk_layers(model).layers if layer.reason is None}
         # Parameters, buffers, and what is computed from nothing else; but not what is used as an activation, such as a
         # learned constant that a convolution reads.
         self.weights, self.used, self.gradients = _TensorSet(), _TensorSet(), _TensorSet()
