@@ -638,7 +638,7 @@ def _is_pytorch_s(*tensors: Any) -> bool:
 
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:
     """Return whether a call with plain subclasses has passed their `__torch_function__`, or they have none."""
-    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)
+    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)  # type: ignore[arg-type]
 
 
 def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
