@@ -165,18 +165,12 @@ def align_optimizer_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
     """
     sources = sources_of(optimizer, None, model)
     sources.check_optimizers(model.parameters())
-    parameters = [
-        (name, each)
-        for name, each in model.named_parameters()
-        if type(each) is nn.Parameter and each.layout is torch.strided
-    ]
-    apart = find_mismatched(parameters, sources)
-    strides = [companion.weight.strides for companion in apart]
-    outcomes = set_strides_([companion.tensor for companion in apart], strides, storage="detach")
-    return [
-        CompanionRow(companion.weight.name, companion.label, outcome, None)
-        for companion, outcome in zip(apart, outcomes)
-    ]
+    named = dict(model.named_parameters())
+    names = [name for name, each in named.items() if type(each) is nn.Parameter and each.layout is torch.strided]
+    apart = find_mismatched([named[name] for name in names], sources.optimizers)
+    strides = [named[names[index]].stride() for index, *_ in apart]
+    outcomes = set_strides_([tensor for *_, tensor in apart], strides, storage="detach")
+    return [CompanionRow(names[index], label, outcome, None) for (index, label, _), outcome in zip(apart, outcomes)]
 
 
 @dataclass

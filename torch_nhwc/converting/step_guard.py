@@ -22,7 +22,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.ops import set_strides_
-from torch_nhwc.planning.companions import Sources, find_mismatched
+from torch_nhwc.planning.companions import find_mismatched
 from torch_nhwc.rendering import warn
 from torch_nhwc.sites.wrappers import with_inner
 
@@ -181,9 +181,9 @@ def _parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tens
 def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> list[tuple[Tensor, str]]:
     """Give state and gradients the strides of their parameters; return the parameter and label of each that changed."""
     moved = []
-    for companion in find_mismatched([("", each) for each in parameters], Sources((optimizer,))):
-        parameter, label, tensor = companion.weight.tensor, companion.label, companion.tensor
-        is_gradient = label == "grad"
+    for index, label, tensor in find_mismatched(parameters, [optimizer]):
+        parameter = parameters[index]
+        is_gradient = tensor is parameter.grad
         if is_gradient and not has_gradients:
             continue
         try:
