@@ -8,7 +8,7 @@ compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript 
 
 from collections.abc import Sequence
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, Optional, cast
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -73,8 +73,7 @@ def group_norm(
             return _pass_on("group_norm", input, num_groups, weight, bias, eps)
     if num_groups < 1 or input.numel() < 2 * num_groups:  # the only cases that the check may complain of
         _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
-    normed: Tensor = torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
-    return normed
+    return torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
 
 
 def instance_norm(
@@ -151,8 +150,7 @@ def batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
         _verify_batch_size(input.size())
-    normed: Tensor = torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return normed
+    return torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -168,8 +166,7 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
             return _pass_on("softmax", input, dim, _stacklevel + 2, dtype)
     if dim is None:
         return F.softmax(input, dim, _stacklevel + 1, dtype)
-    activated: Tensor = torch.ops.nhwc.softmax(input, dim, dtype)
-    return activated
+    return torch.ops.nhwc.softmax(input, dim, dtype)
 
 
 def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -185,8 +182,7 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
             return _pass_on("log_softmax", input, dim, _stacklevel + 2, dtype)
     if dim is None:
         return F.log_softmax(input, dim, _stacklevel + 1, dtype)
-    activated: Tensor = torch.ops.nhwc.log_softmax(input, dim, dtype)
-    return activated
+    return torch.ops.nhwc.log_softmax(input, dim, dtype)
 
 
 def cross_entropy(
@@ -221,7 +217,7 @@ def cross_entropy(
                 rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
             return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
-        input = _with_channels_last_gradient(input)
+        input = rows.flatten().view(rows.shape).movedim(-1, 1)  # a gradient through a flat tensor has its order
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
 
@@ -231,12 +227,6 @@ def _is_channels_last(input: Tensor) -> bool:
     What is ambiguous counts as contiguous, as in PyTorch, unless it has the canonical strides of channels-last.
     """
     return (input.dim() == 4 or input.dim() == 5) and input.stride(1) == 1 and input.stride(-1) > 1
-
-
-def _with_channels_last_gradient(input: Tensor) -> Tensor:
-    """Return a view of a channels-last activation: a gradient that passes through a flat tensor has its order."""
-    rows = input.movedim(1, -1)
-    return rows.flatten().view(rows.shape).movedim(-1, 1)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -250,8 +240,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if not is_scripting():
         if _is_pytorch_s(input) or not _are((str,), approximate):
             return _pass_on("gelu", input, approximate=approximate)
-    activated: Tensor = torch.ops.nhwc.gelu(input, approximate=approximate)
-    return activated
+    return torch.ops.nhwc.gelu(input, approximate=approximate)
 
 
 def avg_pool3d(
@@ -278,10 +267,9 @@ def avg_pool3d(
             return _pass_on("avg_pool3d", input, kernel_size, stride, padding, *options)
     if stride is None:
         stride = kernel_size
-    pooled: Tensor = torch.ops.nhwc.avg_pool3d(
+    return torch.ops.nhwc.avg_pool3d(
         input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     )
-    return pooled
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> Tensor:
@@ -297,8 +285,7 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
             return _pass_on("adaptive_avg_pool3d", input, output_size)
         output_size = _as_many(output_size, 3)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
-    pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
-    return pooled
+    return torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
 
 
 def adaptive_max_pool3d(
@@ -324,8 +311,7 @@ def _max_with_indices(
     input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = True
 ) -> tuple[Tensor, Tensor]:
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
-    pooled: tuple[Tensor, Tensor] = torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
-    return pooled
+    return torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
 
 
 def _max_alone(input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = False) -> Tensor:
@@ -367,8 +353,7 @@ def max_unpool3d(
     stride = kernel_size if stride is None else _triple(stride)
     padding = _triple(padding)
     sizes = _unpool_output_size(input, kernel_size, stride, padding, output_size)
-    unpooled: Tensor = torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
-    return unpooled
+    return torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
 
 
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
@@ -384,8 +369,7 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
             return _pass_on("pad", input, pad, mode, value)
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
-    padded: Tensor = torch.ops.nhwc.pad_circular(input, pad)
-    return padded
+    return torch.ops.nhwc.pad_circular(input, pad)
 
 
 def conv2d(
@@ -409,8 +393,7 @@ def conv2d(
     """
     if not is_scripting():
         return _convolve("conv2d", 2, input, weight, bias, stride, padding, dilation, groups)
-    convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return convolved
+    return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def conv3d(
@@ -434,8 +417,7 @@ def conv3d(
     """
     if not is_scripting():
         return _convolve("conv3d", 3, input, weight, bias, stride, padding, dilation, groups)
-    convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
-    return convolved
+    return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def conv_transpose2d(
@@ -458,10 +440,7 @@ def conv_transpose2d(
     if not is_scripting():
         call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
         return _convolve("conv_transpose2d", 2, *call)
-    convolved: Tensor = torch.ops.nhwc.conv_transpose2d(
-        input, weight, bias, stride, padding, output_padding, groups, dilation
-    )
-    return convolved
+    return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
 def conv_transpose3d(
@@ -486,10 +465,7 @@ def conv_transpose3d(
     if not is_scripting():
         call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
         return _convolve("conv_transpose3d", 3, *call)
-    convolved: Tensor = torch.ops.nhwc.conv_transpose3d(
-        input, weight, bias, stride, padding, output_padding, groups, dilation
-    )
-    return convolved
+    return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
 def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, *options: Any) -> Tensor:
@@ -527,8 +503,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, *options
             is_pytorch_s = way == "pytorch"
     if not is_pytorch_s:
         options = _as_lists(options, axes)
-    convolved: Tensor = getattr(F if is_pytorch_s else torch.ops.nhwc, name)(input, weight, bias, *options)
-    return convolved
+    return getattr(F if is_pytorch_s else torch.ops.nhwc, name)(input, weight, bias, *options)
 
 
 # The ways of calls, by their sizes and all else that they depend on.
@@ -602,10 +577,10 @@ def interpolate(
     if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
         exact = mode == "nearest-exact"
         if scale_factor is None and _are_sizes(size):
-            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact))
+            return torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact)
         if size is None and (type(scale_factor) is float or _are_sizes(scale_factor, kinds=_NUMBER)):
             factors = [float(each) for each in _as_many(scale_factor, 3)]
-            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact))
+            return torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact)
     return _pass_on("interpolate", input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
@@ -650,8 +625,8 @@ def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
         tensors = tuple(each for each in arguments if isinstance(each, Tensor))
         is_plain = all(_is_plain(type(each)) for each in tensors) and not _TENSORS.issuperset(map(type, tensors))
         if is_plain and has_torch_function(tensors):
-            return cast(Tensor, handle_torch_function(_keeping_class(name), tensors, *arguments, **options))
-    return cast(Tensor, getattr(F, name)(*arguments, **options))
+            return handle_torch_function(_keeping_class(name), tensors, *arguments, **options)
+    return getattr(F, name)(*arguments, **options)
 
 
 @lru_cache(maxsize=64)

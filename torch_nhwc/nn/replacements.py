@@ -216,10 +216,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
         if not is_scripting():
             return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         # In TorchScript a padding by name has a type of its own.
-        convolved: Tensor = torch.ops.nhwc.conv2d(
-            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-        )
-        return convolved
+        return torch.ops.nhwc.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class PreservingConv3d(Preserving, nn.Conv3d):
@@ -233,10 +230,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
             return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        convolved: Tensor = torch.ops.nhwc.conv3d(
-            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-        )
-        return convolved
+        return torch.ops.nhwc.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
