@@ -6,7 +6,6 @@ compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript 
 `interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -392,7 +391,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        return _convolve("conv2d", 2, input, weight, bias, stride, padding, dilation, groups)
+        return _convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -416,7 +415,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        return _convolve("conv3d", 3, input, weight, bias, stride, padding, dilation, groups)
+        return _convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -438,8 +437,8 @@ def conv_transpose2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose2d", 2, *call)
+        options = (stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose2d", 2, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -463,22 +462,22 @@ def conv_transpose3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose3d", 3, *call)
+        options = (stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose3d", 3, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, *options: Any) -> Tensor:
+def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
     operator. While a compiler traces, an operator that is called consists of PyTorch's own in the compiled graph.
     """
-    is_plain = type(input) in _TENSORS and type(weight) in _TENSORS and type(bias) in _PLAIN
-    if not is_plain and not _are_plain_inside((input, weight, bias)):
-        return _pass_on(name, input, weight, bias, *options)
+    if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
+        if not _are_plain_inside((input, weight, bias)):
+            return _pass_on(name, input, weight, bias, *options)
     if torch.compiler.is_compiling():
-        is_pytorch_s = torch.compiler.is_exporting() or _is_pytorch_s_compiled(axes, input, weight, bias, options)
+        is_pytorch_s: bool | None = _is_pytorch_s_compiled(axes, input, weight, bias, options)
     elif torch._C._is_tracing():  # for inputs of other sizes, too
         is_pytorch_s = torch.onnx.is_in_onnx_export()
     elif torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
@@ -492,28 +491,27 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, *options
                 torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
                 (name, options),
             )
-            way = _ways.get(call)
+            is_pytorch_s = _is_pytorch_s_way.get(call)
         except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
             is_pytorch_s = input.layout != torch.strided or not _are_usual(options, axes)
         else:
-            if way is None:
-                if len(_ways) >= 4096:
-                    _ways.clear()
-                way = _ways[call] = _way_of(axes, input, weight, bias, options)
-            is_pytorch_s = way == "pytorch"
-    if not is_pytorch_s:
-        options = _as_lists(options, axes)
-    return getattr(F if is_pytorch_s else torch.ops.nhwc, name)(input, weight, bias, *options)
+            if is_pytorch_s is None:
+                if len(_is_pytorch_s_way) >= 4096:
+                    _is_pytorch_s_way.clear()
+                is_pytorch_s = _is_pytorch_s_way[call] = _way_of(axes, input, weight, bias, options) == "pytorch"
+    if is_pytorch_s:
+        return getattr(F, name)(input, weight, bias, *options)
+    return getattr(torch.ops.nhwc, name)(input, weight, bias, *_as_lists(options, axes))
 
 
-# The ways of calls, by their sizes and all else that they depend on.
-_ways: dict[Any, str] = {}
+# Whether calls go PyTorch's way, by their sizes and all else that it depends on.
+_is_pytorch_s_way: dict[Any, bool] = {}
 # What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
 _PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 _GROUPS = 3  # the position of the groups among the options
 
 
-def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: Sequence[Any]) -> str:
+def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> str:
     """Return what the table of ways says. Options of types that the operators do not take are for PyTorch."""
     if not _are_usual(options, axes):
         return "pytorch"
@@ -523,8 +521,10 @@ def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: Sequence[Any
     return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *others))
 
 
-def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: Sequence[Any]) -> bool:
+def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
     """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
+    if torch.compiler.is_exporting():
+        return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
 
     if input.device.type != "cpu" or not all(has_static_value(size) for size in (*input.shape, *weight.shape)):
@@ -534,7 +534,7 @@ def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, option
     return _constant_way(axes, tensors, requires_grad, options) in _PYTORCH_S_COMPILED
 
 
-def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: Sequence[Any]) -> str:
+def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: tuple[Any, ...]) -> str:
     """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
     input, weight, *bias = (torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors)
     with torch.set_grad_enabled(requires_grad):
@@ -544,7 +544,7 @@ def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: Sequenc
 _constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
 
 
-def _are_usual(options: Sequence[Any], axes: int) -> bool:
+def _are_usual(options: tuple[Any, ...], axes: int) -> bool:
     """Return whether a convolution's options have types that the operators take."""
     sizes = [each for index, each in enumerate(options) if index != _GROUPS]
     if type(sizes[1]) is str:  # a padding by name
@@ -552,7 +552,7 @@ def _are_usual(options: Sequence[Any], axes: int) -> bool:
     return type(options[_GROUPS]) is int and _are_sizes(*sizes, count=axes)
 
 
-def _as_lists(options: Sequence[Any], axes: int) -> tuple[Any, ...]:
+def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
     """Return a convolution's options with a list for each single number, except for the groups."""
     return tuple(each if index == _GROUPS else _as_many(each, axes) for index, each in enumerate(options))
 

@@ -96,12 +96,7 @@ class Report:
         Raises:
             ValueError: The text is not such a report.
         """
-        report = serialization.from_json(cls, text)
-        try:
-            report.plan.options()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Report.from_json: expected what Report.to_json writes: {error}") from error
-        return report
+        return serialization.from_json(cls, text, lambda report: report.plan.options())
 
     def table(self) -> str:
         """Return a line for every site and every layer that loses channels-last, as text that fits the terminal."""
