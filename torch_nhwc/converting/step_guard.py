@@ -129,7 +129,7 @@ def _install_or_remove() -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     try:
         _restore_gradients(optimizer)  # the last step may have raised
-        parameters = _parameters(optimizer, optimizer.param_groups)
+        parameters = _parameters(optimizer.param_groups)
         if any(getattr(each, "grad_sample", None) is not None and not each.is_contiguous() for each in parameters):
             problem = (
                 "its parameters are channels-last and have per-sample gradients (Opacus), which are computed from "
@@ -137,7 +137,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
             )
             _warn_once(optimizer, "samples", problem)
         groups = [group for group in optimizer.param_groups if group.get("fused")]
-        parameters = [each for each in _parameters(optimizer, groups) if each.is_cpu]
+        parameters = [each for each in _parameters(groups) if each.is_cpu]
         moved = _align(optimizer, parameters, has_gradients=True)
         if parameters:
             watch([optimizer])  # a revert does not know that its state has these strides now
@@ -167,12 +167,12 @@ def _restore_gradients(optimizer: Optimizer, *_: object) -> None:
 def _align_state(optimizer: Optimizer) -> None:
     """Give an optimizer's state the strides of its parameters. Never raises."""
     try:
-        _align(optimizer, _parameters(optimizer, optimizer.param_groups))
+        _align(optimizer, _parameters(optimizer.param_groups))
     except Exception as error:
         _warn_of_failure(optimizer, error)
 
 
-def _parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tensor]:
+def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
     """Return the parameters of some groups that can be in a channels-last format."""
     parameters = (each for group in groups for each in group["params"])
     return [each for each in parameters if type(each) in (nn.Parameter, Tensor) and each.dim() in CHANNELS_LAST]
