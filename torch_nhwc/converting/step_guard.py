@@ -27,6 +27,7 @@ from torch_nhwc.rendering import warn
 from torch_nhwc.sites.wrappers import with_inner
 
 _logger = logging.getLogger("torch_nhwc")
+_PLAIN = (Tensor, nn.Parameter)
 
 _is_enabled = True
 _handles: list[RemovableHandle] = []
@@ -165,9 +166,13 @@ def _restore_gradients(optimizer: Optimizer, *_: object) -> None:
 
 
 def _align_state(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of its parameters. Never raises."""
+    """Give an optimizer's state the strides of its parameters, of any rank. Never raises.
+
+    All state in a contiguous checkpoint is contiguous, also that of a linear layer's transposed weight.
+    """
     try:
-        _align(optimizer, _parameters(optimizer.param_groups))
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        _align(optimizer, [each for each in parameters if type(each) in _PLAIN and each.layout is torch.strided])
     except Exception as error:
         _warn_of_failure(optimizer, error)
 
@@ -175,7 +180,7 @@ def _align_state(optimizer: Optimizer) -> None:
 def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
     """Return the parameters of some groups that can be in a channels-last format."""
     parameters = (each for group in groups for each in group["params"])
-    return [each for each in parameters if type(each) in (nn.Parameter, Tensor) and each.dim() in CHANNELS_LAST]
+    return [each for each in parameters if type(each) in _PLAIN and each.dim() in CHANNELS_LAST]
 
 
 def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> list[tuple[Tensor, str]]:

@@ -158,7 +158,8 @@ def find_mismatched(parameters: Sequence[Tensor], optimizers: Sequence[Any]) -> 
     Returns:
         The index of the parameter, the label as of a companion, and the tensor.
     """
-    found = [each for each in _gradients_and_state(parameters, optimizers) if each[3] is None]
+    companions = _gradients_and_state(parameters, optimizers)
+    found = [each for each in companions if each[3] is None and type(each[2]) in _PLAIN]
     apart = mismatched_layouts([parameters[each[0]] for each in found], [each[2] for each in found])
     # Nothing else can have the strides of a parameter with gaps, which no conversion has made.
     dense = torch.ops.aten.is_non_overlapping_and_dense
