@@ -20,7 +20,8 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from torch_nhwc.running import ModuleStack, tensors_in
+from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
 from torch_nhwc.tracing.traces import (
