@@ -142,17 +142,10 @@ _LEAVES = (Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE)
 def outcomes_of(tensors: Sequence[Tensor | None], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
     """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
     outcomes: list[Outcome | None] = [None] * len(tensors)
-    kinds = set(formats)
-    present = [each for each in tensors if each is not None]
-    if len(kinds) == 1 and len(present) == len(tensors):
-        return _in_one_format(present, kinds.pop(), storage)
-    for wanted in kinds:
-        some = [
-            (index, tensor)
-            for index, (tensor, own) in enumerate(zip(tensors, formats))
-            if tensor is not None and own == wanted
-        ]
-        for (index, _), outcome in zip(some, _in_one_format([tensor for _, tensor in some], wanted, storage)):
+    for wanted in set(formats):
+        pairs = enumerate(zip(tensors, formats))
+        some = {index: tensor for index, (tensor, own) in pairs if tensor is not None and own == wanted}
+        for index, outcome in zip(some, _in_one_format(list(some.values()), wanted, storage)):
             outcomes[index] = outcome
     return outcomes
 
