@@ -29,7 +29,7 @@ from stopwatch import in_turns, summary
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import seconds
+from torch_nhwc.running.calls import seconds
 
 CONTIGUOUS, FULL, PRESERVED = "contiguous", "full", "preserved"
 IN_FLOAT32 = {f"{layout} float32": layout for layout in (CONTIGUOUS, PRESERVED)}

@@ -25,7 +25,7 @@ from jobs import JOBS, memcpy
 from models import MODELS, SOURCES, moved_of, weights_of
 from stopwatch import in_turns
 
-from torch_nhwc.running import seconds
+from torch_nhwc.running.calls import seconds
 
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]

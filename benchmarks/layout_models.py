@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.running import tensors_in
+from torch_nhwc.running.comparison import tensors_in
 
 MODES = ("inference", "training")
 

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from torch_nhwc.running import seconds
+from torch_nhwc.running.calls import seconds
 
 Call = Callable[[], object]
 Sample = TypeVar("Sample")

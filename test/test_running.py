@@ -6,7 +6,7 @@ import torch
 import torch._dynamo  # otherwise nothing is compiled, and there is no stance
 from torch import nn
 
-from torch_nhwc.running import run_once
+from torch_nhwc.running.calls import run_once
 
 
 def test_runs_in_several_threads_leave_the_compiler_as_it_was():

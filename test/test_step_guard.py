@@ -378,3 +378,18 @@ def test_h45_loaded_state_gets_the_strides_of_the_parameters_also_after_a_revert
     report.revert()
     optimizer.load_state_dict(in_format)
     assert strides(model, optimizer) == {(27, 9, 3, 1)}
+
+
+def test_loaded_state_follows_parameters_of_every_rank():
+    """A contiguous checkpoint holds contiguous state, for the transposed weight of a linear layer too."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8, 4))
+    model[2].weight.data = model[2].weight.data.t().contiguous().t()
+    optimizer = FUSED["AdamW"](model.parameters())
+    nhwc.convert_(model, optimizer=optimizer)
+    nhwc.checkpoint.contiguous_checkpoints_(optimizer)
+    model(torch.randn(2, 3, 3, 3)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    for weight in (model[0].weight, model[2].weight):
+        assert not weight.is_contiguous()
+        assert optimizer.state[weight]["exp_avg"].stride() == weight.stride()

@@ -6,9 +6,8 @@ compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript 
 `interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
-from collections.abc import Sequence
 from functools import lru_cache, wraps
-from typing import TYPE_CHECKING, Any, Optional, cast
+from typing import TYPE_CHECKING, Any, Optional
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -73,8 +72,7 @@ def group_norm(
             return _pass_on("group_norm", input, num_groups, weight, bias, eps)
     if num_groups < 1 or input.numel() < 2 * num_groups:  # the only cases that the check may complain of
         _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
-    normed: Tensor = torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
-    return normed
+    return torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
 
 
 def instance_norm(
@@ -151,8 +149,7 @@ def batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
         _verify_batch_size(input.size())
-    normed: Tensor = torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
-    return normed
+    return torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -168,8 +165,7 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
             return _pass_on("softmax", input, dim, _stacklevel + 2, dtype)
     if dim is None:
         return F.softmax(input, dim, _stacklevel + 1, dtype)
-    activated: Tensor = torch.ops.nhwc.softmax(input, dim, dtype)
-    return activated
+    return torch.ops.nhwc.softmax(input, dim, dtype)
 
 
 def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -185,8 +181,7 @@ def log_softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dty
             return _pass_on("log_softmax", input, dim, _stacklevel + 2, dtype)
     if dim is None:
         return F.log_softmax(input, dim, _stacklevel + 1, dtype)
-    activated: Tensor = torch.ops.nhwc.log_softmax(input, dim, dtype)
-    return activated
+    return torch.ops.nhwc.log_softmax(input, dim, dtype)
 
 
 def cross_entropy(
@@ -214,14 +209,14 @@ def cross_entropy(
         is_ours = not torch._C._is_tracing()
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
-        if _has_long_rows(input) and (target.shape == input.shape or target.shape == rows.shape[:-1]):
-            # One loss for each row of a matrix: PyTorch's softmax is fastest over a last dimension.
+        if input.stride(-1) >= 16 and (target.shape == input.shape or target.shape == rows.shape[:-1]):
+            # One loss for each row of a matrix: PyTorch's softmax over a last dimension is fastest for many channels.
             flat = target.movedim(1, -1).flatten(0, -2) if target.dim() == input.dim() else target.flatten()
             loss = F.cross_entropy(
                 rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
             return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
-        input = _with_channels_last_gradient(input)
+        input = rows.flatten().view(rows.shape).movedim(-1, 1)  # a gradient through a flat tensor has its order
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
 
 
@@ -231,17 +226,6 @@ def _is_channels_last(input: Tensor) -> bool:
     What is ambiguous counts as contiguous, as in PyTorch, unless it has the canonical strides of channels-last.
     """
     return (input.dim() == 4 or input.dim() == 5) and input.stride(1) == 1 and input.stride(-1) > 1
-
-
-def _has_long_rows(input: Tensor) -> bool:
-    """Return whether the channels of a voxel are so many that PyTorch's softmax over a last dimension pays."""
-    return input.stride(-1) >= 16
-
-
-def _with_channels_last_gradient(input: Tensor) -> Tensor:
-    """Return a view of a channels-last activation: a gradient that passes through a flat tensor has its order."""
-    rows = input.movedim(1, -1)
-    return rows.flatten().view(rows.shape).movedim(-1, 1)
 
 
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
@@ -255,8 +239,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     if not is_scripting():
         if _is_pytorch_s(input) or not _are((str,), approximate):
             return _pass_on("gelu", input, approximate=approximate)
-    activated: Tensor = torch.ops.nhwc.gelu(input, approximate=approximate)
-    return activated
+    return torch.ops.nhwc.gelu(input, approximate=approximate)
 
 
 def avg_pool3d(
@@ -283,10 +266,9 @@ def avg_pool3d(
             return _pass_on("avg_pool3d", input, kernel_size, stride, padding, *options)
     if stride is None:
         stride = kernel_size
-    pooled: Tensor = torch.ops.nhwc.avg_pool3d(
+    return torch.ops.nhwc.avg_pool3d(
         input, kernel_size, stride, padding, ceil_mode, count_include_pad, divisor_override
     )
-    return pooled
 
 
 def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> Tensor:
@@ -300,10 +282,9 @@ def adaptive_avg_pool3d(input: Tensor, output_size: BroadcastingList3[int]) -> T
     if not is_scripting():
         if _is_pytorch_s(input) or not _are_output_sizes(output_size):
             return _pass_on("adaptive_avg_pool3d", input, output_size)
-        output_size = _as_three(output_size)
+        output_size = _as_many(output_size, 3)
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
-    pooled: Tensor = torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
-    return pooled
+    return torch.ops.nhwc.adaptive_avg_pool3d(input, sizes)
 
 
 def adaptive_max_pool3d(
@@ -321,7 +302,7 @@ def adaptive_max_pool3d(
     """
     if _is_pytorch_s(input) or not (_are_output_sizes(output_size) and _are((bool,), return_indices)):
         return _pass_on("adaptive_max_pool3d", input, output_size, return_indices)
-    both = _max_with_indices(input, _as_three(output_size))
+    both = _max_with_indices(input, _as_many(output_size, 3))
     return both if return_indices else both[0]
 
 
@@ -329,8 +310,7 @@ def _max_with_indices(
     input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = True
 ) -> tuple[Tensor, Tensor]:
     sizes = _list_with_default(output_size, input.size())  # type: ignore[arg-type]
-    pooled: tuple[Tensor, Tensor] = torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
-    return pooled
+    return torch.ops.nhwc.adaptive_max_pool3d(input, sizes)
 
 
 def _max_alone(input: Tensor, output_size: BroadcastingList3[int], return_indices: bool = False) -> Tensor:
@@ -372,8 +352,7 @@ def max_unpool3d(
     stride = kernel_size if stride is None else _triple(stride)
     padding = _triple(padding)
     sizes = _unpool_output_size(input, kernel_size, stride, padding, output_size)
-    unpooled: Tensor = torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
-    return unpooled
+    return torch.ops.nhwc.max_unpool3d(input, indices, sizes, stride, padding)
 
 
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
@@ -389,8 +368,7 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
             return _pass_on("pad", input, pad, mode, value)
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
-    padded: Tensor = torch.ops.nhwc.pad_circular(input, pad)
-    return padded
+    return torch.ops.nhwc.pad_circular(input, pad)
 
 
 def conv2d(
@@ -413,12 +391,8 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, dilation, groups)
-        if _is_pytorch_s_way(*call, 2):
-            return F.conv2d(*call) if type(input) in _TENSORS else _pass_on("conv2d", *call)
-        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
-    convolved: Tensor = torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
-    return convolved
+        return _convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
+    return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def conv3d(
@@ -441,12 +415,8 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        call = (input, weight, bias, stride, padding, dilation, groups)
-        if _is_pytorch_s_way(*call, 3):
-            return F.conv3d(*call) if type(input) in _TENSORS else _pass_on("conv3d", *call)
-        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
-    convolved: Tensor = torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
-    return convolved
+        return _convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
+    return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
 def conv_transpose2d(
@@ -467,15 +437,9 @@ def conv_transpose2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 2, output_padding):
-            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return F.conv_transpose2d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose2d", *call)
-        stride, padding, dilation = _as_many(stride, 2), _as_many(padding, 2), _as_many(dilation, 2)
-        output_padding = _as_many(output_padding, 2)
-    convolved: Tensor = torch.ops.nhwc.conv_transpose2d(
-        input, weight, bias, stride, padding, output_padding, groups, dilation
-    )
-    return convolved
+        options = (stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose2d", 2, input, weight, bias, options)
+    return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
 def conv_transpose3d(
@@ -498,106 +462,99 @@ def conv_transpose3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        if _is_pytorch_s_way(input, weight, bias, stride, padding, dilation, groups, 3, output_padding):
-            call = (input, weight, bias, stride, padding, output_padding, groups, dilation)
-            return F.conv_transpose3d(*call) if type(input) in _TENSORS else _pass_on("conv_transpose3d", *call)
-        stride, padding, dilation = _as_many(stride, 3), _as_many(padding, 3), _as_many(dilation, 3)
-        output_padding = _as_many(output_padding, 3)
-    convolved: Tensor = torch.ops.nhwc.conv_transpose3d(
-        input, weight, bias, stride, padding, output_padding, groups, dilation
-    )
-    return convolved
+        options = (stride, padding, output_padding, groups, dilation)
+        return _convolve("conv_transpose3d", 3, input, weight, bias, options)
+    return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _is_pytorch_s_way(
-    input: Any,
-    weight: Any,
-    bias: Any,
-    stride: Any,
-    padding: Any,
-    dilation: Any,
-    groups: Any,
-    axes: int,
-    output_padding: Any = None,
-) -> bool:
-    """Return whether PyTorch computes a convolution right, fast and in format, by the operators' table of ways.
+def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
+    """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
-    The answer is remembered, which saves the call of the operator. While a compiler traces, an operator that is called
-    consists of PyTorch's own in the compiled graph.
+    The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
+    operator. While a compiler traces, an operator that is called consists of PyTorch's own in the compiled graph.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         if not _are_plain_inside((input, weight, bias)):
-            return True
-    arguments = stride, padding, dilation, groups, axes, output_padding
+            return _pass_on(name, input, weight, bias, *options)
     if torch.compiler.is_compiling():
-        return torch.compiler.is_exporting() or _is_pytorch_s_way_compiled(input, weight, bias, *arguments)
-    if torch._C._is_tracing():  # for inputs of other sizes, too
-        return torch.onnx.is_in_onnx_export()
-    if torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
-        return not _are_usual(*arguments)
-    try:
-        call = (
-            (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
-            None if bias is None else bias.dtype,
-            (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
-            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
-            arguments,
-        )
-        way = _ways.get(call)
-    except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
-        return input.layout != torch.strided or not _are_usual(*arguments)
-    if way is None:
-        if len(_ways) >= 4096:
-            _ways.clear()
-        way = _ways[call] = _way_of(input, weight, bias, *arguments)
-    return way == "pytorch"
+        is_pytorch_s: bool | None = _is_pytorch_s_compiled(axes, input, weight, bias, options)
+    elif torch._C._is_tracing():  # for inputs of other sizes, too
+        is_pytorch_s = torch.onnx.is_in_onnx_export()
+    elif torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
+        is_pytorch_s = not _are_usual(options, axes)
+    else:
+        try:
+            call = (
+                (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
+                None if bias is None else bias.dtype,
+                (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
+                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                (name, options),
+            )
+            is_pytorch_s = _is_pytorch_s_way.get(call)
+        except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
+            is_pytorch_s = input.layout != torch.strided or not _are_usual(options, axes)
+        else:
+            if is_pytorch_s is None:
+                if len(_is_pytorch_s_way) >= 4096:
+                    _is_pytorch_s_way.clear()
+                is_pytorch_s = _is_pytorch_s_way[call] = _way_of(axes, input, weight, bias, options) == "pytorch"
+    if is_pytorch_s:
+        return getattr(F, name)(input, weight, bias, *options)
+    return getattr(torch.ops.nhwc, name)(input, weight, bias, *_as_lists(options, axes))
 
 
-# The ways of calls, by their sizes and all else that they depend on.
-_ways: dict[Any, str] = {}
+# Whether calls go PyTorch's way, by their sizes and all else that it depends on.
+_is_pytorch_s_way: dict[Any, bool] = {}
 # What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
 _PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
+_GROUPS = 3  # the position of the groups among the options
 
 
-def _way_of(input: Any, weight: Any, bias: Any, *arguments: Any) -> str:
-    """Return what the table of ways says. Arguments of types that the operators do not take are for PyTorch."""
-    if not _are_usual(*arguments):
+def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> str:
+    """Return what the table of ways says. Options of types that the operators do not take are for PyTorch."""
+    if not _are_usual(options, axes):
         return "pytorch"
-    stride, padding, dilation, groups, axes, output_padding = arguments
-    stride, padding, dilation = _as_many(stride, axes), _as_many(padding, axes), _as_many(dilation, axes)
-    more = () if output_padding is None else (_as_many(output_padding, axes),)
-    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *more))
+    stride, padding, dilation, groups, *others = _as_lists(options, axes)
+    if others:  # PyTorch's transposed convolutions take the output's padding before the dilation
+        dilation, others = others[0], [dilation]
+    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *others))
 
 
-def _is_pytorch_s_way_compiled(input: Any, weight: Any, bias: Any, *arguments: Any) -> bool:
+def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
     """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
+    if torch.compiler.is_exporting():
+        return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
 
     if input.device.type != "cpu" or not all(has_static_value(size) for size in (*input.shape, *weight.shape)):
-        return not _are_usual(*arguments)
-    tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight)]
-    bias_type = None if bias is None else (tuple(bias.shape), bias.stride(), bias.dtype)
+        return not _are_usual(options, axes)
+    tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight, bias) if each is not None]
     requires_grad = weight.requires_grad and torch.is_grad_enabled()
-    return _constant_way(tensors, bias_type, requires_grad, arguments) in _PYTORCH_S_COMPILED
+    return _constant_way(axes, tensors, requires_grad, options) in _PYTORCH_S_COMPILED
 
 
-def _constant_way(tensors: Any, bias_type: Any, requires_grad: bool, arguments: Any) -> str:
+def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: tuple[Any, ...]) -> str:
     """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
-    made = [torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors]
-    bias = None if bias_type is None else torch.empty_strided(*bias_type[:2], dtype=bias_type[2])
+    input, weight, *bias = (torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors)
     with torch.set_grad_enabled(requires_grad):
-        return _way_of(made[0], made[1].requires_grad_(requires_grad), bias, *arguments)
+        return _way_of(axes, input, weight.requires_grad_(requires_grad), bias[0] if bias else None, options)
 
 
 _constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
 
 
-def _are_usual(stride: Any, padding: Any, dilation: Any, groups: Any, axes: int, output_padding: Any) -> bool:
-    """Return whether the arguments besides the tensors have types that the operators take."""
-    sizes = (stride, dilation) if type(padding) is str else (stride, padding, dilation)
-    if output_padding is not None:
-        sizes = (*sizes, output_padding)
-    return type(groups) is int and _are_sizes(*sizes, count=axes)
+def _are_usual(options: tuple[Any, ...], axes: int) -> bool:
+    """Return whether a convolution's options have types that the operators take."""
+    sizes = [each for index, each in enumerate(options) if index != _GROUPS]
+    if type(sizes[1]) is str:  # a padding by name
+        sizes.pop(1)
+    return type(options[_GROUPS]) is int and _are_sizes(*sizes, count=axes)
+
+
+def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
+    """Return a convolution's options with a list for each single number, except for the groups."""
+    return tuple(each if index == _GROUPS else _as_many(each, axes) for index, each in enumerate(options))
 
 
 def interpolate(
@@ -619,14 +576,12 @@ def interpolate(
     is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
     if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
         exact = mode == "nearest-exact"
-        sizes, scales = _three_numbers(size, (int,)), _three_numbers(scale_factor, _NUMBER)
-        if sizes is not None and scale_factor is None:
-            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, sizes, None, exact=exact))
-        if scales is not None and size is None:
-            factors = [float(scale) for scale in scales]
-            return cast(Tensor, torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact))
-    arguments = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-    return _pass_on("interpolate", input, *arguments)
+        if scale_factor is None and _are_sizes(size):
+            return torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact)
+        if size is None and (type(scale_factor) is float or _are_sizes(scale_factor, kinds=_NUMBER)):
+            factors = [float(each) for each in _as_many(scale_factor, 3)]
+            return torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact)
+    return _pass_on("interpolate", input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
 _LISTS = (tuple, list, torch.Size)
@@ -636,18 +591,14 @@ _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
+@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _is_plain(kind: type) -> bool:
     """Return whether operators take tensors of a class, or `None`, as they take plain tensors.
 
     Subclasses with a `__torch_dispatch__` of their own and proxies of `torch.fx` interpret a call themselves. Others,
     such as MONAI's `MetaTensor`, compute as their base does, and add something in `__torch_function__`.
     """
-    return kind in _PLAIN or _is_plain_subclass(kind)
-
-
-@lru_cache(maxsize=256)
-def _is_plain_subclass(kind: type) -> bool:
-    return issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__
+    return kind in _PLAIN or (issubclass(kind, Tensor) and kind.__torch_dispatch__ is Tensor.__torch_dispatch__)
 
 
 def is_exported() -> bool:
@@ -662,7 +613,7 @@ def _is_pytorch_s(*tensors: Any) -> bool:
 
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:
     """Return whether a call with plain subclasses has passed their `__torch_function__`, or they have none."""
-    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)
+    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)  # type: ignore[arg-type]
 
 
 def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
@@ -674,8 +625,8 @@ def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
         tensors = tuple(each for each in arguments if isinstance(each, Tensor))
         is_plain = all(_is_plain(type(each)) for each in tensors) and not _TENSORS.issuperset(map(type, tensors))
         if is_plain and has_torch_function(tensors):
-            return cast(Tensor, handle_torch_function(_keeping_class(name), tensors, *arguments, **options))
-    return cast(Tensor, getattr(F, name)(*arguments, **options))
+            return handle_torch_function(_keeping_class(name), tensors, *arguments, **options)
+    return getattr(F, name)(*arguments, **options)
 
 
 @lru_cache(maxsize=64)
@@ -718,17 +669,6 @@ def _are_output_sizes(output_size: Any) -> bool:
     return _are_sizes(output_size, kinds=(int,) if torch._C._is_tracing() else (int, _NONE))
 
 
-def _as_three(value: Any) -> Any:
-    """Return one number as three: the operators take no single one where a size may be symbolic."""
-    return _as_many(value, 3)
-
-
 def _as_many(value: Any, count: int) -> Any:
-    return [value] * count if isinstance(value, int) else value
-
-
-def _three_numbers(value: Any, kinds: tuple[type, ...]) -> list[Any] | None:
-    """Return one number for each of three dimensions; `None` where the value is something else."""
-    each = [value] * 3 if _are(kinds, value) else value
-    is_fit = isinstance(each, Sequence) and len(each) == 3 and _are(kinds, *each)
-    return list(each) if is_fit else None
+    """Return one number as a list: the operators take no single one where a size may be symbolic."""
+    return [value] * count if isinstance(value, _NUMBER) else value

@@ -8,7 +8,7 @@ import os
 import tempfile
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -76,14 +76,15 @@ def to_json(value: Any) -> str:
     return json.dumps(to_data(value), indent=1)
 
 
-def from_json(kind: type[T], text: str) -> T:
+def from_json(kind: type[T], text: str, check: Callable[[T], object] = lambda _: None) -> T:
     """Return the dataclass that `to_json` wrote.
 
     Raises:
-        ValueError: The text is not JSON, or not of this type.
+        ValueError: The text is not JSON, or not of this type, or `check` raises an error.
     """
     try:
         value: T = from_data(kind, json.loads(text))
+        check(value)
     except (KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{kind.__name__}.from_json: expected what {kind.__name__}.to_json writes: {error}") from error
     return value

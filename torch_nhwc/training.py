@@ -14,7 +14,7 @@ from torch_nhwc.converting.step_guard import set_step_guard
 from torch_nhwc.layout import Format, Strides, has_strides, is_permuted
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.ops import Storage, set_strides_
-from torch_nhwc.planning.companions import Companion, Weight, find_companions, held_by, sources_of
+from torch_nhwc.planning.companions import Weight, find_companions, find_mismatched, held_by, sources_of
 from torch_nhwc.planning.deciding import decide
 from torch_nhwc.planning.matching import match, match_layers
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
@@ -165,18 +165,12 @@ def align_optimizer_(model: nn.Module, optimizer: Any) -> list[CompanionRow]:
     """
     sources = sources_of(optimizer, None, model)
     sources.check_optimizers(model.parameters())
-    weights = [
-        Weight(name, each, each.stride())
-        for name, each in model.named_parameters()
-        if type(each) is nn.Parameter and each.layout is torch.strided and 0 not in each.stride()
-    ]
-    apart = [each for each in find_companions(weights, sources) if _is_apart(each)]
-    strides = [companion.weight.strides for companion in apart]
-    outcomes = set_strides_([companion.tensor for companion in apart], strides, storage="detach")
-    return [
-        CompanionRow(companion.weight.name, companion.label, outcome, None)
-        for companion, outcome in zip(apart, outcomes)
-    ]
+    named = dict(model.named_parameters())
+    names = [name for name, each in named.items() if type(each) is nn.Parameter and each.layout is torch.strided]
+    apart = find_mismatched([named[name] for name in names], sources.optimizers)
+    strides = [named[names[index]].stride() for index, *_ in apart]
+    outcomes = set_strides_([tensor for *_, tensor in apart], strides, storage="detach")
+    return [CompanionRow(names[index], label, outcome, None) for (index, label, _), outcome in zip(apart, outcomes)]
 
 
 @dataclass
@@ -218,18 +212,11 @@ def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: boo
         if wrappers.keeps_buckets(each) and not permuted.isdisjoint(held_by(each)):
             seen.add("", type(each).__name__, _KEEPS_BUCKETS)
     for companion in find_companions(weights, sources):
-        if _is_apart(companion):
-            own, expected = companion.tensor.stride(), companion.weight.strides
+        expected = companion.weight.strides  # the plan's, which the weight may have lost
+        if companion.reason is None and not has_strides(companion.tensor, expected):
+            own = companion.tensor.stride()
             seen.deviations.append(Deviation(companion.weight.name, companion.label, own, expected))
     return seen
-
-
-def _is_apart(companion: Companion) -> bool:
-    """Return whether a companion should have the strides of its weight, and does not.
-
-    PyTorch's own gradients and state may have other strides in dimensions of size 1, where no element differs.
-    """
-    return companion.reason is None and not has_strides(companion.tensor, companion.weight.strides)
 
 
 def _look_at_weights(found: Found, plan: Plan, seen: _Rank, has_ranks: bool) -> list[Weight]:

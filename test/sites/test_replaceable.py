@@ -8,11 +8,11 @@ from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
-from torch_nhwc.sites.finding import find_replaceable_layers
+from torch_nhwc.sites.finding import walk_layers
 
 
 def reasons(model):
-    return {layer.path: layer.reason for layer in find_replaceable_layers(model)}
+    return {layer.path: layer.reason for layer in walk_layers(model).layers}
 
 
 class Own(nn.GroupNorm):

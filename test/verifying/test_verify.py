@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from user_code import Function
 
 import torch_nhwc as nhwc
-from torch_nhwc.running import copy_model
+from torch_nhwc.running.calls import copy_model
 from torch_nhwc.verifying import Verdict, Verification
 
 X = torch.randn(3, 3, 8, 8, generator=torch.Generator().manual_seed(0))

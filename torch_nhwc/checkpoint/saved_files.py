@@ -21,10 +21,10 @@ from torch_nhwc.checkpoint.programs import ProgramTensors, convert_inputs_, note
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import release
-from torch_nhwc.layout import Format
 from torch_nhwc.ops import set_strides_
 from torch_nhwc.planning.deciding import plan
 from torch_nhwc.planning.plans import Options
+from torch_nhwc.planning.remarks import ranks_to_bring
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.serialization import write_whole
 from torch_nhwc.sites.reasons import Reason
@@ -194,9 +194,9 @@ def _convert_archive(job: _Job, output: IO[bytes]) -> Report:
     report = job.convert(model)
     name = job.options.input_format
     if name is not None:
-        formats = job.options.format, Format(None if name == "channels_last" else name)
-        ranks = {row.rank for row in report.rows if all(each.serves(row.rank) for each in formats)}
-        job.remarks.append(convert_inputs_(model, sorted(ranks)))
+        found = {row.rank for row in report.rows}
+        ranks = [rank for rank in ranks_to_bring(name, job.options.format) if rank in found]
+        job.remarks.append(convert_inputs_(model, ranks))
     torch.jit.save(model, output, _extra_files=extra)  # type: ignore[no-untyped-call, unused-ignore]
     return report
 

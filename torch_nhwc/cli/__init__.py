@@ -2,7 +2,7 @@
 
 from torch_nhwc import __version__
 from torch_nhwc.ops.library import build_info, library_path
-from torch_nhwc.running import machine
+from torch_nhwc.running.machine import machine
 
 
 def describe_environment() -> dict[str, object]:

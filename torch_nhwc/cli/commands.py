@@ -22,7 +22,8 @@ from torch_nhwc import cli
 from torch_nhwc.cli.models import MODELS, Example, dtype_of, import_from_here, load_example
 from torch_nhwc.cli.trace_page import write_page
 from torch_nhwc.rendering import paragraphs
-from torch_nhwc.running import Difference, call, compare, copy_inputs, copy_model, evaluation_mode
+from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode
+from torch_nhwc.running.comparison import Difference, compare
 from torch_nhwc.serialization import write_whole
 from torch_nhwc.tracing import Trace, assert_layout
 from torch_nhwc.tracing import audit as read_profile

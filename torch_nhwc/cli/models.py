@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
-from torch_nhwc.running import arguments_of, call
+from torch_nhwc.running.calls import arguments_of, call
 
 _FLOATING = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _DTYPES = _FLOATING | {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool}

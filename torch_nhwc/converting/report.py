@@ -9,7 +9,7 @@ from torch import nn
 from torch_nhwc import serialization
 from torch_nhwc.converting.edits import Undo
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning.plans import CompanionRow, Plan, PlanRow, full_table, render, summary
+from torch_nhwc.planning.plans import WHERE, CompanionRow, Plan, PlanRow, full_table, render, summary
 from torch_nhwc.rendering import amount
 
 
@@ -96,12 +96,7 @@ class Report:
         Raises:
             ValueError: The text is not such a report.
         """
-        report = serialization.from_json(cls, text)
-        try:
-            report.plan.options()
-        except (TypeError, ValueError) as error:
-            raise ValueError(f"Report.from_json: expected what Report.to_json writes: {error}") from error
-        return report
+        return serialization.from_json(cls, text, lambda report: report.plan.options())
 
     def table(self) -> str:
         """Return a line for every site and every layer that loses channels-last, as text that fits the terminal."""
@@ -114,9 +109,9 @@ class Report:
     def _lines(self) -> list[str]:
         """Return what there is to say besides the rows."""
         lines: list[str] = []
-        where = Counter(outcome for outcome in self.outcomes if outcome in _WHERE)
+        where = Counter(outcome for outcome in self.outcomes if outcome in WHERE)
         if where:
-            lines.append(f"Moved: {', '.join(f'{where[each]} {_WHERE[each]}' for each in sorted(where))}.")
+            lines.append(f"Moved: {', '.join(f'{where[each]} {WHERE[each][1]}' for each in sorted(where))}.")
         kinds = Counter((each.label.split(".")[0], each.reason) for each in self.companions)
         follow = ", ".join(f"{count} {label}" for (label, reason), count in kinds.items() if reason is None)
         if follow:
@@ -130,12 +125,3 @@ class Report:
 
     def __repr__(self) -> str:
         return f"<Report: {summary(self.plan.rows, self.plan.memory_format, is_done=True)}>"
-
-
-_WHERE = {
-    Outcome.IN_PLACE: "in place",
-    Outcome.COPIED: "to new storage",
-    Outcome.COPIED_HELD: "to new storage (something else holds the old one)",
-    Outcome.COPIED_FOREIGN: "to new storage (the old memory is foreign)",
-    Outcome.COPIED_SHARED: "to new storage (no longer shared with other processes)",
-}

@@ -21,12 +21,13 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.ops import mismatched_layouts, set_strides_
-from torch_nhwc.planning.companions import CODES
+from torch_nhwc.ops import set_strides_
+from torch_nhwc.planning.companions import find_mismatched
 from torch_nhwc.rendering import warn
-from torch_nhwc.sites.wrappers import state_of, with_inner
+from torch_nhwc.sites.wrappers import with_inner
 
 _logger = logging.getLogger("torch_nhwc")
+_PLAIN = (Tensor, nn.Parameter)
 
 _is_enabled = True
 _handles: list[RemovableHandle] = []
@@ -129,7 +130,7 @@ def _install_or_remove() -> None:
 def _before_step(optimizer: Optimizer, *_: object) -> None:
     try:
         _restore_gradients(optimizer)  # the last step may have raised
-        parameters = _parameters(optimizer, optimizer.param_groups)
+        parameters = _parameters(optimizer.param_groups)
         if any(getattr(each, "grad_sample", None) is not None and not each.is_contiguous() for each in parameters):
             problem = (
                 "its parameters are channels-last and have per-sample gradients (Opacus), which are computed from "
@@ -137,7 +138,7 @@ def _before_step(optimizer: Optimizer, *_: object) -> None:
             )
             _warn_once(optimizer, "samples", problem)
         groups = [group for group in optimizer.param_groups if group.get("fused")]
-        parameters = [each for each in _parameters(optimizer, groups) if each.is_cpu]
+        parameters = [each for each in _parameters(groups) if each.is_cpu]
         moved = _align(optimizer, parameters, has_gradients=True)
         if parameters:
             watch([optimizer])  # a revert does not know that its state has these strides now
@@ -165,33 +166,31 @@ def _restore_gradients(optimizer: Optimizer, *_: object) -> None:
 
 
 def _align_state(optimizer: Optimizer) -> None:
-    """Give an optimizer's state the strides of its parameters. Never raises."""
+    """Give an optimizer's state the strides of its parameters, of any rank. Never raises.
+
+    All state in a contiguous checkpoint is contiguous, also that of a linear layer's transposed weight.
+    """
     try:
-        _align(optimizer, _parameters(optimizer, optimizer.param_groups))
+        parameters = (each for group in optimizer.param_groups for each in group["params"])
+        _align(optimizer, [each for each in parameters if type(each) in _PLAIN and each.layout is torch.strided])
     except Exception as error:
         _warn_of_failure(optimizer, error)
 
 
-def _parameters(optimizer: Optimizer, groups: list[dict[str, Any]]) -> list[Tensor]:
+def _parameters(groups: list[dict[str, Any]]) -> list[Tensor]:
     """Return the parameters of some groups that can be in a channels-last format."""
     parameters = (each for group in groups for each in group["params"])
-    return [each for each in parameters if type(each) in (nn.Parameter, Tensor) and each.dim() in CHANNELS_LAST]
+    return [each for each in parameters if type(each) in _PLAIN and each.dim() in CHANNELS_LAST]
 
 
 def _align(optimizer: Optimizer, parameters: list[Tensor], has_gradients: bool = False) -> list[tuple[Tensor, str]]:
     """Give state and gradients the strides of their parameters; return the parameter and label of each that changed."""
-    states = state_of(optimizer)
-    companions: list[tuple[Tensor, str, Tensor]] = []
-    for parameter in parameters:
-        named = {"grad": parameter.grad if has_gradients else None, **(states.get(parameter) or {})}
-        tensors = ((str(key), each) for key, each in named.items() if type(each) is Tensor)
-        companions += [(parameter, key, each) for key, each in tensors if each.dtype not in CODES]
-    apart = mismatched_layouts([parameter for parameter, _, _ in companions], [tensor for _, _, tensor in companions])
     moved = []
-    for parameter, label, tensor in (companions[index] for index in apart):
-        if not torch.ops.aten.is_non_overlapping_and_dense(parameter):
-            continue  # a parameter with gaps was not converted, and nothing else can have its strides
-        is_gradient = label == "grad"
+    for index, label, tensor in find_mismatched(parameters, [optimizer]):
+        parameter = parameters[index]
+        is_gradient = tensor is parameter.grad
+        if is_gradient and not has_gradients:
+            continue
         try:
             set_strides_([tensor], [parameter.stride()], storage="reuse" if is_gradient else "detach")
         except RuntimeError as error:

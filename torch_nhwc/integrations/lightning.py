@@ -16,6 +16,7 @@ from torch_nhwc.checkpoint import contiguous_checkpoints_
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.nn.hooks import state_dict_hook_key
+from torch_nhwc.planning.companions import held_by
 from torch_nhwc.planning.plans import Action, FilterFunction, Plan
 from torch_nhwc.rendering import warn
 from torch_nhwc.training import align_optimizer_, check
@@ -128,11 +129,7 @@ class ChannelsLast(Callback):  # type: ignore[misc]
 def _optimizers_of(module: Any, trainer: Any) -> list[Any]:
     """Return the optimizers that hold a parameter of the module; one may have none, or be that of a helper."""
     own = {id(parameter) for parameter in module.parameters()}
-    return [
-        optimizer
-        for optimizer in trainer.optimizers
-        if any(id(each) in own for group in optimizer.param_groups for each in group["params"])
-    ]
+    return [optimizer for optimizer in trainer.optimizers if not held_by(optimizer).isdisjoint(own)]
 
 
 def _revert(report: Report, module: Any, trainer: Any) -> None:

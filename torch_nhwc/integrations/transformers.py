@@ -15,8 +15,8 @@ except ImportError as error:
 from torch_nhwc.checkpoint import contiguous_checkpoints_
 from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
+from torch_nhwc.converting.step_guard import align_when_loaded
 from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
-from torch_nhwc.training import align_optimizer_
 
 _OPTIONS = ("memory_format", "plan", "input_format", "preserve", "each_forward", "strict")
 
@@ -74,7 +74,7 @@ class ChannelsLastTrainer(Trainer):  # type: ignore[misc]
         optimizer = getattr(created, "optimizer", created)  # accelerate's wrapper takes no hooks
         if isinstance(optimizer, Optimizer):
             contiguous_checkpoints_(optimizer)
-            optimizer.register_load_state_dict_post_hook(self._align)
+            align_when_loaded(optimizer)
         return created
 
     def get_train_dataloader(self) -> DataLoader[Any]:
@@ -95,9 +95,6 @@ class ChannelsLastTrainer(Trainer):  # type: ignore[misc]
             raise ValueError("FSDP and DeepSpeed need contiguous parameters: give the trainer each_forward=True")
         self.conversion = convert_(model, optimizer=optimizer, **self._options)
         contiguous_checkpoints_(model)
-
-    def _align(self, optimizer: Optimizer) -> None:
-        align_optimizer_(self.model, optimizer)
 
 
 def _broadcasting(loader: DataLoader[Any]) -> DataLoader[Any]:

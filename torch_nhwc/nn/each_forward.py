@@ -1,6 +1,6 @@
 """Layers that convert their weight on its way to the convolution, in each forward: the parameter stays contiguous."""
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -49,8 +49,7 @@ class _InConvForward(EachForward):
     groups: int
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        convolved: Tensor = super()._conv_forward(input, weight_for(weight, self.groups), bias)  # type: ignore[misc]
-        return convolved
+        return super()._conv_forward(input, weight_for(weight, self.groups), bias)  # type: ignore[misc]
 
 
 class _InForward(EachForward):
@@ -96,7 +95,7 @@ def weight_for(weight: Tensor, groups: int) -> Tensor:
     the conversion are one pass.
     """
     if not isinstance(weight, Tensor):  # a proxy of torch.fx
-        return cast(Tensor, torch.ops.nhwc.convert_weight(weight))
+        return torch.ops.nhwc.convert_weight(weight)
     memory_format = CHANNELS_LAST.get(weight.dim())
     if memory_format is None:
         return weight

@@ -23,33 +23,27 @@ from torch_nhwc.rendering import warn
 
 # TorchScript compiles these functions in place of the hook. There is one for each set of ranks, with and without inputs
 # of one channel, since a compiled hook can read no attributes except the module's.
-def convert_images(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 2D input to channels-last."""
+def _convert_images(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [4], 1),)
 
 
-def convert_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 3D input to channels-last."""
+def _convert_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [5], 1),)
 
 
-def convert_images_and_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 2D or 3D input to channels-last."""
+def _convert_images_and_volumes(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [4, 5], 1),)
 
 
-def convert_images_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 2D input of several channels to channels-last."""
+def _convert_images_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [4]),)
 
 
-def convert_volumes_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 3D input of several channels to channels-last."""
+def _convert_volumes_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [5]),)
 
 
-def convert_images_and_volumes_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
-    """Convert a 2D or 3D input of several channels to channels-last."""
+def _convert_images_and_volumes_of_channels(self, input: tuple[Tensor]) -> tuple[Tensor]:  # type: ignore[no-untyped-def]
     return (converted_input(input[0], [4, 5]),)
 
 
@@ -86,17 +80,17 @@ class InputHook:
     one_channel_ranks: tuple[int, ...] = tuple(CHANNELS_LAST)
     """The ranks at which inputs of one channel stay as they are, or become contiguous; in TorchScript all, if any."""
 
-    convert_images = _hook(convert_images)
-    convert_volumes = _hook(convert_volumes)
-    convert_images_and_volumes = _hook(convert_images_and_volumes)
-    convert_images_of_channels = _hook(convert_images_of_channels)
-    convert_volumes_of_channels = _hook(convert_volumes_of_channels)
-    convert_images_and_volumes_of_channels = _hook(convert_images_and_volumes_of_channels)
+    _convert_images = _hook(_convert_images)
+    _convert_volumes = _hook(_convert_volumes)
+    _convert_images_and_volumes = _hook(_convert_images_and_volumes)
+    _convert_images_of_channels = _hook(_convert_images_of_channels)
+    _convert_volumes_of_channels = _hook(_convert_volumes_of_channels)
+    _convert_images_and_volumes_of_channels = _hook(_convert_images_and_volumes_of_channels)
 
     @property
     def as_hook(self) -> Any:
         """The method that is registered: TorchScript and pickle know a hook by its name."""
-        names = {(4,): "convert_images", (5,): "convert_volumes", (4, 5): "convert_images_and_volumes"}
+        names = {(4,): "_convert_images", (5,): "_convert_volumes", (4, 5): "_convert_images_and_volumes"}
         return getattr(self, f"{names[self.ranks]}{'_of_channels' if self.one_channel_ranks else ''}")
 
     def convert(self, value: Any) -> Any:

@@ -216,10 +216,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
         if not is_scripting():
             return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         # In TorchScript a padding by name has a type of its own.
-        convolved: Tensor = torch.ops.nhwc.conv2d(
-            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-        )
-        return convolved
+        return torch.ops.nhwc.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class PreservingConv3d(Preserving, nn.Conv3d):
@@ -233,10 +230,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
             return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
-        convolved: Tensor = torch.ops.nhwc.conv3d(
-            input, weight, bias, self.stride, self.padding, self.dilation, self.groups
-        )
-        return convolved
+        return torch.ops.nhwc.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
 class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
@@ -245,15 +239,8 @@ class PreservingConvTranspose2d(Preserving, nn.ConvTranspose2d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self.padding_mode != "zeros":
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose2d")
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            2,
-            self.dilation,  # type: ignore[arg-type]
-        )
+        sizes = (self.stride, self.padding, self.kernel_size, 2, self.dilation)
+        output_padding = self._output_padding(input, output_size, *sizes)  # type: ignore[arg-type]
         return functional.conv_transpose2d(
             input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation
         )
@@ -265,15 +252,8 @@ class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
     def forward(self, input: Tensor, output_size: list[int] | None = None) -> Tensor:
         if self.padding_mode != "zeros":
             raise ValueError("Only `zeros` padding mode is supported for ConvTranspose3d")
-        output_padding = self._output_padding(
-            input,
-            output_size,
-            self.stride,  # type: ignore[arg-type]
-            self.padding,  # type: ignore[arg-type]
-            self.kernel_size,  # type: ignore[arg-type]
-            3,
-            self.dilation,  # type: ignore[arg-type]
-        )
+        sizes = (self.stride, self.padding, self.kernel_size, 3, self.dilation)
+        output_padding = self._output_padding(input, output_size, *sizes)  # type: ignore[arg-type]
         return functional.conv_transpose3d(
             input, self.weight, self.bias, self.stride, self.padding, output_padding, self.groups, self.dilation
         )

@@ -159,7 +159,7 @@ def convert_weights(
         [(27, 1, 9, 3), (27, 1, 27, 9, 3)]
     """
     weights = _as_list("convert_weights", weights, memory_format)
-    return cast(list[Tensor], torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype))
+    return torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype)
 
 
 def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def cpu_capability() -> str:
         >>> torch_nhwc.ops.cpu_capability() in ("baseline", "avx2", "avx512", "avx512_vbmi", "neon")
         True
     """
-    return cast(str, torch.ops.nhwc.cpu_capability())
+    return torch.ops.nhwc.cpu_capability()
 
 
 def _as_list(
@@ -375,7 +375,7 @@ def mismatched_layouts(weights: Sequence[Tensor], companions: Sequence[Tensor]) 
         >>> torch_nhwc.ops.mismatched_layouts([weight, weight], [torch.zeros_like(weight), torch.zeros(8, 3, 3, 3)])
         [1]
     """
-    return cast(list[int], torch.ops.nhwc.mismatched_layouts(weights, companions))
+    return torch.ops.nhwc.mismatched_layouts(weights, companions)
 
 
 def sentence(reason: str) -> str:
@@ -388,4 +388,4 @@ def sentence(reason: str) -> str:
         >>> torch_nhwc.ops.sentence("UNDEFINED")
         'the layer has no weight'
     """
-    return cast(str, torch.ops.nhwc.sentence(reason))
+    return torch.ops.nhwc.sentence(reason)

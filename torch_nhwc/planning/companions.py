@@ -14,7 +14,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.weak import TensorWeakRef
 
 from torch_nhwc.layout import CHANNELS_LAST, CONTIGUOUS, Format, Strides, memory_id
-from torch_nhwc.ops import Outcome, plan_weights
+from torch_nhwc.ops import Outcome, mismatched_layouts, plan_weights
 from torch_nhwc.sites import computed_weights
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import flattens_parameters, keeps_buckets, state_of, with_inner
@@ -142,28 +142,58 @@ def find_companions(weights: Sequence[Weight], sources: Sources) -> list[Compani
     Raises:
         ValueError: An averaged copy has a weight in another shape, or lacks it; a mapping may lack some, but not all.
     """
-    found = [Companion(weight, "grad", gradient) for weight in weights if (gradient := weight.tensor.grad) is not None]
-    by_identity = {id(weight.tensor): weight for weight in weights} if len(sources.optimizers) > 1 else {}
-    for optimizer in sources.optimizers:
+    tensors = [weight.tensor for weight in weights]
+    found = [
+        Companion(weights[index], label, tensor, reason)
+        for index, label, tensor, reason in _gradients_and_state(tensors, sources.optimizers)
+    ]
+    for copy in sources.copies:
+        found += _of_copy(weights, copy)
+    return found
+
+
+def find_mismatched(parameters: Sequence[Tensor], optimizers: Sequence[Any]) -> list[tuple[int, str, Tensor]]:
+    """Return gradients and state in another layout than their parameter, which could have its layout.
+
+    Returns:
+        The index of the parameter, the label as of a companion, and the tensor.
+    """
+    companions = _gradients_and_state(parameters, optimizers)
+    found = [each for each in companions if each[3] is None and type(each[2]) in _PLAIN]
+    apart = mismatched_layouts([parameters[each[0]] for each in found], [each[2] for each in found])
+    # Nothing else can have the strides of a parameter with gaps, which no conversion has made.
+    dense = torch.ops.aten.is_non_overlapping_and_dense
+    return [found[each][:3] for each in apart if dense(parameters[found[each][0]])]
+
+
+def _gradients_and_state(
+    parameters: Sequence[Tensor], optimizers: Sequence[Any]
+) -> list[tuple[int, str, Tensor, Reason | None]]:
+    """Return what goes with some parameters: the parameter's index, a label, the tensor, and why it stays as it is."""
+    found: list[tuple[int, str, Tensor, Reason | None]] = [
+        (index, "grad", gradient, None)
+        for index, parameter in enumerate(parameters)
+        if (gradient := parameter.grad) is not None
+    ]
+    indices = {id(parameter): index for index, parameter in enumerate(parameters)} if len(optimizers) > 1 else {}
+    for optimizer in optimizers:
         states = state_of(optimizer)
-        # One of many optimizers may have a single parameter: not all weights are looked up in each.
-        is_small = by_identity and len(states) < len(weights)
-        for weight in filter(None, (by_identity.get(id(each)) for each in states)) if is_small else weights:
-            tensor = weight.tensor
-            state = states.get(tensor)
+        # One of many optimizers may have a single parameter: not all parameters are looked up in each.
+        is_small = indices and len(states) < len(parameters)
+        owners = [indices[id(each)] for each in states if id(each) in indices] if is_small else range(len(parameters))
+        for index in owners:
+            state = states.get(parameters[index])
             if state is None:
                 continue
-            shape = tensor.shape
+            shape = parameters[index].shape
             for key, value in (state if isinstance(state, dict) else {"state": state}).items():
                 if type(value) is Tensor:
                     if value.dim() == 0:  # a count of steps
                         continue
                     if value.dtype not in CODES and value.shape == shape and value.layout is torch.strided:
-                        found.append(Companion(weight, key, value))
+                        found.append((index, str(key), value, None))
                         continue
-                found += [Companion(weight, *each) for each in _matching({key: value}, shape)]
-    for copy in sources.copies:
-        found += _of_copy(weights, copy)
+                found += [(index, *each) for each in _matching({key: value}, shape)]
     return found
 
 

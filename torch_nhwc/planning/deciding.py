@@ -47,20 +47,10 @@ def plan(
 ) -> Plan:
     """Plan what a conversion would do to every convolution weight of a model, without writing anything.
 
-    `convert_` with the same arguments does what the plan says, and so does `convert_(model, plan=plan)`.
-
-    Args:
-        model: Any module, TorchScript modules included, or one layer.
-        memory_format: As in `convert_`, and so are all others.
-        optimizer: One or several, whose state would follow. A weight whose state cannot follow is refused.
-        ema: One or several averaged copies that would follow.
-        filter_fn: Called as `filter_fn(module, path)`; if it returns false, the layer is left out.
-        example_inputs: The model runs once on them, under `no_grad` and in its own mode, and every parameter that
-            reaches a convolution as its weight is a site; buffers and random generators are restored afterwards.
-        storage: As in `convert_weights_`; `None` is `"auto"`.
-        input_format: The format of the inputs that a hook would convert.
-        preserve: Whether layers that lose channels-last would be replaced.
-        each_forward: Whether layers would convert their weights in each forward.
+    The arguments are those of `convert_`, which does what the plan says, and so does `convert_(model, plan=plan)`. A
+    weight whose optimizer state cannot follow is refused. On `example_inputs` the model runs once, under `no_grad` and
+    in its own mode, and every parameter that reaches a convolution as its weight is a site; buffers and random
+    generators are restored afterwards.
 
     Raises:
         ValueError, TypeError: An argument is not valid, or an optimizer or an averaged copy is another model's.
@@ -152,17 +142,10 @@ _LEAVES = (Outcome.COPIED_SHARED, Outcome.PART_OF_LARGER_STORAGE)
 def outcomes_of(tensors: Sequence[Tensor | None], formats: Sequence[Format], storage: Storage) -> list[Outcome | None]:
     """Return what the operators would do to each tensor in its format; `None` for one that they do not take."""
     outcomes: list[Outcome | None] = [None] * len(tensors)
-    kinds = set(formats)
-    present = [each for each in tensors if each is not None]
-    if len(kinds) == 1 and len(present) == len(tensors):
-        return _in_one_format(present, kinds.pop(), storage)
-    for wanted in kinds:
-        some = [
-            (index, tensor)
-            for index, (tensor, own) in enumerate(zip(tensors, formats))
-            if tensor is not None and own == wanted
-        ]
-        for (index, _), outcome in zip(some, _in_one_format([tensor for _, tensor in some], wanted, storage)):
+    for wanted in set(formats):
+        pairs = enumerate(zip(tensors, formats))
+        some = {index: tensor for index, (tensor, own) in pairs if tensor is not None and own == wanted}
+        for index, outcome in zip(some, _in_one_format(list(some.values()), wanted, storage)):
             outcomes[index] = outcome
     return outcomes
 

@@ -343,13 +343,13 @@ _BY_REASON: dict[Reason | None, str] = {
 }
 _ORDER = [*dict.fromkeys((_MOVED, _RESTRIDED, *_BY_REASON.values(), _REFUSED, _KEPT))]
 _MOST = 10  # sites that are named for one reason
-# Where the bytes went, in the table of a report.
-_WHERE: dict[Outcome | None, str] = {
-    Outcome.IN_PLACE: "in place",
-    Outcome.COPIED: "to new",
-    Outcome.COPIED_HELD: "to new: held",
-    Outcome.COPIED_FOREIGN: "to new: foreign",
-    Outcome.COPIED_SHARED: "to new: shared",
+# Where the bytes of a weight went: in the table of a report, and in its text.
+WHERE = {
+    Outcome.IN_PLACE: ("in place", "in place"),
+    Outcome.COPIED: ("to new", "to new storage"),
+    Outcome.COPIED_HELD: ("to new: held", "to new storage (something else holds the old one)"),
+    Outcome.COPIED_FOREIGN: ("to new: foreign", "to new storage (the old memory is foreign)"),
+    Outcome.COPIED_SHARED: ("to new: shared", "to new storage (no longer shared with other processes)"),
 }
 
 
@@ -397,8 +397,8 @@ def full_table(rows: Sequence[PlanRow], layers: Sequence[LayerRow]) -> str:
     """Return a line for every row, and what the reasons in them mean."""
     text = ""
     if rows:
-        what = [[_WHERE.get(row.outcome, row.action.value), _name(row.reason)] for row in rows]
-        cells = [[*site, *done] for site, done in zip(_cells(rows, rows), what)]
+        done = [WHERE[row.outcome][0] if row.outcome in WHERE else row.action.value for row in rows]
+        cells = [[*site, what, _name(row.reason)] for site, what, row in zip(_cells(rows, rows), done, rows)]
         text += table(cells, ["site", "layer", "shape", "dtype", "action", "reason"])
     if layers:
         cells = [[row.path or "(the model itself)", row.layer, row.action.value, _name(row.reason)] for row in layers]

@@ -18,7 +18,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, object]:
         device: The device whose name is the entry `device`. The entries of CUDA's libraries exist on a GPU only.
 
     Example:
-        >>> from torch_nhwc.running import machine
+        >>> from torch_nhwc.running.machine import machine
         >>> machine()["torch"] == torch.__version__
         True
     """

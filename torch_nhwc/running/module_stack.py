@@ -32,7 +32,7 @@ class ModuleStack:
         paths: The path of each module, by the module's id.
 
     Example:
-        >>> from torch_nhwc.running import ModuleStack
+        >>> from torch_nhwc.running.module_stack import ModuleStack
         >>> model = torch.nn.Sequential(torch.nn.ReLU())
         >>> with ModuleStack(model) as stack:
         ...     handle = model[0].register_forward_pre_hook(lambda *_: print(stack.path, type(stack.module).__name__))

@@ -1,7 +1,7 @@
 """Find the sites of a model: its convolution weights, and the layers that lose channels-last."""
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -181,17 +181,6 @@ def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason
             return []
         reason = wrapped or reason or _reason_of(module, replacement)
     return [ReplaceableLayer(path, module, kind.name, replacement.gains, reason)]
-
-
-def find_replaceable_layers(model: nn.Module) -> Sequence[ReplaceableLayer]:
-    """Return the layers of a model that lose on channels-last, or that PyTorch computes wrong, in its order.
-
-    Example:
-        >>> (layer,) = torch_nhwc.sites.finding.find_replaceable_layers(torch.nn.Sequential(torch.nn.GELU()))
-        >>> layer.path, layer.kind, layer.gains
-        ('0', 'GELU', 'fast, forward and backward')
-    """
-    return walk_layers(model).layers
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_nhwc.running import ModuleStack, run_once
+from torch_nhwc.running.calls import run_once
+from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import OPERATORS, PASSING_ON, Found, Site, walk
 

@@ -20,8 +20,9 @@ from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_co
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from torch_nhwc.running import ModuleStack, tensors_in
-from torch_nhwc.sites.finding import find_replaceable_layers
+from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.module_stack import ModuleStack
+from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
 from torch_nhwc.tracing.traces import (
     AMBIGUOUS,
@@ -52,8 +53,8 @@ BY_OPERATOR = {
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
     **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
     "aten::max_unpool3d": "max_unpool3d",
-    **dict.fromkeys(("aten::upsample_nearest3d_backward",), "interpolate"),
-    **dict.fromkeys(("aten::_upsample_nearest_exact3d_backward",), "interpolate"),
+    "aten::upsample_nearest3d_backward": "interpolate",
+    "aten::_upsample_nearest_exact3d_backward": "interpolate",
     **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
     **dict.fromkeys(("aten::_log_softmax", "aten::_log_softmax_backward_data"), "log_softmax"),
 }
@@ -106,7 +107,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self.calls, self.writer = _Calls(model, self), TraceWriter()
-        self.replaceable = {layer.path for layer in find_replaceable_layers(model) if layer.reason is None}
+        self.replaceable = {layer.path for layer in walk_layers(model).layers if layer.reason is None}
         # Parameters, buffers, and what is computed from nothing else; but not what is used as an activation, such as a
         # learned constant that a convolution reads.
         self.weights, self.used, self.gradients = _TensorSet(), _TensorSet(), _TensorSet()

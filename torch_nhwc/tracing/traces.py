@@ -194,13 +194,7 @@ class Trace:
         Raises:
             ValueError: The text is not such a trace.
         """
-        trace = serialization.from_json(cls, text)
-        if trace.operators.keys() != set(get_args(Phase)):
-            raise ValueError(
-                "Trace.from_json: expected what Trace.to_json writes: the operators of both phases, "
-                f"got {trace.operators}"
-            )
-        return trace
+        return serialization.from_json(cls, text, _expect_both_phases)
 
     def headline(self) -> str:
         """Return how many operators ran, and what was lost in all."""
@@ -226,6 +220,11 @@ class Trace:
             cells = [[row.kernel, f"{row.milliseconds:.2f}", str(row.count)] for row in self.reorders]
             text += "\n" + table(cells, ["kernel that reorders", "ms", "times"], most=_MOST_ROWS, name="reorders")
         return text + paragraphs(f"not seen: {row.path or 'the model'}: {row.why}" for row in self.unseen)
+
+
+def _expect_both_phases(trace: Trace) -> None:
+    if trace.operators.keys() != set(get_args(Phase)):
+        raise ValueError(f"the operators of both phases, got {trace.operators}")
 
 
 def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:

@@ -9,7 +9,7 @@ import torch
 
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import paragraphs, table, warn
-from torch_nhwc.running import machine
+from torch_nhwc.running.machine import machine
 from torch_nhwc.serialization import from_data, to_data
 
 # What describes a machine without deciding how fast it is.

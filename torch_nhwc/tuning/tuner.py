@@ -12,7 +12,9 @@ from torch.nn.parameter import is_lazy
 
 from torch_nhwc.planning import Plan, plan
 from torch_nhwc.rendering import first_line, several
-from torch_nhwc.running import arguments_of, copy_inputs, machine, preserved_state, tensors_in
+from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
+from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.machine import machine
 from torch_nhwc.tuning.decision import Tuning, TuningRow
 from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
 

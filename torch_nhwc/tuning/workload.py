@@ -14,17 +14,8 @@ from torch import Tensor, nn
 from torch_nhwc.converting import convert_
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import first_line
-from torch_nhwc.running import (
-    Difference,
-    call,
-    compare,
-    copy_inputs,
-    copy_model,
-    evaluation_mode,
-    preserved_state,
-    seconds,
-    tensors_in,
-)
+from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
+from torch_nhwc.running.comparison import Difference, compare, tensors_in
 
 Mode = Literal["inference", "training"]
 Loss = Callable[[Any], Tensor]

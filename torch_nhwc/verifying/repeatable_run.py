@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.layout import CHANNELS_LAST
-from torch_nhwc.running import map_tensors, preserved_state, tensors_in
-from torch_nhwc.running.calls import Draws
+from torch_nhwc.running.calls import Draws, preserved_state
+from torch_nhwc.running.comparison import map_tensors, tensors_in
 
 Change = Callable[[Tensor], Tensor]
 """Makes another tensor of one."""

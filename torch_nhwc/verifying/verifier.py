@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.running import ModuleStack, arguments_of, copy_inputs, tolerance_of
-from torch_nhwc.running.calls import copy_model
-from torch_nhwc.running.comparison import distances, largest, magnitudes, rms
+from torch_nhwc.running.calls import arguments_of, copy_inputs, copy_model
+from torch_nhwc.running.comparison import distances, largest, magnitudes, rms, tolerance_of
+from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.verifying.repeatable_run import (
     BOTH_CHANNELS_LAST,
     BOTH_CONTIGUOUS,
@@ -67,8 +67,8 @@ def verify(
         backward: Whether to compare gradients.
         rtol: How large a difference may be in units of the largest value in the same channel. `None` depends on the
             dtype: 1e-10 in float64, 1e-4 in float32, 4e-3 in float16, 2e-2 in bfloat16; see
-            `torch_nhwc.running.TOLERANCES`, also for the whole model, whose gradients are compared in float32 and
-            float64 only.
+            `torch_nhwc.running.comparison.TOLERANCES`, also for the whole model, whose gradients are compared in
+            float32 and float64 only.
         atol: What is added to that.
 
     Returns:
