@@ -91,8 +91,8 @@ bool gains_dense_weight_gradient(const Sizes& sizes, Arithmetic arithmetic) {
   if (sizes.inputs < 16) return false;
   if (sizes.outputs <= (is_half ? 4 : 8)) return true;
   if (sizes.shortest < 3) return false;
-  if (is_half) return sizes.positions <= 128 && sizes.inputs >= 256;
-  if (sizes.is_3d) return sizes.positions <= 128 && sizes.inputs >= 128;
+  if (sizes.is_3d) return sizes.positions <= 128 && sizes.inputs >= (is_half ? 256 : 128);
+  if (is_half) return false;
   return sizes.positions <= 512 || (sizes.is_strided && !sizes.is_dilated && sizes.inputs >= 32) ||
          (sizes.inputs < 64 && sizes.inputs % 16 != 0);
 }

@@ -168,14 +168,17 @@ bool has_few_positions(const Call& call) {
 at::Tensor gathered(const Call& call) {
   const at::Tensor kernel = with_same_layout_grad(call.weight);
   return changed(call, [&](const Call& whole) {
-    at::Tensor windows = channels_to_end(padded(whole.input, whole.padding)).squeeze(0);  // `[D, H, W, C]`
+    at::Tensor windows = channels_to_end(padded(whole.input, whole.padding));  // `[1, D, H, W, C]`
     for (int64_t dim = 0; dim < 3; ++dim) {
       const Axis axis = call.axis(3 - dim);
-      windows = windows.unfold(dim, (axis.reach + 1).expect_int(), axis.stride.expect_int())
-                    .slice_symint(-1, {}, {}, call.dilation[dim]);
+      std::vector<at::Tensor> taps;  // whose gradients are added faster than those of `unfold`
+      for (c10::SymInt first = 0; first <= axis.reach; first = first + call.dilation[dim]) {
+        const c10::SymInt last = first + (axis.positions - 1) * axis.stride;
+        taps.push_back(windows.slice_symint(dim + 1, first, last + 1, axis.stride));
+      }
+      windows = at::stack(taps, dim + 4);
     }
-    const at::Tensor rows = windows.movedim(3, -1).flatten(3);
-    return channels_from_end(at::linear(rows, channels_to_end(kernel).flatten(1), whole.bias).unsqueeze(0));
+    return channels_from_end(at::linear(windows.flatten(4), channels_to_end(kernel).flatten(1), whole.bias));
   });
 }
 
