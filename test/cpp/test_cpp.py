@@ -108,6 +108,47 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
     run_programs(programs, tmp_path, CXX, "-O1", *sanitizers, *(f"-m{part}" for part in parts), step=5)
 
 
+def build_layer_kernels(folder: Path) -> Path:
+    """Compile the program of the CPU kernels of convolutions and norms with the sanitizers. Return its path."""
+    cpu, torchs = ROOT / "csrc/cpu", cpp_extension.include_paths()
+    # The slowest first. Checks of computed pointers compile for minutes here; avx512_vbmi and avx512_bf16 have filter
+    # transposes alone, which the test above checks.
+    quicker = [*SANITIZERS, "-fno-sanitize=pointer-overflow"]
+    sources = {cpu / f"isa/{level}.cpp": quicker for level in ("avx512", "avx2")}
+    sources |= {cpu / f"isa/{level}.cpp": [] for level in ("avx512_vbmi", "avx512_bf16")}
+    names = ("isa/baseline", "depthwise", "dispatch", "group_norm", "grouped", "weight_gradient")
+    sources |= {source: SANITIZERS for source in (HERE / "layer_kernels.cpp", *(cpu / f"{name}.cpp" for name in names))}
+    command = [CXX, "-std=c++20", "-O1", "-fopenmp", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
+    command += [flag for path in torchs for flag in ("-isystem", path)]
+
+    def compiled(source: Path) -> Path:
+        target = folder / f"{source.stem}.o"
+        subprocess.run([*command, *sources[source], "-c", source, "-o", target], check=True)
+        return target
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        objects = list(pool.map(compiled, sources))
+    libraries = [flag for path in cpp_extension.library_paths() for flag in (f"-L{path}", f"-Wl,-rpath,{path}")]
+    program = folder / "layer_kernels"
+    subprocess.run([*command, *SANITIZERS, *objects, "-o", program, *libraries, "-ltorch_cpu", "-lc10"], check=True)
+    return program
+
+
+@pytest.mark.exhaustive
+def test_the_kernels_of_layers_under_the_sanitizers_at_every_level(tmp_path: Path) -> None:
+    program, best = build_layer_kernels(tmp_path), nhwc.ops.cpu_capability()
+    levels = ["baseline", "avx2", "avx512"]
+
+    def run(level: str) -> None:
+        environment = os.environ | {"TORCH_NHWC_CPU_CAPABILITY": level}
+        done = subprocess.run([program, "100"], capture_output=True, text=True, env=environment)
+        assert done.stdout == "ok\n", f"{level}: {done.stderr[-6000:]}"
+
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        # The best may be one of the last, with the kernels of AVX-512.
+        list(pool.map(run, levels[: levels.index(best) + 1] if best in levels[:2] else levels))
+
+
 @pytest.mark.emulated
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(

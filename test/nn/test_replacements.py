@@ -13,6 +13,7 @@ from reference import FORMATS, canonical_strides
 from selection import exhaustive, some_of
 from torch import nn
 
+import torch_nhwc as nhwc
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import KNOWN_SUBCLASSES, REPLACEMENTS, Preserving, is_preserving, replacement_for
 
@@ -176,6 +177,24 @@ def test_known_subclasses_do_not_override_what_their_replacement_overrides():
         assert not any(method in vars(base) for base in between for method in overridden), name
     if "diffusers" in sys.modules and "transformers" in sys.modules:
         assert tried
+
+
+@pytest.mark.parametrize(("stride", "adjusted"), [(1, True), (2, True), (2, False)])
+def test_a_layer_that_pads_before_a_depthwise_convolution_of_a_subclass(stride, adjusted):
+    """Its weight gradient is by our kernels: EfficientNet of transformers pads by itself where there is a stride."""
+    modeling = pytest.importorskip("transformers.models.efficientnet.modeling_efficientnet")
+    stock = modeling.EfficientNetDepthwiseLayer(modeling.EfficientNetConfig(), 8, stride, 5, adjusted)
+    replaced = copy.deepcopy(stock)
+    nhwc.convert_(replaced)
+    x = torch.randn(2, 8, 13, 12)
+    gradient = torch.randn_like(stock(x))
+    for got, expected in zip(run(replaced, as_channels_last(x), gradient), run(stock.double(), x.double(), gradient)):
+        torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+    padded = replaced.depthwise_conv_pad(as_channels_last(x))
+    convolved = replaced.depthwise_conv(padded)
+    assert convolved.grad_fn.name() == "NhwcConvolutionBackward"
+    for each in (padded, convolved, replaced(as_channels_last(x))):
+        assert each.stride() == canonical_strides(each.shape, torch.channels_last)
 
 
 def test_the_indices_of_a_max_pool_are_pytorch_s():

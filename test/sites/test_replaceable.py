@@ -3,6 +3,7 @@
 import types
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from losing_layers import known_subclass
 from torch import nn
 
@@ -19,6 +20,20 @@ class Own(nn.GroupNorm):
     """A user's, which may do anything in its forward."""
 
 
+class OwnSizes(nn.Conv2d):
+    """Has PyTorch's methods, as the depthwise convolutions of transformers' EfficientNet."""
+
+    def __init__(self, channels):
+        super().__init__(channels, channels, 3, 2, "valid", groups=channels)
+
+
+class OwnPadding(nn.Conv2d):
+    """Pads and calls the function itself, as timm's `Conv2dSame`."""
+
+    def forward(self, x):
+        return F.conv2d(F.pad(x, (0, 1, 0, 1)), self.weight, self.bias, self.stride, 0, self.dilation, self.groups)
+
+
 def test_layers_that_cannot_be_replaced_have_a_reason():
     replaced = nn.GroupNorm(2, 6)
     replaced.forward = lambda x: x
@@ -33,6 +48,8 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
             "replaced": replaced,
             "other_dim": nn.Softmax(-1),
             "images": nn.Conv2d(2, 2, 1).eval(),
+            "own_sizes": OwnSizes(2),
+            "own_padding": OwnPadding(2, 2, 3),
             "volumes": nn.ConvTranspose3d(2, 2, 3),
             "batch": nn.BatchNorm2d(2).eval(),
             "rows": nn.BatchNorm1d(2),
@@ -49,6 +66,8 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
         "replaced": Reason.FORWARD_REPLACED,
         "other_dim": Reason.OTHER_ARGUMENTS,
         "images": None,
+        "own_sizes": None,
+        "own_padding": Reason.OTHER_CLASS,
         "volumes": None,
         "batch": None,
         "lazy": Reason.LAZY_LAYER,

@@ -156,7 +156,7 @@ class Builder:
     """Makes the modules of a case; the same ones for the same seed."""
 
     def __init__(self, case: dict[str, Any]) -> None:
-        self.width, self.space = case["width"], case["space"]
+        self.width, self.space, self.dtype = case["width"], case["space"], case["dtype"]
         self.made: list[nn.Module] = []
 
     def block(self, drawn: dict[str, Any]) -> nn.Module:
@@ -179,7 +179,9 @@ class Builder:
         if kind == "activation":
             return getattr(nn, drawn["activation"])()
         if kind == "pool":
-            return POOLS[drawn["pool"]][space](3, stride=1, padding=1)
+            # Where two values differ by their rounding alone, it decides which one is the largest and has the gradient.
+            pool = "average" if self.dtype == torch.float32 else drawn["pool"]
+            return POOLS[pool][space](3, stride=1, padding=1)
         if kind == "upsample":
             return nn.Sequential(nn.Upsample(scale_factor=2), POOLS["average"][space](2))
         if kind == "own":

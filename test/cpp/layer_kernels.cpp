@@ -1,0 +1,180 @@
+// The CPU kernels of convolutions and norms by themselves, for random sizes, against PyTorch's float64. Tensors have
+// memory of their exact size, beyond which the address sanitizer watches. Driven by test_cpp.py. Prints "ok".
+//
+//   layer_kernels [count]  takes so many convolutions and so many norms of each dtype
+#include <ATen/ATen.h>
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <optional>
+#include <random>
+#include <sstream>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "cpu/depthwise.h"
+#include "cpu/group_norm.h"
+#include "cpu/grouped.h"
+#include "cpu/weight_gradient.h"
+
+namespace {
+
+using nhwc::cpu::ConvolutionSizes;
+using nhwc::cpu::GroupNormShape;
+
+std::mt19937 generator(0);  // NOLINT: the same cases in every run
+
+int64_t one_of(const std::vector<int64_t>& values) { return values[generator() % values.size()]; }
+int64_t between(int64_t least, int64_t most) { return least + static_cast<int64_t>(generator() % (most - least + 1)); }
+
+at::Tensor random(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::randn(sizes, at::kDouble).to(type).contiguous(at::MemoryFormat::ChannelsLast3d);
+}
+
+/// Returns memory of not-a-numbers, of which none may be left.
+at::Tensor unwritten(at::IntArrayRef sizes, at::ScalarType type) {
+  return at::empty(sizes, at::TensorOptions(type).memory_format(at::MemoryFormat::ChannelsLast3d)).fill_(NAN);
+}
+
+at::Tensor reference(const at::Tensor& tensor) { return tensor.to(at::kDouble).contiguous(); }
+
+/// Expects a result of our kernels within the rounding errors of its dtype.
+void expect(const at::Tensor& actual, const at::Tensor& expected, at::ScalarType type, const std::string& what) {
+  if (actual.numel() == 0) return;
+  const double tolerance = type == at::kDouble ? 1e-9 : type == at::kFloat ? 1e-4 : type == at::kHalf ? 4e-3 : 3e-2;
+  const double error = (actual.to(at::kDouble) - expected).abs().max().item<double>();
+  const double largest = expected.abs().max().item<double>();
+  if (error <= tolerance * (1 + largest)) return;
+  std::fprintf(stderr, "failed: %s, error %g, largest value %g\n", what.c_str(), error, largest);
+  std::exit(1);
+}
+
+/// Draws an axis whose output has a position.
+void draw_axis(ConvolutionSizes& sizes, int axis, int64_t longest) {
+  do {
+    sizes.input[axis] = one_of({1, 1, 2, 3, between(1, longest)});
+    sizes.kernel[axis] = one_of({1, 2, 3, 3, between(1, 8)});
+    sizes.stride[axis] = one_of({1, 1, 2, 3});
+    sizes.dilation[axis] = one_of({1, 1, 2, 3});
+    sizes.padding[axis] = between(0, sizes.kernel[axis]);
+    const int64_t reach = (sizes.kernel[axis] - 1) * sizes.dilation[axis];
+    sizes.output[axis] = sizes.input[axis] + 2 * sizes.padding[axis] - reach - 1;
+    if (sizes.output[axis] >= 0) sizes.output[axis] = sizes.output[axis] / sizes.stride[axis] + 1;
+  } while (sizes.output[axis] < 1);
+}
+
+ConvolutionSizes draw_convolution(bool is_depthwise) {
+  ConvolutionSizes sizes{one_of({0, 1, 1, 2, 3}), 1, 1, 1, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {}, {1, 1, 1}};
+  if (is_depthwise) {
+    sizes.groups = one_of({1, 3, 8, 16, between(1, 70)});
+    sizes.outputs = one_of({1, 1, 2, 3});
+  } else {
+    sizes.groups = one_of({1, 2, 3, between(1, 20)});
+    sizes.inputs = one_of({1, 2, 4, 7, between(1, sizes.groups == 1 ? 70 : 20)});
+    sizes.outputs = one_of({1, 2, 4, 7, between(1, sizes.groups == 1 ? 70 : 20)});
+  }
+  if (one_of({0, 1}) == 1) draw_axis(sizes, 0, 5);
+  draw_axis(sizes, 1, 12);
+  draw_axis(sizes, 2, one_of({12, 80}));
+  return sizes;
+}
+
+void check_convolution(at::ScalarType type, bool is_depthwise) {
+  const ConvolutionSizes sizes = draw_convolution(is_depthwise);
+  const bool has_bias = one_of({0, 1}) == 1;
+  std::ostringstream text;
+  text << type << (is_depthwise ? ", depthwise" : "") << ", samples " << sizes.samples << ", groups " << sizes.groups
+       << " of " << sizes.inputs << " to " << sizes.outputs << ", input, kernel, stride, padding, dilation:";
+  for (int axis = 0; axis < 3; ++axis) {
+    text << " (" << sizes.input[axis] << ' ' << sizes.kernel[axis] << ' ' << sizes.stride[axis] << ' '
+         << sizes.padding[axis] << ' ' << sizes.dilation[axis] << ')';
+  }
+  const std::string what = text.str();
+
+  const auto& [in, out, kernel] = std::tie(sizes.input, sizes.output, sizes.kernel);
+  const int64_t channels = sizes.groups * sizes.outputs;
+  const at::Tensor input = random({sizes.samples, sizes.groups * sizes.inputs, in[0], in[1], in[2]}, type),
+                   weight = random({channels, sizes.inputs, kernel[0], kernel[1], kernel[2]}, type),
+                   grad = random({sizes.samples, channels, out[0], out[1], out[2]}, type),
+                   bias = has_bias ? at::randn({channels}, at::kDouble).to(type) : at::Tensor();
+  const at::Tensor own_out = unwritten(grad.sizes(), type), own_input = unwritten(input.sizes(), type),
+                   own_weight = unwritten(weight.sizes(), type),
+                   own_bias = has_bias ? at::empty({channels}, type).fill_(NAN) : at::Tensor();
+  (is_depthwise ? nhwc::cpu::depthwise_forward : nhwc::cpu::grouped_forward)(sizes, input, weight, bias, own_out);
+  (is_depthwise ? nhwc::cpu::depthwise_input_gradient : nhwc::cpu::grouped_input_gradient)(sizes, grad, weight,
+                                                                                           own_input);
+  (is_depthwise ? nhwc::cpu::depthwise_weight_gradient : nhwc::cpu::weight_gradient)(sizes, grad, input, own_weight,
+                                                                                     own_bias);
+
+  const at::Tensor x = reference(input), w = reference(weight), g = reference(grad);
+  const std::array<int64_t, 3> none{};
+  const at::Tensor expected = at::convolution(x, w, has_bias ? std::optional(reference(bias)) : std::nullopt,
+                                              sizes.stride, sizes.padding, sizes.dilation, false, none, sizes.groups);
+  const auto [of_input, of_weight, of_bias] =
+      at::convolution_backward(g, x, w, at::OptionalIntArrayRef(channels), sizes.stride, sizes.padding, sizes.dilation,
+                               false, none, sizes.groups, {true, true, true});
+  expect(own_out, expected, type, "output of " + what);
+  expect(own_input, of_input, type, "input gradient of " + what);
+  expect(own_weight, of_weight, type, "weight gradient of " + what);
+  if (has_bias) expect(own_bias, of_bias, type, "bias gradient of " + what);
+}
+
+void check_norm(at::ScalarType type) {
+  GroupNormShape shape{one_of({1, 1, 2, 5}), one_of({1, 2, 3, between(1, 50), between(1, 2000)}), 0, 1};
+  const int64_t of_group = one_of({1, 2, 3, between(1, 40)});
+  shape.groups = one_of({1, 2, 3, between(1, 40)});
+  shape.channels = shape.groups * of_group;
+  const bool is_affine = one_of({0, 1}) == 1;
+  std::ostringstream text;
+  text << type << " norm, " << shape.samples << " x " << shape.rows << " rows, " << shape.groups << " groups of "
+       << of_group;
+  const std::string what = text.str();
+
+  const at::ScalarType of_statistics = type == at::kDouble ? at::kDouble : at::kFloat;
+  const std::array<int64_t, 5> sizes = {shape.samples, shape.channels, 1, 1, shape.rows};
+  const at::Tensor input = random(sizes, type), grad = random(sizes, type),
+                   weight = is_affine ? at::randn({shape.channels}, of_statistics) : at::Tensor(),
+                   bias = is_affine ? at::randn({shape.channels}, of_statistics) : at::Tensor();
+  const at::Tensor out = unwritten(sizes, type), own_input = unwritten(sizes, type),
+                   mean = at::empty({shape.samples, shape.groups}, of_statistics), rstd = at::empty_like(mean),
+                   variance = at::empty_like(mean), own_weight = at::empty({shape.channels}, at::kDouble),
+                   own_bias = at::empty_like(own_weight);
+  const double eps = 0.1;
+  nhwc::cpu::group_norm(shape, input, weight, bias, eps, out, mean, rstd, variance);
+  nhwc::cpu::group_norm_backward(shape, grad, input, mean, rstd, weight, own_input, own_weight, own_bias);
+
+  const at::Tensor x = reference(input), g = reference(grad);
+  const auto number = [&](const at::Tensor& each) { return is_affine ? std::optional(reference(each)) : std::nullopt; };
+  const auto [expected, means, rstds] = at::native_group_norm(x, number(weight), number(bias), shape.samples,
+                                                              shape.channels, shape.rows, shape.groups, eps);
+  const auto [of_input, of_weight, of_bias] =
+      at::native_group_norm_backward(g, x, means, rstds, number(weight), shape.samples, shape.channels, shape.rows,
+                                     shape.groups, {true, is_affine, is_affine});
+  expect(out, expected, type, "output of " + what);
+  expect(mean, means, of_statistics, "mean of " + what);
+  expect(rstd, rstds, of_statistics, "reciprocal deviation of " + what);
+  expect(variance, rstds.pow(-2) - eps, of_statistics, "variance of " + what);
+  expect(own_input, of_input, type, "input gradient of " + what);
+  if (is_affine) expect(own_weight, of_weight, of_statistics, "weight gradient of " + what);
+  if (is_affine) expect(own_bias, of_bias, of_statistics, "bias gradient of " + what);
+}
+
+}  // namespace
+
+int main(int argument_count, char** arguments) {
+  const int count = argument_count > 1 ? std::atoi(arguments[1]) : 100;
+  at::manual_seed(0);
+  for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
+    for (int i = 0; i < count; ++i) {
+      at::set_num_threads(1 + i % 3);
+      check_convolution(type, i % 2 == 0);
+      check_norm(type);
+    }
+  }
+  std::puts("ok");
+}
