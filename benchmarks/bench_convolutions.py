@@ -184,18 +184,19 @@ def peak() -> float:
     from torch.utils.cpp_extension import load_inline
 
     bits = 256 if "AVX2" in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") or not _has_avx512() else 512
+    names = [f"sum{index}" for index in range(12)]  # an array of them would be in memory
+    step = " ".join(f"{name} = {name} * factor + factor;" for name in names)
+    kept = ", ".join(f'"+v"({name})' for name in names)  # so that each round is computed
     source = f"""
     typedef float Register __attribute__((vector_size({bits // 8})));
     double sum(int64_t rounds) {{
-      Register sums[12] = {{}};
-      Register factor = Register{{}} + 0.999f;
+      const Register factor = Register{{}} + 0.999f;
+      Register {", ".join(f"{name} = factor" for name in names)};
       for (int64_t round = 0; round < rounds; ++round) {{
-        _Pragma("GCC unroll 12") for (int i = 0; i < 12; ++i) sums[i] = sums[i] * factor + factor;
-        asm volatile("" : "+v"(factor));
+        {step}
+        asm volatile("" : {kept});
       }}
-      float total = 0;
-      for (Register each : sums) total += each[0];
-      return total;
+      return {" + ".join(f"{name}[0]" for name in names)};
     }}"""
     flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else [])]
     module = load_inline(f"peak_{bits}", source, functions="sum", extra_cflags=flags)

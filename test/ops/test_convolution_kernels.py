@@ -1,0 +1,253 @@
+"""Passes of convolutions by our own kernels: which are, and their numbers, at every instruction set of this CPU.
+
+oneDNN and the library choose theirs once in a process, so that each is checked in a process of its own: this file is
+also that program.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from activations import assert_in_format, channels_last, gradients
+from convolution_cases import operands, way_of
+from onednn import CPU_HAS_AVX512, IS_X86, TAKES
+from selection import exhaustive
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from torch_nhwc import functional
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2", "TORCH_NHWC_CPU_CAPABILITY": "avx2"}
+AVX512 = {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16", "TORCH_NHWC_CPU_CAPABILITY": "avx512"}
+BASELINE = {"TORCH_NHWC_CPU_CAPABILITY": "baseline"}
+# For each case the passes that are ours, with AVX2 and with AVX-512: forward, input's and weight's gradient.
+CASES = {
+    "dense": (("conv2d", (2, 20, 9, 11), (21, 20, 3, 3), (1, 1)), F32, "w", "w"),
+    "dense, many positions": (("conv2d", (1, 32, 33, 35), (16, 32, 3, 3), (1, 1)), F32, "w", ""),
+    "dense, strided": (("conv2d", (1, 32, 53, 55), (33, 32, 3, 3), (2, 1)), F32, "w", "w"),
+    "dense, dilated": (("conv2d", (2, 37, 20, 13), (9, 37, 3, 5), (1, 2, 2)), F32, "w", "w"),
+    "few outputs": (("conv2d", (1, 16, 40, 41), (3, 16, 7, 7), (1, 3)), F32, "w", "w"),
+    "few inputs": (("conv2d", (2, 3, 20, 21), (16, 3, 7, 7), (2, 3)), F32, "", ""),
+    "one tap": (("conv2d", (2, 32, 9, 11), (24, 32, 1, 1), ()), F32, "", ""),
+    "3D": (("conv3d", (2, 9, 9, 8, 7), (17, 9, 3, 3, 3), (1, 1)), F32, "w", ""),
+    "3D, few voxels": (("conv3d", (2, 128, 4, 3, 4), (33, 128, 3, 3, 3), (1, 1)), F32, "w", "w"),
+    "transposed": (("conv_transpose2d", (2, 17, 9, 8), (17, 20, 3, 3), (2, 1, 1)), F32, "w", "w"),
+    "transposed 3D": (("conv_transpose3d", (2, 16, 5, 6, 7), (16, 9, 2, 2, 2), (2,)), F32, "w", ""),
+    "groups of 4": (("conv2d", (2, 20, 15, 14), (20, 4, 3, 3), (1, 1, 1, 5)), F32, "fiw", "fiw"),
+    "groups of 4, strided": (("conv2d", (2, 20, 15, 14), (20, 4, 3, 3), (2, 1, 1, 5)), F32, "fi", "fi"),
+    "groups of 8": (("conv2d", (2, 24, 15, 14), (24, 8, 3, 3), (1, 1, 1, 3)), F32, "fiw", "w"),
+    "groups of 16, strided": (("conv2d", (2, 48, 15, 14), (48, 16, 3, 3), (2, 1, 1, 3)), F32, "fiw", ""),
+    "groups of 40": (("conv2d", (2, 80, 15, 14), (80, 40, 3, 3), (1, 1, 1, 2)), F32, "w", ""),
+    "depthwise 3x3": (("conv2d", (2, 20, 15, 14), (20, 1, 3, 3), (1, 1, 1, 20)), F32, "", ""),
+    "depthwise 7x7": (("conv2d", (2, 20, 15, 14), (40, 1, 7, 7), (1, 3, 1, 20)), F32, "fiw", "iw"),
+    "depthwise, strided": (("conv2d", (2, 20, 15, 14), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
+    "depthwise 3D": (("conv3d", (2, 20, 9, 8, 7), (20, 1, 3, 3, 3), (1, 1, 1, 20)), F32, "iw", "iw"),
+    "depthwise, transposed": (("conv_transpose2d", (2, 20, 9, 8), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
+    # In half precision, AVX2 computes in float32, and so does AVX-512 in float16.
+    "bfloat16, dense": (("conv2d", (2, 20, 9, 11), (21, 20, 3, 3), (1, 1)), BF16, "w", ""),
+    "bfloat16, few outputs": (("conv2d", (1, 16, 40, 41), (3, 16, 3, 3), (1, 1)), BF16, "w", "w"),
+    "bfloat16, groups of 4": (("conv2d", (2, 20, 15, 14), (20, 4, 3, 3), (2, 1, 1, 5)), BF16, "fi", "w"),
+    "bfloat16, depthwise": (("conv2d", (2, 20, 15, 14), (20, 1, 3, 3), (1, 1, 1, 20)), BF16, "fiw", ""),
+    "bfloat16, depthwise, strided": (("conv2d", (2, 20, 15, 14), (20, 1, 5, 5), (2, 2, 1, 20)), BF16, "fiw", "iw"),
+    "float16, dense": (("conv2d", (2, 20, 9, 11), (21, 20, 3, 3), (1, 1)), F16, "w", "w"),
+    "float16, depthwise": (("conv2d", (2, 20, 15, 14), (20, 1, 3, 3), (1, 1, 1, 20)), F16, "fiw", "fiw"),
+}
+# Of a small input, all passes, which saves the ways around oneDNN's faults.
+SMALL = ("conv2d", (2, 8, 2, 3), (8, 4, 5, 3), (1, (2, 1), 1, 2))
+TOLERANCES = {F32: 2e-5, BF16: 2e-2, F16: 3e-3}
+
+
+def passes_of(case, dtype):
+    """Return the letters of the passes that are ours, by the ways of calls that need some of them."""
+    x, w, b, arguments = operands(case, dtype)
+    ways = [
+        way_of(case[0], x.requires_grad_(of_x), w.requires_grad_(of_w), b, arguments)
+        for of_x, of_w in (
+            (False, False),
+            (True, False),
+            (False, True),
+        )
+    ]
+    is_forward = ways[0] == "kernels"
+    ours = "kernels" if is_forward else "kernels_in_part"
+    return is_forward * "f" + (ways[1] == ours) * "i" + (ways[2] == ours) * "w"
+
+
+def check_numbers(case, dtype):
+    """Compare output and gradients with float64, on one thread and on two, and for a gradient that is no memory."""
+    x, w, b, arguments = operands(case, dtype)
+    call, stock = getattr(functional, case[0]), getattr(F, case[0])
+    expected = stock(x.double(), w.double(), b.double(), *arguments)
+    for gradient in (torch.randn(expected.shape).to(dtype), torch.ones((), dtype=dtype).expand(expected.shape)):
+        real = gradients(stock, [each.double() for each in (x, w, b)], gradient.double(), arguments)
+        results = []
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            results.append(gradients(call, (x, w, b), gradient, arguments))
+        for ours, theirs in zip(results[0], real, strict=True):
+            assert ours.dtype == dtype
+            largest = float(theirs.detach().abs().max())
+            torch.testing.assert_close(ours.double(), theirs, rtol=0, atol=TOLERANCES[dtype] * largest)
+        assert_in_format(results[0][0])
+        assert_in_format(results[0][1])
+        assert results[0][2].stride() == w.stride()
+        for one, two in zip(*results, strict=True):
+            assert one.stride() == two.stride()
+    if "w" in passes_of(case, dtype):  # PyTorch's gradients of contiguous weights may be in channels-last
+        contiguous = gradients(call, (x, w.contiguous(), b), arguments=arguments)[2]
+        assert contiguous.stride() == w.contiguous().stride()
+
+
+def check_this_level(column):
+    """Run every case; `column` is where its passes are: 2 with AVX2, 3 with AVX-512, 0 where no rule was measured."""
+    torch.manual_seed(0)
+    for name, row in CASES.items():
+        case, dtype = row[:2]
+        if column:
+            found = passes_of(case, dtype)
+            if dtype == F16 and column == 3 and TAKES[F16]:  # a CPU with AVX-512's float16
+                continue
+            assert found == row[column], (name, found)
+        check_numbers(case, dtype)
+    check_numbers(SMALL, F32)
+
+
+def run(column, environment):
+    names = {*AVX2, *AVX512, "DNNL_MAX_CPU_ISA"}
+    clean = {name: value for name, value in os.environ.items() if name not in names}
+    clean["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
+    command = [sys.executable, __file__, str(column)]
+    done = subprocess.run(command, env={**clean, **environment}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.skipif(not IS_X86, reason="a CPU with AVX2")
+@pytest.mark.parametrize(
+    ("column", "environment"),
+    [
+        pytest.param(2, AVX2, id="avx2"),
+        pytest.param(3, AVX512, id="avx512", marks=pytest.mark.skipif(not CPU_HAS_AVX512, reason="a CPU with AVX-512")),
+        pytest.param(0, BASELINE, id="baseline"),
+        pytest.param(0, {}, id="default"),
+    ],
+)
+def test_each_level(column, environment):
+    run(column, environment)
+
+
+def nodes_of(out):
+    """Return the names of the nodes that a result has behind it."""
+    return {out.grad_fn.name(), *(each.name() for each, _ in out.grad_fn.next_functions if each)}
+
+
+@pytest.fixture
+def depthwise():
+    """Return a convolution of which both gradients are ours on every CPU with AVX2, its input and its weight."""
+    x, w = channels_last(torch.randn(2, 6, 9, 8)), torch.randn(6, 1, 5, 5)
+    return lambda x, w: functional.conv2d(x, w, None, 1, 2, 1, 6), x.requires_grad_(), w.requires_grad_()
+
+
+def plain(x, w):
+    return F.conv2d(x, w, None, 1, 2, 1, 6)
+
+
+def test_derivatives_of_every_order(depthwise):
+    call, x, w = depthwise
+
+    def of_third_order(f, x, w):
+        (first,) = torch.autograd.grad(f(x, w).pow(3).sum(), x, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), w, create_graph=True)
+        return first, second, torch.autograd.grad(second.sum(), x)[0]
+
+    wide = [each.detach().double().requires_grad_() for each in (x, w)]
+    for ours, real in zip(of_third_order(call, x, w), of_third_order(plain, *wide)):
+        torch.testing.assert_close(ours.double(), real, rtol=1e-4, atol=1e-5 * float(real.detach().abs().max()))
+
+
+def test_transforms_and_tangents(depthwise):
+    call, x, w = depthwise
+    x, w = x.detach(), w.detach()
+
+    def total(f):
+        return lambda w, x: f(x, w).square().sum()
+
+    weights, batch = torch.stack([w, 2 * w]), torch.stack([x, 3 * x])
+    for of in (
+        lambda f: torch.func.grad(total(f))(w, x),
+        lambda f: torch.func.vmap(torch.func.grad(total(f)), (0, None))(weights, x),
+        lambda f: torch.func.vmap(torch.func.grad(total(f)), (None, 0))(w, batch),
+        lambda f: torch.func.jvp(lambda w: f(x, w), (w,), (2 * w,))[1],
+        lambda f: torch.func.jvp(torch.func.grad(total(f)), (w, x), (w, x))[1],
+    ):
+        ours, theirs = of(call), of(plain)
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+def test_checkpoints_autocast_and_what_observers_see(depthwise):
+    call, x, w = depthwise
+    real = torch.autograd.grad(plain(x, w).square().sum(), (x, w))
+    for use_reentrant in (False, True):
+        out = checkpoint(call, x, w, use_reentrant=use_reentrant)
+        for ours, theirs in zip(torch.autograd.grad(out.square().sum(), (x, w)) if not use_reentrant else (), real):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    with torch.autocast("cpu", dtype=BF16):
+        out = call(x, w)
+    assert out.dtype == BF16
+    assert [each.dtype for each in torch.autograd.grad(out.float().sum(), (x, w))] == [F32, F32]
+    counts = []
+    for f in (plain, call):
+        with FlopCounterMode(display=False) as counter:
+            f(x, w).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
+
+
+def test_only_the_gradients_that_are_needed(depthwise):
+    call, x, w = depthwise
+    for wanted in ((x,), (w,)):
+        other = w if wanted[0] is x else x
+        out = call(x.detach() if other is x else x, w.detach() if other is w else w)
+        assert nodes_of(out) >= {"NhwcConvolutionBackward"}
+        (found,) = torch.autograd.grad(out.sum(), wanted)
+        (real,) = torch.autograd.grad(plain(x, w).sum(), wanted)
+        torch.testing.assert_close(found, real, rtol=1e-4, atol=1e-4)
+
+
+def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):
+    call, x, w = depthwise
+    out = call(x, w)
+    with torch.no_grad():
+        w.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("name", [exhaustive("dense"), "groups of 4", "depthwise 7x7", exhaustive("transposed 3D")])
+def test_opcheck(name):
+    case = CASES[name][0]
+    x, w, b, arguments = operands(case)
+    axes, is_transposed = w.dim() - 2, "transpose" in case[0]
+    defaults = (1, 0, 0, 1, 1) if is_transposed else (1, 0, 1, 1)
+    filled = (*arguments, *defaults[len(arguments) :])
+    sizes = [each if index == 3 or not isinstance(each, int) else [each] * axes for index, each in enumerate(filled)]
+    operator = getattr(torch.ops.nhwc, case[0]).default
+    inputs = (x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), *sizes)
+    torch.library.opcheck(operator, inputs, rtol=1e-4, atol=1e-4)  # compiled graphs have PyTorch's sums
+
+
+def test_empty_batches_are_pytorch_s(depthwise):
+    call, x, w = depthwise
+    x = channels_last(x.detach()[:0]).requires_grad_()
+    out = call(x, w)
+    out.sum().backward()
+    assert out.shape == (0, 6, 9, 8)
+    assert not w.grad.any()
+
+
+if __name__ == "__main__":
+    check_this_level(int(sys.argv[1]))
