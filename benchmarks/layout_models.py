@@ -123,6 +123,11 @@ basic_unet3d = network("monai.networks.nets.basic_unet", "BasicUNet", 3, 1, 2, f
 attention_unet3d = network("monai.networks.nets.attentionunet", "AttentionUnet", 3, 1, 2, (16, 32, 64), (2, 2))
 
 
+def mednext(kernel: int) -> Callable[[], nn.Module]:
+    """Return what makes a MedNeXt whose depthwise kernels have this size."""
+    return network("monai.networks.nets.mednext", "create_mednext", "S", 3, 1, 2, kernel)
+
+
 def nnunet(name: str, **blocks: list[int]) -> Callable[[], nn.Module]:
     """Return what makes one of nnU-Net's networks.
 
@@ -202,6 +207,8 @@ MODELS = {
     "unet3d_bn": LayoutModel(unet3d_bn, (1, 1, 48, 48, 48)),
     "basic_unet3d": LayoutModel(basic_unet3d, (1, 1, 48, 48, 48)),
     "attention_unet3d": LayoutModel(attention_unet3d, (1, 1, 48, 48, 48)),
+    "mednext3d_k3": LayoutModel(mednext(3), (1, 1, 32, 32, 32)),
+    "mednext3d_k5": LayoutModel(mednext(5), (1, 1, 32, 32, 32)),
     "plain_conv_unet3d": LayoutModel(nnunet("PlainConvUNet", n_conv_per_stage=[2] * 5), (1, 1, 64, 64, 64)),
     "residual_encoder_unet3d": LayoutModel(
         nnunet("ResidualEncoderUNet", n_blocks_per_stage=[1, 3, 4, 6, 6]), (1, 1, 64, 64, 64)

@@ -48,6 +48,12 @@ CASES = {
     "depthwise, strided": (("conv2d", (2, 20, 15, 14), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
     "depthwise 3D": (("conv3d", (2, 20, 9, 8, 7), (20, 1, 3, 3, 3), (1, 1, 1, 20)), F32, "iw", "iw"),
     "depthwise, transposed": (("conv_transpose2d", (2, 20, 9, 8), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
+    "depthwise, transposed 3D": (
+        ("conv_transpose3d", (2, 20, 4, 3, 5), (20, 1, 3, 3, 3), (2, 1, 0, 20)),
+        F32,
+        "fw",
+        "fw",
+    ),
     # In half precision, AVX2 computes in float32, and so does AVX-512 in float16.
     "bfloat16, dense": (("conv2d", (2, 20, 9, 11), (21, 20, 3, 3), (1, 1)), BF16, "w", ""),
     "bfloat16, few outputs": (("conv2d", (1, 16, 40, 41), (3, 16, 3, 3), (1, 1)), BF16, "w", "w"),

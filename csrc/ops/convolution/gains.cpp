@@ -61,13 +61,14 @@ enum class Arithmetic {
 // The rules. Their evidence is `bench_convolutions.py`, and grids of some 200 shapes around its layers: one thread of a
 // Zen 4, as it is and held to AVX2. Where PyTorch is about as fast, it stays.
 
-/// oneDNN's depthwise gradients reach a tenth of what its forward does.
+/// oneDNN's depthwise gradients reach a tenth of what its forward does. A transposed convolution is the gradient of the
+/// input, and its own is a convolution.
 Passes of_depthwise(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
-  const bool is_large = sizes.shortest > 3, gains = sizes.is_3d || is_large;
-  if (call.is_transposed) return {false, false, gains};
-  const bool is_half = arithmetic == Arithmetic::halves;
-  return {is_large && !sizes.is_strided && arithmetic == Arithmetic::below_avx512,
-          sizes.is_3d || (is_half ? sizes.is_strided : is_large && !sizes.is_strided), gains};
+  const bool is_large = sizes.shortest > 3, is_half = arithmetic == Arithmetic::halves;
+  const bool smaller = is_large && !sizes.is_strided && arithmetic == Arithmetic::below_avx512;
+  const bool larger = sizes.is_3d || (is_half ? sizes.is_strided : is_large && !sizes.is_strided);
+  const bool weight = sizes.is_3d || is_large;
+  return call.is_transposed ? Passes{larger, smaller, weight} : Passes{smaller, larger, weight};
 }
 
 /// Of few channels in a group, oneDNN fills a part of its registers.
