@@ -20,8 +20,8 @@ constexpr Sentence sentences[] = {
     {"OTHER_RANK", "the memory format is of the other rank"},
     {"FILTERED", "the filter left it out"},
     {"ONE_CHANNEL",
-     "its filters have one channel, and it has contiguous strides: PyTorch's oneDNN computes some such convolutions "
-     "wrong on channels-last, where they would gain nothing"},
+     "its filters have one channel, for which both formats are the same bytes: it has contiguous strides, with which "
+     "PyTorch's own convolutions are right"},
     {"UNDEFINED", "the layer has no weight"},
     {"COMPUTED_IN_FORWARD",
      "the weight that reaches the convolution is computed from it: use torch.ops.nhwc.convert_weight there"},

@@ -366,8 +366,7 @@ def render(
     text = paragraphs([f"{summary(rows, memory_format, is_done)}.{hint}"])
     alike: dict[tuple[str, Reason], list[PlanRow]] = {}
     for row in rows:
-        is_contiguous_now = row.reason is Reason.ONE_CHANNEL and row.action is not Action.KEEP
-        if row.reason is not None and (row.reason not in _BY_REASON or is_contiguous_now):
+        if row.reason is not None and row.reason not in _BY_REASON:
             fate = _fate(row)
             fate = fate if fate in (_REFUSED, _KEPT) else "with a remark"
             alike.setdefault((fate, row.reason), []).append(row)
