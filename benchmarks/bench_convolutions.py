@@ -7,6 +7,7 @@ by itself. GFLOP/s are of minima, ratios medians over rounds; the peak is that o
 additions in registers, in the same run. A row that our table leaves to PyTorch says so.
 """
 
+import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -16,7 +17,9 @@ from typing import Any, NamedTuple
 import machine
 import torch
 from layout_models import channels_last
+from report_layers import kind as kind_of
 from stopwatch import Stopwatch, in_turns
+from tables import spanned, table
 from torch import Tensor
 from torch.nn import functional as stock
 
@@ -34,7 +37,7 @@ class Layer(NamedTuple):
     channels: int
     outputs: int
     size: int
-    kernel: int
+    kernel: int | tuple[int, ...]
     stride: int = 1
     groups: int = 1
     axes: int = 2
@@ -42,20 +45,32 @@ class Layer(NamedTuple):
 
     @property
     def name(self) -> str:
-        parts = [f"{self.channels} to {self.outputs}", "x".join([str(self.kernel)] * self.axes)]
+        parts = [f"{self.channels} to {self.outputs}", "x".join(map(str, self.taps))]
         parts += [f"stride {self.stride}"] if self.stride > 1 else []
         parts += [f"dilation {self.dilation}"] if self.dilation > 1 else []
         parts += [f"{self.groups} groups"] if self.groups > 1 else []
         return f"{self.network}: {', '.join(parts)}, on {self.batch}x{'x'.join([str(self.size)] * self.axes)}"
 
     @property
-    def padding(self) -> int:
-        return self.dilation * (self.kernel // 2)
+    def kind(self) -> str:
+        """Return how many channels share a filter, and the dimensions."""
+        inputs = self.channels // self.groups
+        kind = "dense" if self.groups == 1 else "depthwise" if inputs == 1 else f"groups of {inputs}"
+        return f"{kind}, {self.axes}D"
+
+    @property
+    def taps(self) -> tuple[int, ...]:
+        """Return the kernel's size along each axis."""
+        return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,) * self.axes
+
+    @property
+    def padding(self) -> list[int]:
+        return [self.dilation * (taps // 2) for taps in self.taps]
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
         x = torch.randn(self.batch, self.channels, *[self.size] * self.axes, dtype=dtype)
-        weight = torch.randn(self.outputs, self.channels // self.groups, *[self.kernel] * self.axes, dtype=dtype)
+        weight = torch.randn(self.outputs, self.channels // self.groups, *self.taps, dtype=dtype)
         return x, weight, torch.randn(self.outputs, dtype=dtype)
 
     def call(self, functions: Any, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -64,9 +79,10 @@ class Layer(NamedTuple):
 
     @property
     def flops(self) -> float:
-        out = (self.size + 2 * self.padding - self.dilation * (self.kernel - 1) - 1) // self.stride + 1
-        taps = self.kernel**self.axes
-        return 2.0 * self.batch * out**self.axes * self.outputs * (self.channels // self.groups) * taps
+        found = 2.0 * self.batch * self.outputs * (self.channels // self.groups)
+        for taps, padding in zip(self.taps, self.padding, strict=True):
+            found *= taps * ((self.size + 2 * padding - self.dilation * (taps - 1) - 1) // self.stride + 1)
+        return found
 
 
 def _depthwise(
@@ -118,6 +134,10 @@ LAYERS = [
     Layer("DynUNet", 2, 16, 32, 32, 3, 2, axes=3),
     Layer("DynUNet", 1, 320, 320, 4, 3, axes=3),
     Layer("SegResNet", 1, 32, 32, 24, 3, axes=3),
+    Layer("3D networks", 2, 16, 2, 48, 1, axes=3),
+    Layer("3D networks", 2, 64, 64, 24, 1, axes=3),
+    Layer("3D networks", 2, 32, 32, 24, (1, 3, 3), axes=3),
+    Layer("3D networks", 2, 32, 32, 24, (3, 1, 1), axes=3),
     Layer("SegResNet", 1, 1, 8, 48, 3, axes=3),
     _depthwise("MedNeXt", 1, 32, 32, 3, axes=3),
     _depthwise("MedNeXt", 1, 32, 32, 5, axes=3),
@@ -150,7 +170,7 @@ def way_of(layer: Layer, dtype: torch.dtype, pass_: str) -> str:
     x, weight, bias = layer.tensors(dtype)
     x.requires_grad_(pass_ == "input gradient")
     weight.requires_grad_(pass_ == "weight gradient")
-    sizes = [[each] * layer.axes for each in (layer.stride, layer.padding, layer.dilation)]
+    sizes = [layer.stride] * layer.axes, layer.padding, [layer.dilation] * layer.axes
     with torch.set_grad_enabled(pass_ != "forward"):
         return str(torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups))
 
@@ -170,6 +190,7 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
 
     return {
         "layer": layer.name,
+        "kind": layer.kind,
         "dtype": dtype,
         "pass": pass_,
         "way": way_of(layer, DTYPES[dtype], pass_),
@@ -177,6 +198,28 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
         "over channels-last": gain("channels-last"),
         "over contiguous": gain("contiguous"),
     }
+
+
+def as_table(*machines: dict) -> str:
+    """Return what the passes gain that our kernels compute, for each kind of layer, pass and machine."""
+    columns = [
+        (measured, dtype)
+        for measured in machines
+        for dtype in DTYPES
+        if any(row["dtype"] == dtype for row in measured["results"])
+    ]
+    kinds = dict.fromkeys(row["kind"] for row in machines[0]["results"])
+    rows = []
+    for kind, pass_ in itertools.product(kinds, PASSES):
+        cells = []
+        for measured, dtype in columns:
+            of_all = [r for r in measured["results"] if (r["kind"], r["pass"], r["dtype"]) == (kind, pass_, dtype)]
+            ours = [row for row in of_all if row["way"].startswith("kernels")]
+            gains = (spanned(row[f"over {layout}"] for row in ours) for layout in ("channels-last", "contiguous"))
+            cells.append(f"{len(ours)} of {len(of_all)}: {'; '.join(gains)}" if ours else "PyTorch's")
+        if any(cell != "PyTorch's" for cell in cells):
+            rows.append([kind, pass_, *cells])
+    return table(["layers", "pass", *(f"{kind_of(measured)}, {dtype}" for measured, dtype in columns)], rows)
 
 
 def peak() -> float:
@@ -210,7 +253,7 @@ def _has_avx512() -> bool:
 
 
 def main() -> None:
-    parser = machine.parser(__doc__, None)
+    parser = machine.parser(__doc__, machine.RESULTS / "passes-cpu.json")
     parser.add_argument("--only", default="", help="layers whose name contains this")
     parser.add_argument("--seconds", type=float, default=0.4, help="for each pass of a layer")
     parser.add_argument("--threads", type=int, default=1)
@@ -229,9 +272,8 @@ def main() -> None:
                 rates = " ".join(f"{row[f'{way}, GFLOP/s']:7.1f}" for way in ("contiguous", "channels-last", "ours"))
                 gains = f"{row['over channels-last']:6.2f} {row['over contiguous']:6.2f}"
                 print(f"{rates}  {gains}  {row['way']:16} {dtype:8} {pass_:15} {layer.name}", flush=True)
-    if arguments.out:
-        how = {"threads": arguments.threads, "peak GFLOP/s": top}
-        machine.write(arguments.out, "bench_convolutions.py", rows, **how)
+    how = {"threads": arguments.threads, "peak GFLOP/s": top}
+    machine.write(arguments.out, "bench_convolutions.py", rows, **how)
 
 
 if __name__ == "__main__":

@@ -64,8 +64,6 @@ def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
         found[STOCK_OVER_OURS] = 1
     if case.layer in POOLS:
         found[OVER_CONTIGUOUS] = 0.5
-    if case.layer == "conv3d" and is_float and case.arguments.endswith("1x1x1"):
-        found[OVER_CONTIGUOUS] = 1.2 if is_forward else 0.9
     if case.layer in ("gelu", "softmax", "log_softmax", "cross_entropy", "pad"):
         found[OVER_CONTIGUOUS] = 1.1
     return found
@@ -97,10 +95,6 @@ def cross_entropy(functions: ModuleType, x: Tensor, target: Tensor) -> Tensor:
 
 def circular(functions: ModuleType, x: Tensor) -> Tensor:
     return functions.pad(x, (1,) * 2 * (x.dim() - 2), mode="circular")
-
-
-def conv3d(padding: tuple[int, ...], functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return functions.conv3d(x, weight, bias, padding=padding)
 
 
 def upsample(functions: ModuleType, x: Tensor) -> Tensor:
@@ -148,22 +142,6 @@ def pool_cases() -> Iterator[Case]:
         yield Case(layer, text, shape, partial(with_arguments, layer, arguments))
 
 
-def convolution_cases() -> Iterator[Case]:
-    for inner, outer, edge in ((16, 2, 48), (32, 32, 24), (64, 64, 24), (128, 64, 16), (256, 256, 8)):
-        yield convolution(inner, outer, edge, (1, 1, 1))
-    for taps in ((1, 3, 3), (3, 1, 1)):
-        for inner, edge in ((16, 32), (32, 24), (64, 16)):
-            yield convolution(inner, inner, edge, taps)
-
-
-def convolution(inner: int, outer: int, edge: int, taps: tuple[int, ...]) -> Case:
-    """Return a case with a batch of two: PyTorch may take a slow path for a single sample, in every format."""
-    padding = tuple(each // 2 for each in taps)
-    text = f"to {outer} channels, {'x'.join(map(str, taps))}"
-    shape = (2, inner, edge, edge, edge)
-    return Case("conv3d", text, shape, partial(conv3d, padding), ((outer, inner, *taps), (outer,)))
-
-
 def other_cases() -> Iterator[Case]:
     for shape in ((4, 64, 56, 56), (2, 32, 32, 32, 32)):
         yield Case("gelu", "", shape, partial(with_arguments, "gelu", ()))
@@ -171,5 +149,5 @@ def other_cases() -> Iterator[Case]:
     yield Case("interpolate", '2, "nearest"', (2, 32, 16, 16, 16), upsample)
 
 
-CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *convolution_cases(), *other_cases()]
+CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *other_cases()]
 FUNCTIONS = {"ours": ours, "stock_channels_last": stock, "contiguous": stock}

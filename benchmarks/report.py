@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import bench_collate
+import bench_convolutions
 import bench_overhead
 import cuda_report
 import report_layers
@@ -161,6 +162,7 @@ def documents() -> dict[Path, dict[str, str]]:
     weights, of_models, overhead = load("weights"), load("models"), load("overhead")
     layers, layouts = load("layers"), [load("layouts"), load("layouts-avx2")]
     tuned, collated = load("tune"), load("collate")
+    passes = load("passes"), load("passes-avx2")
     return {
         README: {"gains": report_layers.gains(*layouts)},
         PRESERVING: {
@@ -183,11 +185,14 @@ def documents() -> dict[Path, dict[str, str]]:
                     ("The conversion of whole models", of_models),
                     ("Whole models, and half precision", layouts[0]),
                     ("The same held to AVX2", layouts[1]),
+                    ("The passes of convolutions", passes[0]),
+                    ("The same held to AVX2", passes[1]),
                     ("The call of a replaced layer", overhead),
                 )
             ),
             "layouts": report_layers.layouts(*layouts),
             "halves": report_layers.halves(*layouts),
+            "passes": bench_convolutions.as_table(*passes),
             "overhead": bench_overhead.as_table(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),

@@ -18,9 +18,6 @@ GROUPS = {
     "gelu": "GELU",
     "pad": "circular padding",
     "interpolate": "nearest upsampling 3D",
-    "1x1x1": "3D convolution 1x1x1",
-    "1x3x3": "3D convolution of one tap along depth",
-    "3x1x1": "3D convolution of one tap in the plane",
 }
 COMPARED = {
     "over_contiguous": "over PyTorch's on contiguous",
@@ -34,7 +31,7 @@ QUICK = "A quick run, for the form of the tables alone: its figures mean nothing
 
 def group(row: Row) -> str:
     """Return the group of a layer, as the bars name it."""
-    return GROUPS[row["arguments"].split(", ")[-1] if row["layer"] == "conv3d" else row["layer"]]
+    return GROUPS[row["layer"]]
 
 
 def warning(measured: dict) -> str:

@@ -10,12 +10,14 @@ from types import SimpleNamespace
 import cuda_build
 import pytest
 import torch
+from onednn import IS_X86
 from selection import some_of
 from torch import nn
 
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_collate
+import bench_convolutions
 import bench_counters
 import bench_layers
 import bench_layouts
@@ -104,6 +106,15 @@ def test_a_replaced_convolution_is_measured_next_to_pytorch_s():
     assert [row["mode"] for row in rows] == ["forward", "forward with backward"]
     assert all(row["stock"] > 0 and row["replaced"] > 0 for row in rows)
     assert bench_overhead.as_table({"results": rows}).count("| Conv2d 3x3 | 1x8x8x8 |") == 1
+
+
+def test_the_passes_of_convolutions_are_measured_by_who_computes_them():
+    layers = [bench_convolutions.Layer("", 1, 8, 8, 6, kernel, groups=8, axes=3) for kernel in (3, (1, 3, 3))]
+    rows = [bench_convolutions.measure(layer, "float32", p, 0) for layer in layers for p in bench_convolutions.PASSES]
+    assert [row["kind"] for row in rows] == ["depthwise, 3D"] * 6
+    assert layers[1].flops == 2 * 8 * 9 * 6**3
+    measured = {"results": rows, "machine": {"capability": "avx2"}}
+    assert ("| depthwise, 3D | weight gradient | 2 of 2: " in bench_convolutions.as_table(measured)) is IS_X86
 
 
 @pytest.mark.cuda
@@ -212,7 +223,7 @@ def small(case):
 def first_of_each_layer():
     cases = {}
     for case in layer_cases.CASES:
-        cases.setdefault((case.layer, case.arguments.split(", ")[-1]) if case.layer == "conv3d" else case.layer, case)
+        cases.setdefault(case.layer, case)
     return list(cases.values())
 
 
