@@ -166,6 +166,18 @@ def test_the_filter_transpose_on_an_emulated_cpu(compiler: str, emulator: list[s
     run_programs(PROGRAMS, tmp_path, compiler, "-O1", "-static", run=emulator, step=13)
 
 
+@pytest.mark.emulated
+@pytest.mark.exhaustive
+def test_the_kernels_of_layers_compile_for_neon(tmp_path: Path) -> None:
+    """Their drivers need torch, so that they do not run here."""
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", "promised here, and not found: a cross compiler"
+        pytest.skip("needs g++-aarch64-linux-gnu")
+    command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([*command, "-c", ROOT / "csrc/cpu/isa/baseline.cpp", "-o", tmp_path / "neon.o"], check=True)
+
+
 def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):
     program = cmake_build.make_program(HERE, tmp_path / "build", "consumer")
     run = cmake_build.run_program(program, capture_output=True, text=True)
