@@ -75,6 +75,11 @@ bool has_odd_strides(const at::Tensor& input) {
   return is_odd;
 }
 
+at::Tensor with_canonical_strides(const at::Tensor& input) {
+  return is_channels_last(input) ? to_channels_last(input)
+                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
+}
+
 at::Tensor empty_channels_last(const at::Tensor& like) {
   return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), like.options());
 }

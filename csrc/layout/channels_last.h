@@ -28,6 +28,9 @@ at::Tensor to_channels_last(const at::Tensor& input);
 /// dimension of size 1.
 bool has_odd_strides(const at::Tensor& input);
 
+/// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
+at::Tensor with_canonical_strides(const at::Tensor& input);
+
 /// Allocates a tensor like the activation, in canonical channels-last strides.
 at::Tensor empty_channels_last(const at::Tensor& like);
 

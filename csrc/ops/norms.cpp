@@ -492,7 +492,9 @@ at::Tensor batch_norm_of_any(const at::Tensor& input, const Optional& running_me
                              const Optional& weight, const Optional& bias, bool training, double momentum, double eps) {
   const Norm norm = batch_norm_of(input, running_mean, running_var, weight, bias, training, eps);
   if (!norm.is_served() || !gains(norm)) {
-    return at::batch_norm(input, weight, bias, running_mean, running_var, training, momentum, eps,
+    // PyTorch's gradient goes by a stride in a size of 1.
+    const at::Tensor given = input.is_cpu() && has_odd_strides(input) ? with_canonical_strides(input) : input;
+    return at::batch_norm(given, weight, bias, running_mean, running_var, training, momentum, eps,
                           at::globalContext().userEnabledCuDNN());
   }
   return std::get<0>(native_batch_norm().call(input, running_mean, running_var, weight, bias, training, momentum, eps));

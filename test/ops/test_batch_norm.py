@@ -9,6 +9,7 @@ from activations import FORMATS, canonical, channels_last
 from selection import some_of
 from torch.func import functional_call, vmap
 
+from torch_nhwc import functional
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import Preserving
 
@@ -121,6 +122,24 @@ def test_pytorch_s_kernel_is_accurate_where_it_stays(rows, training, mean):
         stock = results(ops.batch_norm, x, *numbers, channels_last(given[-1]), training=training)
         exact = results(F.batch_norm, *(each.double() for each in given), training=training)
         assert all(error(own, right) < 1e-5 for own, right in zip(stock, exact, strict=True))
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("shape", [(1, 32, 3, 12), (1, 4, 3, 3, 5)], ids=str)
+def test_an_image_that_was_permuted_and_unsqueezed(shape, training):
+    """PyTorch's gradient goes by the stride of the batch of 1, and is wrong for a contiguous gradient of the output."""
+    x = torch.randn(*shape[2:], shape[1]).movedim(-1, 0)[None]
+    assert x.stride() != channels_last(x).stride()
+    statistics, gradient = (torch.zeros(shape[1]), torch.ones(shape[1])), torch.randn(shape)
+    results = []
+    for function, given in ((F.batch_norm, x.double().contiguous()), (functional.batch_norm, x)):
+        running = [each.to(given.dtype, copy=True) for each in statistics]
+        given.requires_grad_()
+        out = function(given, *running, training=training)
+        out.backward(gradient.to(given.dtype))
+        results.append((out.detach(), given.grad, *running))
+    for real, ours in zip(*results):
+        torch.testing.assert_close(ours.double(), real, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -19,12 +19,6 @@ at::Tensor changed(const Call& call, const Change& change) {
   return is_channels_last_input ? as_channels_last_output(out) : out;
 }
 
-/// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
-inline at::Tensor with_canonical_strides(const at::Tensor& input) {
-  return is_channels_last(input) ? to_channels_last(input)
-                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
-}
-
 /// Pads each spatial dimension with zeros on both sides.
 inline at::Tensor padded(const at::Tensor& input, const at::SymDimVector& padding) {
   at::SymDimVector sides;
