@@ -50,6 +50,8 @@ def on_contiguous(case):
         (("conv_transpose2d", (2, 4, 6, 1), (4, 1, 3, 3), (2,)), "widened" if HAS_AVX512 else "pytorch"),
         (("conv_transpose2d", (2, 4, 6, 5), (4, 3, 1, 1), (2, 0, 1)), "extended"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), ()), "linear"),
+        (("conv3d", (1, 16, 6, 7, 5), (3, 16, 1, 1, 1), ()), "kernels"),
+        (("conv2d", (2, 2, 9, 8), (6, 2, 1, 1), ()), "kernels"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 3, 1, 1), (1, (1, 0, 0))), "along_depth"),
         (("conv3d", (1, 16, 6, 7, 5), (8, 16, 1, 1, 1), (2,)), "restored"),
         (("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)), "slabs"),
