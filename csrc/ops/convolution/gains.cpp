@@ -33,9 +33,10 @@ struct Sizes {
 
   explicit Sizes(const Call& call);
 
-  /// Returns whether a convolution is a product of pixels with few inputs or outputs.
+  /// Returns whether a convolution is a product of pixels with few inputs or outputs. For few pixels, PyTorch is
+  /// faster.
   bool is_pointwise() const {
-    return taps == 1 && !is_strided && !is_padded && std::min(inputs, outputs) <= cpu::most_few &&
+    return positions >= 1024 && taps == 1 && !is_strided && !is_padded && std::min(inputs, outputs) <= cpu::most_few &&
            std::max(inputs, outputs) <= cpu::most_pointwise_channels;
   }
 };
@@ -127,7 +128,7 @@ Passes passes_of_kernels(const Call& call) {
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
   if (call.groups > 1) return of_groups(call, sizes, arithmetic);
   if (!call.is_transposed && sizes.is_pointwise()) {
-    return {sizes.inputs <= cpu::most_few || arithmetic != Arithmetic::halves, true, true};
+    return {std::max(sizes.inputs, sizes.outputs) <= cpu::most_few || arithmetic != Arithmetic::halves, true, true};
   }
   // With AMX, oneDNN's bfloat16 was not measured.
   if (arithmetic == Arithmetic::halves && onednn_isa() == OnednnIsa::amx) return {};
