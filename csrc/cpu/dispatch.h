@@ -10,6 +10,7 @@
 #include "cpu/filter_kernels.h"
 #include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 
 namespace nhwc::cpu {
@@ -32,6 +33,9 @@ const WeightGradientKernelsByType& weight_gradient_kernels();
 
 /// Returns grouped convolutions, for the same instruction set.
 const GroupedKernelsByType& grouped_kernels();
+
+/// Returns products of pixels of few channels, for the same instruction set.
+const PointwiseKernelsByType& pointwise_kernels();
 
 /// Returns the kernels of a dtype.
 template <typename KernelsByType>

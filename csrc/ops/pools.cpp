@@ -20,6 +20,19 @@ bool is_volume(const at::Tensor& input) {
   return input.dim() == 5 && at::isFloatingType(input.scalar_type()) && is_channels_last(input);
 }
 
+// Returns whether a volume is contiguous, too, for which PyTorch's own pool is fast. It has none of half precision.
+bool has_one_channel(const at::Tensor& volume) {
+  return volume.sym_size(1) == 1 && !at::isReducedFloatingType(volume.scalar_type());
+}
+
+bool is_pytorchs(const at::Tensor& volume) { return !is_composed(volume) || has_one_channel(volume); }
+
+// Returns the input of PyTorch's own pool: a volume of one channel in the strides of a contiguous one.
+at::Tensor as_pytorchs(const at::Tensor& input) {
+  const at::Tensor volume = with_channels_last_grad(input);
+  return has_one_channel(volume) ? channels_to_end(volume).flatten(3).unsqueeze(1) : volume;
+}
+
 // Reads one number for all dimensions, or one for each. Returns nothing for arguments that PyTorch rejects.
 std::optional<Triple> triple(at::IntArrayRef values) {
   if (values.size() == 1) return Triple{values[0], values[0], values[0]};
@@ -42,7 +55,7 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
     return at::avg_pool3d(volume, kernel_size, strides, paddings, ceil_mode, count_include_pad, divisor_override);
   };
   if (!is_volume(input)) return by_torch(input);
-  if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
+  if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
   // The sum of a plane may overflow a half.
   if (divisor_override && input.scalar_type() == at::kHalf) return by_torch(input);
   const auto kernel = triple(kernel_size), stride = triple(strides.empty() ? kernel_size : strides),
@@ -70,7 +83,7 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
 at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef output_size) {
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
-  if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
+  if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
   if (std::all_of(output_size.begin(), output_size.end(), [](const c10::SymInt& size) { return size == 1; })) {
     // The mean, because its gradient has the order of its dimensions.
     return as_channels_last_output(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
@@ -93,8 +106,8 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
   if (!is_volume(input) || !size || (*size)[0] <= 0 || (*size)[1] <= 0 || (*size)[2] <= 0) {
     return at::adaptive_max_pool3d(input, output_size);
   }
-  if (!is_composed(input)) {
-    const auto [values, indices] = at::adaptive_max_pool3d(with_channels_last_grad(input), output_size);
+  if (is_pytorchs(input)) {
+    const auto [values, indices] = at::adaptive_max_pool3d(as_pytorchs(input), output_size);
     return {as_channels_last_output(values), as_channels_last_output(indices)};
   }
   const auto [depth, height, width] = *size;
@@ -118,7 +131,7 @@ at::Tensor max_unpool3d(const at::Tensor& input, const at::Tensor& indices, at::
     return at::max_unpool3d_symint(volume, indices, output_size, stride, padding);
   };
   if (!is_volume(input)) return by_torch(input);
-  if (!is_composed(input)) return as_channels_last_output(by_torch(with_channels_last_grad(input)));
+  if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
   const bool is_valid = indices.scalar_type() == at::kLong && indices.sym_sizes() == input.sym_sizes() &&
                         output_size.size() == 3 && stride.size() == 3 && padding.size() == 3 &&
                         std::all_of(stride.begin(), stride.end(), [](int64_t step) { return step > 0; });

@@ -15,6 +15,7 @@
 #include "cpu/filter_kernels.h"
 #include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)

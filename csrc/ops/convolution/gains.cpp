@@ -26,12 +26,19 @@ bool is_served(const Call& call) {
 
 /// What the rules look at: of a transposed convolution, that from its output to its input.
 struct Sizes {
-  bool is_3d, is_strided = false, is_dilated = false;
+  bool is_3d, is_strided = false, is_padded = false, is_dilated = false;
   int64_t inputs, outputs;     // of a group
   int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
   int64_t positions;           // of the whole batch
 
   explicit Sizes(const Call& call);
+
+  /// Returns whether a convolution is a product of pixels with few inputs or outputs. For few pixels, PyTorch is
+  /// faster.
+  bool is_pointwise() const {
+    return positions >= 1024 && taps == 1 && !is_strided && !is_padded && std::min(inputs, outputs) <= cpu::most_few &&
+           std::max(inputs, outputs) <= cpu::most_pointwise_channels;
+  }
 };
 
 Sizes::Sizes(const Call& call)
@@ -44,6 +51,7 @@ Sizes::Sizes(const Call& call)
     const Axis axis = call.axis(from_last);
     const int64_t kernel = call.weight.size(-from_last);
     is_strided = is_strided || axis.stride > 1;
+    is_padded = is_padded || axis.padding > 0;
     is_dilated = is_dilated || call.dilation[call.axes() - from_last] > 1;
     taps *= kernel;
     shortest = std::min(shortest, kernel);
@@ -122,6 +130,9 @@ Passes passes_of_kernels(const Call& call) {
   if (call.groups > 1) return of_groups(call, sizes, arithmetic);
   // With AMX, oneDNN's bfloat16 was not measured.
   if (arithmetic == Arithmetic::halves && onednn_isa() == OnednnIsa::amx) return {};
+  if (!call.is_transposed && sizes.is_pointwise()) {
+    return {std::max(sizes.inputs, sizes.outputs) <= cpu::most_few || arithmetic != Arithmetic::halves, true, true};
+  }
   return {false, false, gains_dense_weight_gradient(sizes, arithmetic)};
 }
 

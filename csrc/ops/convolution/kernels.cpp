@@ -7,6 +7,7 @@
 #include "cpu/convolution_sizes.h"
 #include "cpu/depthwise.h"
 #include "cpu/grouped.h"
+#include "cpu/pointwise.h"
 #include "cpu/weight_gradient.h"
 #include "layout/channels_last.h"
 
@@ -48,6 +49,10 @@ at::Tensor empty_activation(const Call& call, bool is_larger, int64_t channels) 
 /// Returns the smaller activation of a larger one.
 at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, /*is_larger=*/false, call.weight.size(0));
+  if (cpu::is_pointwise(sizes_of(call))) {
+    cpu::pointwise(larger, call.weight.detach().flatten(1), bias.value_or(at::Tensor()), out);
+    return out;
+  }
   const at::Tensor weight = to_channels_last(call.weight.detach()), none;
   const auto compute = call.is_depthwise() ? cpu::depthwise_forward : cpu::grouped_forward;
   compute(sizes_of(call), larger, weight, bias ? bias->contiguous() : none, out);
@@ -57,6 +62,10 @@ at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTen
 /// Returns the larger activation, or the gradient of it, of a smaller one.
 at::Tensor larger(const Call& call, const at::Tensor& smaller) {
   const at::Tensor out = empty_activation(call, /*is_larger=*/true, call.weight.size(1) * call.groups.expect_int());
+  if (cpu::is_pointwise(sizes_of(call))) {
+    cpu::pointwise(smaller, call.weight.detach().flatten(1).t(), {}, out);
+    return out;
+  }
   const at::Tensor weight = to_channels_last(call.weight.detach());
   const auto compute = call.is_depthwise() ? cpu::depthwise_input_gradient : cpu::grouped_input_gradient;
   compute(sizes_of(call), smaller, weight, out);
@@ -83,7 +92,9 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
   const at::Tensor& larger = call.is_transposed ? grad : input;
   at::Tensor of_weight = empty_channels_last(call.weight), bias_of_smaller, bias;
   if (of_bias && !call.is_transposed) bias = bias_of_smaller = at::empty({grad.size(1)}, grad.options());
-  const auto compute = call.is_depthwise() ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
+  const auto compute = cpu::is_pointwise(sizes_of(call)) ? cpu::pointwise_weight_gradient
+                       : call.is_depthwise()             ? cpu::depthwise_weight_gradient
+                                                         : cpu::weight_gradient;
   compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
   if (of_bias && call.is_transposed) bias = channels_to_end(grad).flatten(0, -2).sum(0);
   if (!is_channels_last(call.weight)) of_weight = of_weight.clone(at::MemoryFormat::Contiguous);

@@ -1,0 +1,21 @@
+// Convolutions of one tap with few inputs or outputs, by our own kernels.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "cpu/convolution_sizes.h"
+
+namespace nhwc::cpu {
+
+/// Returns whether a convolution is a product of pixels that the functions below compute.
+bool is_pointwise(const ConvolutionSizes& sizes);
+
+/// Writes the products of each pixel and a weight `[outputs, inputs]` to `out`. Activations are dense channels-last,
+/// and all tensors have one dtype: float, half or bfloat16. The bias may be undefined.
+void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out);
+
+/// Writes the gradients of the weight and of the bias, which may be undefined.
+void pointwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& input,
+                               const at::Tensor& grad_weight, const at::Tensor& grad_bias);
+
+}  // namespace nhwc::cpu
