@@ -8,6 +8,7 @@
 #include "layout/channels_last.h"
 #include "ops/convolution/faults.h"
 #include "ops/convolution/float32.h"
+#include "ops/convolution/kernels.h"
 #include "ops/convolution/mended.h"
 
 namespace nhwc {
@@ -110,8 +111,7 @@ Passes passes_of_kernels(const Call& call) {
   const bool is_in_float32 = needs_float32(call) || call.input.scalar_type() == at::kFloat;
   const Sizes sizes(call);
   // The kernels of all passes are made for groups of at most 32 channels, and need none of the ways around faults.
-  const bool is_mended = mended::is_needed(call),
-             has_all = call.groups > 1 && sizes.inputs <= 32 && sizes.outputs <= 32;
+  const bool is_mended = mended::is_needed(call), has_all = kernels::is_of_small_groups(call);
   if (call.is_depthwise() ? is_mended || needs_float32(call) : is_mended && has_all) return {true, true, true};
   if (is_mended || !is_measured()) return {};
   const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
