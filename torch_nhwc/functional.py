@@ -1,8 +1,8 @@
 """Drop-ins for functions of `torch.nn.functional` that lose channels-last, with their signatures and numbers.
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
-function, and so does every call while a compiler traces, which then fuses as usual. Subclasses of `torch.Tensor` that
-compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
+function, and so does every call while a compiler traces, which then fuses as usual, except for convolutions. Subclasses
+of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
 `interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
@@ -471,7 +471,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
-    operator. While a compiler traces, an operator that is called consists of PyTorch's own in the compiled graph.
+    operator. While a compiler traces, the called operator turns into PyTorch's own, and opaque ones of our kernels.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         if not _are_plain_inside((input, weight, bias)):
