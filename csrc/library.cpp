@@ -97,6 +97,23 @@ TORCH_LIBRARY(nhwc, m) {
       "convolution_way.padding(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, str padding, "
       "SymInt[] dilation, SymInt groups) -> str",
       compliant);
+  m.def(
+      "compiled_convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+      "SymInt[] dilation, SymInt groups, SymInt[]? output_padding=None) -> Tensor",
+      compliant);
+  m.def(
+      "compiled_convolution.padding(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, str padding, "
+      "SymInt[] dilation, SymInt groups) -> Tensor",
+      compliant);
+  m.def(
+      "convolution_by_kernels(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
+      "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups) -> Tensor",
+      compliant);
+  m.def(
+      "convolution_by_kernels_backward(Tensor grad, Tensor input, Tensor weight, SymInt[] stride, SymInt[] padding, "
+      "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) "
+      "-> (Tensor, Tensor, Tensor)",
+      compliant);
   m.def("cpu_capability() -> str", compliant);
   m.def("sentence(str reason) -> str", compliant);
 }

@@ -1,8 +1,8 @@
 """Drop-ins for functions of `torch.nn.functional` that lose channels-last, with their signatures and numbers.
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
-function, and so does every call while a compiler traces, which then fuses as usual. Subclasses of `torch.Tensor` that
-compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
+function, and so does every call while a compiler traces, which then fuses as usual, except for convolutions. Subclasses
+of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
 `interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
@@ -471,7 +471,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
-    operator. While a compiler traces, an operator that is called consists of PyTorch's own in the compiled graph.
+    operator. While a compiler traces, the called operator turns into PyTorch's own, and opaque ones of our kernels.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         if not _are_plain_inside((input, weight, bias)):
@@ -501,6 +501,8 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                 is_pytorch_s = _is_pytorch_s_way[call] = _way_of(axes, input, weight, bias, options) == "pytorch"
     if is_pytorch_s:
         return getattr(F, name)(input, weight, bias, *options)
+    if torch.compiler.is_compiling():
+        return torch.ops.nhwc.compiled_convolution(input, weight, bias, *_in_one_order(options, axes))
     return getattr(torch.ops.nhwc, name)(input, weight, bias, *_as_lists(options, axes))
 
 
@@ -515,10 +517,7 @@ def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, .
     """Return what the table of ways says. Options of types that the operators do not take are for PyTorch."""
     if not _are_usual(options, axes):
         return "pytorch"
-    stride, padding, dilation, groups, *others = _as_lists(options, axes)
-    if others:  # PyTorch's transposed convolutions take the output's padding before the dilation
-        dilation, others = others[0], [dilation]
-    return str(torch.ops.nhwc.convolution_way(input, weight, bias, stride, padding, dilation, groups, *others))
+    return str(torch.ops.nhwc.convolution_way(input, weight, bias, *_in_one_order(options, axes)))
 
 
 def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
@@ -530,15 +529,17 @@ def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, option
     if input.device.type != "cpu" or not all(has_static_value(size) for size in (*input.shape, *weight.shape)):
         return not _are_usual(options, axes)
     tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight, bias) if each is not None]
-    requires_grad = weight.requires_grad and torch.is_grad_enabled()
+    requires_grad = torch.is_grad_enabled() and (input.requires_grad, weight.requires_grad)
     return _constant_way(axes, tensors, requires_grad, options) in _PYTORCH_S_COMPILED
 
 
-def _constant_way(axes: int, tensors: Any, requires_grad: bool, options: tuple[Any, ...]) -> str:
+def _constant_way(axes: int, tensors: Any, requires_grad: Any, options: tuple[Any, ...]) -> str:
     """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
     input, weight, *bias = (torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors)
-    with torch.set_grad_enabled(requires_grad):
-        return _way_of(axes, input, weight.requires_grad_(requires_grad), bias[0] if bias else None, options)
+    with torch.set_grad_enabled(bool(requires_grad)):
+        if requires_grad:
+            input.requires_grad_(requires_grad[0]), weight.requires_grad_(requires_grad[1])
+        return _way_of(axes, input, weight, bias[0] if bias else None, options)
 
 
 _constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
@@ -550,6 +551,12 @@ def _are_usual(options: tuple[Any, ...], axes: int) -> bool:
     if type(sizes[1]) is str:  # a padding by name
         sizes.pop(1)
     return type(options[_GROUPS]) is int and _are_sizes(*sizes, count=axes)
+
+
+def _in_one_order(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
+    """Return a convolution's options as lists, the output's padding last, which PyTorch has before the dilation."""
+    stride, padding, dilation, groups, *others = _as_lists(options, axes)
+    return (stride, padding, others[0], groups, dilation) if others else (stride, padding, dilation, groups)
 
 
 def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:

@@ -28,14 +28,6 @@ const char* pixel_of(const at::Tensor& activation, int64_t pixel) {
 
 }  // namespace
 
-bool is_pointwise(const ConvolutionSizes& sizes) {
-  for (int axis = 0; axis < 3; ++axis) {
-    if (sizes.kernel[axis] != 1 || sizes.stride[axis] != 1 || sizes.padding[axis] != 0) return false;
-  }
-  return sizes.groups == 1 && std::min(sizes.inputs, sizes.outputs) <= most_few &&
-         std::max(sizes.inputs, sizes.outputs) <= most_pointwise_channels;
-}
-
 void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
   const int64_t inputs = input.size(1), outputs = out.size(1);
   const at::Tensor weights = weight.to(at::kFloat).contiguous();

@@ -7,11 +7,9 @@
 
 namespace nhwc::cpu {
 
-/// Returns whether a convolution is a product of pixels that the functions below compute.
-bool is_pointwise(const ConvolutionSizes& sizes);
-
-/// Writes the products of each pixel and a weight `[outputs, inputs]` to `out`. Activations are dense channels-last,
-/// and all tensors have one dtype: float, half or bfloat16. The bias may be undefined.
+/// Writes the products of each pixel and a weight `[outputs, inputs]` to `out`. Of inputs and outputs, the one has at
+/// most `most_few` channels, the other `most_pointwise_channels`. Activations are dense channels-last, and all tensors
+/// have one dtype: float, half or bfloat16. The bias may be undefined.
 void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out);
 
 /// Writes the gradients of the weight and of the bias, which may be undefined.

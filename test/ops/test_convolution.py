@@ -257,7 +257,7 @@ def test_autocast(name):
     [("conv2d", False), ("conv2d", True), ("conv_transpose3d", False)]
     + [exhaustive(name, True) for name in SMALL if name != "conv2d"],
 )
-def test_compiled_graphs_hold_pytorch_s_operators(name, dynamic):
+def test_compiled_graphs_hold_pytorch_s_operators_and_our_kernels(name, dynamic):
     x, w, b, arguments = small(name)
     w.requires_grad_()
     call, operators = compiled(lambda x, w: getattr(functional, name)(x, w, b, *arguments), dynamic)
@@ -267,8 +267,10 @@ def test_compiled_graphs_hold_pytorch_s_operators(name, dynamic):
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-4)
         gradients = [torch.autograd.grad(each.square().sum(), w)[0] for each in (out, expected)]
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-3)
+    ways = {way_of(name, given, w, b, arguments) for given in (x, large)}
     assert "aten.convolution.default" in operators
-    assert not any("nhwc" in operator for operator in operators)
+    is_ours = not dynamic and not ways.isdisjoint({"kernels", "kernels_in_part"})
+    assert any("nhwc" in operator for operator in operators) == is_ours
 
 
 @every_function

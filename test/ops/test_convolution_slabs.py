@@ -132,7 +132,9 @@ def test_compiled_graphs_are_cut_by_pytorch_s_operators(name, dynamic):
     given, expected = (torch.autograd.grad(each.square().sum(), w)[0] for each in (out, real))
     assert (given - expected).norm() <= 1e-5 * expected.norm()
     assert "aten.cat.default" in operators
-    assert not any("nhwc" in operator for operator in operators)
+    # Without AVX-512, the weight's gradient of the slabs is by our kernels.
+    ours = {operator for operator in operators if "nhwc" in operator}
+    assert ours <= (set() if dynamic else {"nhwc.convolution_by_kernels_backward.default"})
 
 
 @pytest.mark.parametrize("is_training", [False, True])

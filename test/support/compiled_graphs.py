@@ -1,7 +1,8 @@
 """Functions compiled to graphs, and the operators in those."""
 
 import torch
-from functorch.compile import aot_function, make_boxed_func
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 
 
 def compiled(function, dynamic=False):
@@ -12,8 +13,6 @@ def compiled(function, dynamic=False):
         operators.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
-    def backend(graph, _):
-        return aot_function(graph, keep, keep)
-
     torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
     return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic), operators

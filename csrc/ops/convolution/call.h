@@ -48,6 +48,7 @@ struct Call {
   at::SymDimVector output_padding;  // zeros unless transposed
   bool is_transposed = false;
   bool may_use_kernels = true;  // ours, which only plain tensors have
+  bool is_compiled = false;     // where our kernels are calls of opaque operators
 
   size_t axes() const { return stride.size(); }
   bool is_depthwise() const { return groups > 1 && weight.sym_size(1) == 1; }

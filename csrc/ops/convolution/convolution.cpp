@@ -67,11 +67,12 @@ std::optional<Call> by_name(const at::Tensor& input, const at::Tensor& weight, c
   return call;
 }
 
-template <size_t axes>
+template <size_t axes, bool is_compiled = false>
 at::Tensor convolve_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                             at::SymIntArrayRef stride, c10::string_view padding, at::SymIntArrayRef dilation,
                             c10::SymInt groups) {
-  const auto call = by_name<axes>(input, weight, bias, stride, padding, dilation, groups);
+  auto call = by_name<axes>(input, weight, bias, stride, padding, dilation, groups);
+  if (call) call->is_compiled = is_compiled;
   if (call && call->is_accepted()) return convolution(*call);
   return axes == 3 ? at::conv3d_symint(input, weight, bias, stride, padding, dilation, groups)
                    : at::conv2d_symint(input, weight, bias, stride, padding, dilation, groups);
@@ -84,17 +85,33 @@ at::Tensor convolve_transposed(const at::Tensor& input, const at::Tensor& weight
   return convolution(transposed<axes>(input, weight, bias, stride, padding, output_padding, groups, dilation));
 }
 
-/// Returns the name of the way that a convolution takes; an output padding makes it a transposed one.
-std::string convolution_way(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                            at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
-                            c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
+/// Returns a convolution of any kind; an output padding makes it a transposed one.
+Call of_any_kind(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                 at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                 const c10::SymInt& groups, at::OptionalSymIntArrayRef output_padding) {
   const bool is_3d = weight.dim() == 5;
   if (output_padding) {
     const auto make = is_3d ? transposed<3> : transposed<2>;
-    return way_of(make(input, weight, bias, stride, padding, *output_padding, groups, dilation)).name;
+    return make(input, weight, bias, stride, padding, *output_padding, groups, dilation);
   }
   const auto make = is_3d ? by_numbers<3> : by_numbers<2>;
-  return way_of(make(input, weight, bias, stride, padding, dilation, groups)).name;
+  return make(input, weight, bias, stride, padding, dilation, groups);
+}
+
+/// Returns the name of the way that a convolution takes.
+std::string convolution_way(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                            at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                            c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
+  return way_of(of_any_kind(input, weight, bias, stride, padding, dilation, groups, output_padding)).name;
+}
+
+/// Computes a convolution in a compiled graph, which sees PyTorch's operators and those of opaque.h.
+at::Tensor compiled(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                    at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                    c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
+  Call call = of_any_kind(input, weight, bias, stride, padding, dilation, groups, output_padding);
+  call.is_compiled = true;
+  return convolution(call);
 }
 
 std::string convolution_way_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
@@ -103,6 +120,13 @@ std::string convolution_way_by_name(const at::Tensor& input, const at::Tensor& w
   const auto make = weight.dim() == 5 ? by_name<3> : by_name<2>;
   const auto call = make(input, weight, bias, stride, padding, dilation, groups);
   return call ? way_of(*call).name : "unfit";
+}
+
+at::Tensor compiled_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                            at::SymIntArrayRef stride, c10::string_view padding, at::SymIntArrayRef dilation,
+                            c10::SymInt groups) {
+  const auto convolve = weight.dim() == 5 ? convolve_by_name<3, true> : convolve_by_name<2, true>;
+  return convolve(input, weight, bias, stride, padding, dilation, std::move(groups));
 }
 
 /// Calls an operator in lower precision, as autocast does PyTorch's convolutions. The casts precede the views, whose
@@ -127,6 +151,8 @@ void register_all(torch::Library& m) {
   m.impl("conv3d.padding", TORCH_FN(convolve_by_name<3>));
   m.impl("conv_transpose2d", TORCH_FN(convolve_transposed<2>));
   m.impl("conv_transpose3d", TORCH_FN(convolve_transposed<3>));
+  m.impl("compiled_convolution", TORCH_FN(compiled));
+  m.impl("compiled_convolution.padding", TORCH_FN(compiled_by_name));
   m.impl("convolution_way", TORCH_FN(convolution_way));
   m.impl("convolution_way.padding", TORCH_FN(convolution_way_by_name));
 }
@@ -141,6 +167,7 @@ TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
   using ByNumbers = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt>;
   using ByName = Lowered<at::Tensor, Sizes, c10::string_view, Sizes, c10::SymInt>;
   using Transposed = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, Sizes>;
+  using Compiled = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
   using Way = Lowered<std::string, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
   using WayByName = Lowered<std::string, Sizes, c10::string_view, Sizes, c10::SymInt>;
   m.impl("conv2d", TORCH_FN((ByNumbers::call<convolve<2>>)));
@@ -149,6 +176,8 @@ TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
   m.impl("conv3d.padding", TORCH_FN((ByName::call<convolve_by_name<3>>)));
   m.impl("conv_transpose2d", TORCH_FN((Transposed::call<convolve_transposed<2>>)));
   m.impl("conv_transpose3d", TORCH_FN((Transposed::call<convolve_transposed<3>>)));
+  m.impl("compiled_convolution", TORCH_FN((Compiled::call<compiled>)));
+  m.impl("compiled_convolution.padding", TORCH_FN((ByName::call<compiled_by_name>)));
   m.impl("convolution_way", TORCH_FN((Way::call<convolution_way>)));
   m.impl("convolution_way.padding", TORCH_FN((WayByName::call<convolution_way_by_name>)));
 }

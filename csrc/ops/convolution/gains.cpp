@@ -8,6 +8,7 @@
 #include "layout/channels_last.h"
 #include "ops/convolution/faults.h"
 #include "ops/convolution/float32.h"
+#include "ops/convolution/kernels.h"
 #include "ops/convolution/mended.h"
 
 namespace nhwc {
@@ -26,19 +27,12 @@ bool is_served(const Call& call) {
 
 /// What the rules look at: of a transposed convolution, that from its output to its input.
 struct Sizes {
-  bool is_3d, is_strided = false, is_padded = false, is_dilated = false;
+  bool is_3d, is_strided = false, is_dilated = false;
   int64_t inputs, outputs;     // of a group
   int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
   int64_t positions;           // of the whole batch
 
   explicit Sizes(const Call& call);
-
-  /// Returns whether a convolution is a product of pixels with few inputs or outputs. For few pixels, PyTorch is
-  /// faster.
-  bool is_pointwise() const {
-    return positions >= 1024 && taps == 1 && !is_strided && !is_padded && std::min(inputs, outputs) <= cpu::most_few &&
-           std::max(inputs, outputs) <= cpu::most_pointwise_channels;
-  }
 };
 
 Sizes::Sizes(const Call& call)
@@ -51,7 +45,6 @@ Sizes::Sizes(const Call& call)
     const Axis axis = call.axis(from_last);
     const int64_t kernel = call.weight.size(-from_last);
     is_strided = is_strided || axis.stride > 1;
-    is_padded = is_padded || axis.padding > 0;
     is_dilated = is_dilated || call.dilation[call.axes() - from_last] > 1;
     taps *= kernel;
     shortest = std::min(shortest, kernel);
@@ -118,10 +111,10 @@ Passes passes_of_kernels(const Call& call) {
   if (!call.may_use_kernels || !is_served(call)) return {};
   const bool is_in_float32 = needs_float32(call) || call.input.scalar_type() == at::kFloat;
   const Sizes sizes(call);
-  // The kernels of all passes are made for groups of at most 32 channels, and need none of the ways around faults.
-  const bool is_mended = mended::is_needed(call),
-             has_all = call.groups > 1 && sizes.inputs <= 32 && sizes.outputs <= 32;
-  if (call.is_depthwise() ? is_mended || needs_float32(call) : is_mended && has_all) return {true, true, true};
+  // Our kernels need none of the ways around faults.
+  const bool is_mended = mended::is_needed(call);
+  if (is_mended && call.groups > 1 && kernels::serve_all_passes(call)) return {true, true, true};
+  if (call.is_depthwise() && needs_float32(call)) return {true, true, true};
   if (is_mended || !is_measured()) return {};
   const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
                                 : is_in_float32                         ? Arithmetic::avx512
@@ -130,8 +123,8 @@ Passes passes_of_kernels(const Call& call) {
   if (call.groups > 1) return of_groups(call, sizes, arithmetic);
   // With AMX, oneDNN's bfloat16 was not measured.
   if (arithmetic == Arithmetic::halves && onednn_isa() == OnednnIsa::amx) return {};
-  if (!call.is_transposed && sizes.is_pointwise()) {
-    return {std::max(sizes.inputs, sizes.outputs) <= cpu::most_few || arithmetic != Arithmetic::halves, true, true};
+  if (sizes.positions >= 1024 && kernels::is_pointwise(call)) {  // for fewer, calls take longer than products
+    return {std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves, true, true};
   }
   return {false, false, gains_dense_weight_gradient(sizes, arithmetic)};
 }

@@ -15,6 +15,7 @@
 #include "ops/convolution/float32.h"
 #include "ops/convolution/gains.h"
 #include "ops/convolution/kernels.h"
+#include "ops/convolution/opaque.h"
 #include "ops/convolution/ways.h"
 
 namespace nhwc {
@@ -22,14 +23,15 @@ namespace {
 
 using Gradients = std::vector<at::Tensor>;  // of the input, the weight and the bias; undefined where not needed
 
-/// Returns whether tensors are plain ones, and nobody observes PyTorch's operators: transforms, compilers, subclasses
-/// and modes see a composition.
-bool are_plain(at::ArrayRef<at::Tensor> tensors) {
-  constexpr c10::DispatchKeySet others{c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
-                                       c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched,
-                                       c10::DispatchKey::Batched};
-  return std::none_of(tensors.begin(), tensors.end(),
-                      [&](const at::Tensor& tensor) { return tensor.defined() && tensor.key_set().has_any(others); });
+/// Returns whether passes may be computed by our kernels: tensors are plain ones or a compiler's. Transforms,
+/// subclasses and tangents get a composition.
+bool are_plain(const Call& call, at::ArrayRef<at::Tensor> tensors) {
+  constexpr c10::DispatchKeySet transforms{c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
+                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
+  const auto others = call.is_compiled ? transforms : transforms.add(c10::DispatchKey::Python);
+  return !has_tangent(tensors) && std::none_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.key_set().has_any(others);
+  });
 }
 
 Call without_kernels(const Call& call) {
@@ -67,8 +69,75 @@ Gradients pytorchs_gradients(const Call& call, const at::Tensor& grad, std::arra
   return {of_input, cast(of_weight), cast(of_bias)};
 }
 
-/// Returns gradients that can be differentiated, without our kernels. Where PyTorch's own may be wrong, they are those
-/// of the composition that takes its place.
+/// Returns the gradients, each by who computes it.
+Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, const Passes& ours,
+                             bool in_float32) {
+  const bool ours_of_input = needed[0] && ours.input_gradient,
+             ours_of_weight = (needed[1] || needed[2]) && ours.weight_gradient;
+  Gradients gradients(3);
+  const std::array<bool, 3> others = {needed[0] && !ours_of_input, needed[1] && !ours_of_weight,
+                                      needed[2] && !ours_of_weight};
+  if (others[0] || others[1] || others[2]) gradients = pytorchs_gradients(call, grad, others, in_float32);
+  if (!ours_of_input && !ours_of_weight) return gradients;
+  const auto compute = call.is_compiled ? opaque::gradients : kernels::gradients;
+  const auto own = compute(call, grad, {ours_of_input, needed[1] && ours_of_weight, needed[2] && ours_of_weight});
+  for (size_t index = 0; index < own.size(); ++index) {
+    if (own[index].defined()) gradients[index] = own[index];
+  }
+  return gradients;
+}
+
+at::SymDimVector as_sizes(const c10::IValue& numbers) {
+  at::SymDimVector sizes;
+  for (const int64_t number : numbers.toIntVector()) sizes.emplace_back(number);
+  return sizes;
+}
+
+std::vector<int64_t> as_numbers(const at::SymDimVector& sizes) {
+  std::vector<int64_t> numbers;
+  for (const c10::SymInt& size : sizes) numbers.push_back(size.expect_int());
+  return numbers;
+}
+
+const Formula by_their_passes = {
+    "NhwcConvolutionBackward", [](const Gradients& gradients, const Formula::Context& context) -> Gradients {
+      const at::Tensor& grad = gradients[0];
+      if (!grad.defined()) return Gradients(3);
+      const std::vector<c10::IValue>& constants = context.constants;
+      Call call = {context.saved[0],       context.saved[1],       {},
+                   as_sizes(constants[0]), as_sizes(constants[1]), as_sizes(constants[2]),
+                   constants[3].toInt(),   as_sizes(constants[4]), constants[5].toBool()};
+      call.is_compiled = constants[9].toBool();
+      const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
+      const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
+      if (at::GradMode::is_enabled() || !are_plain(call, all)) return composed_gradients(call, grad, needed);
+      const Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
+      return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
+    }};
+
+std::array<at::Tensor, 3> inputs_of(const Call& call) {
+  return {call.input, call.weight, call.bias.value_or(at::Tensor())};
+}
+
+/// Returns the result, with a derivative whose passes are computed by our kernels where `ours` says so.
+at::Tensor computed(const Call& call, const Passes& ours, bool in_float32) {
+  const std::array<at::Tensor, 3> inputs = inputs_of(call);
+  at::Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto by_kernels = call.is_compiled ? opaque::forward : kernels::forward;
+    out = ours.forward ? by_kernels(call) : pytorchs(call, in_float32);
+  }
+  if (!needs_gradient(inputs)) return out;
+  record(by_their_passes, out, inputs, {call.input, call.weight},
+         {as_numbers(call.stride), as_numbers(call.padding), as_numbers(call.dilation), call.groups.expect_int(),
+          as_numbers(call.output_padding), call.is_transposed, ours.input_gradient, ours.weight_gradient, in_float32,
+          call.is_compiled});
+  return out;
+}
+
+}  // namespace
+
 Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, std::array<bool, 3> needed) {
   const Call call = without_kernels(with_kernels);
   const bool is_differentiated = at::GradMode::is_enabled();
@@ -98,56 +167,6 @@ Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, s
   return gradients;
 }
 
-/// Returns the gradients, each by who computes it.
-Gradients computed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed, const Passes& ours,
-                             bool in_float32) {
-  const bool ours_of_input = needed[0] && ours.input_gradient,
-             ours_of_weight = (needed[1] || needed[2]) && ours.weight_gradient;
-  Gradients gradients(3);
-  const std::array<bool, 3> others = {needed[0] && !ours_of_input, needed[1] && !ours_of_weight,
-                                      needed[2] && !ours_of_weight};
-  if (others[0] || others[1] || others[2]) gradients = pytorchs_gradients(call, grad, others, in_float32);
-  const at::Tensor dense = ours_of_input || ours_of_weight ? to_channels_last(grad) : grad;
-  if (ours_of_input) gradients[0] = kernels::input_gradient(call, dense);
-  if (ours_of_weight) {
-    auto [of_weight, of_bias] = kernels::weight_gradient(call, dense, needed[2]);
-    if (needed[1]) gradients[1] = of_weight;
-    if (needed[2]) gradients[2] = of_bias;
-  }
-  return gradients;
-}
-
-at::SymDimVector as_sizes(const c10::IValue& numbers) {
-  at::SymDimVector sizes;
-  for (const int64_t number : numbers.toIntVector()) sizes.emplace_back(number);
-  return sizes;
-}
-
-std::vector<int64_t> as_numbers(const at::SymDimVector& sizes) {
-  std::vector<int64_t> numbers;
-  for (const c10::SymInt& size : sizes) numbers.push_back(size.expect_int());
-  return numbers;
-}
-
-const Formula by_their_passes = {
-    "NhwcConvolutionBackward", [](const Gradients& gradients, const Formula::Context& context) -> Gradients {
-      const at::Tensor& grad = gradients[0];
-      if (!grad.defined()) return Gradients(3);
-      const std::vector<c10::IValue>& constants = context.constants;
-      const Call call = {context.saved[0],       context.saved[1],       {},
-                         as_sizes(constants[0]), as_sizes(constants[1]), as_sizes(constants[2]),
-                         constants[3].toInt(),   as_sizes(constants[4]), constants[5].toBool()};
-      const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
-      const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
-      if (at::GradMode::is_enabled() || !are_plain(all) || has_tangent(all)) {
-        return composed_gradients(call, grad, needed);
-      }
-      const Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
-      return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
-    }};
-
-}  // namespace
-
 bool is_by_kernels(const Call& call) {
   const Passes ours = passes_of_kernels(call);
   return ours.forward && (ours.input_gradient || !has_gradient_to_come(call.input)) &&
@@ -161,26 +180,19 @@ bool is_by_kernels_in_part(const Call& call) {
 }
 
 at::Tensor by_passes(const Call& call) {
-  const std::array<at::Tensor, 3> inputs = {call.input, call.weight, call.bias.value_or(at::Tensor())};
-  if (!are_plain(inputs) || has_tangent(inputs) || c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+  if (!are_plain(call, inputs_of(call)) ||
+      c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/call.is_compiled)) {
     const Call other = without_kernels(call);
     const Way& way = way_of(other);
     return way.compute == by_passes ? pytorchs(other, needs_float32(other)) : way.compute(other);
   }
   // Decided once: the rules ask which gradients may come, which the backward no longer knows.
-  const Passes ours = passes_of_kernels(call);
-  const bool in_float32 = needs_float32(call);
-  const auto compute = [&] { return ours.forward ? kernels::forward(call) : pytorchs(call, in_float32); };
-  if (!needs_gradient(inputs)) return compute();
-  at::Tensor out;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    out = compute();
-  }
-  record(by_their_passes, out, inputs, {call.input, call.weight},
-         {as_numbers(call.stride), as_numbers(call.padding), as_numbers(call.dilation), call.groups.expect_int(),
-          as_numbers(call.output_padding), call.is_transposed, ours.input_gradient, ours.weight_gradient, in_float32});
-  return out;
+  return computed(call, passes_of_kernels(call), needs_float32(call));
+}
+
+at::Tensor by_all_kernels(const Call& call) {
+  if (has_tangent(inputs_of(call))) return convolution(without_kernels(call));
+  return computed(call, {true, true, true}, /*in_float32=*/false);
 }
 
 }  // namespace nhwc

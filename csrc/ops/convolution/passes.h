@@ -2,6 +2,9 @@
 // kernels.
 #pragma once
 
+#include <array>
+#include <vector>
+
 #include "ops/convolution/call.h"
 
 namespace nhwc {
@@ -14,5 +17,12 @@ bool is_by_kernels_in_part(const Call& call);
 
 /// Computes a convolution by its passes. PyTorch's are seen by whoever observes its operators.
 at::Tensor by_passes(const Call& call);
+
+/// Computes a convolution with all passes by our kernels.
+at::Tensor by_all_kernels(const Call& call);
+
+/// Returns gradients of the input, the weight and the bias that can be differentiated, without our kernels. Where
+/// PyTorch's own may be wrong, they are those of the composition that takes its place.
+std::vector<at::Tensor> composed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed);
 
 }  // namespace nhwc

@@ -2,7 +2,7 @@
 //
 // A row rewrites the call, and the table is asked again, or computes it. Every way is a composition of PyTorch's
 // operators, so that derivatives of any order, transforms and compilers need no more, but those of passes.h, which turn
-// into a composition for these.
+// into a composition for these, or into opaque operators for compilers.
 #pragma once
 
 #include "ops/convolution/call.h"

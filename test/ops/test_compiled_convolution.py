@@ -1,0 +1,195 @@
+"""Our kernels in compiled graphs: opaque operators, exactly where the table of ways says that they compute."""
+
+import pytest
+import torch
+from activations import channels_last, gradients
+from compiled_graphs import compiled
+from convolution_cases import operands, way_of
+from selection import exhaustive
+from torch.utils.flop_counter import FlopCounterMode
+
+import torch_nhwc as nhwc
+from torch_nhwc import functional
+
+ops = torch.ops.nhwc
+OURS = {"kernels", "kernels_in_part"}
+FORWARD, BACKWARD = "nhwc.convolution_by_kernels.default", "nhwc.convolution_by_kernels_backward.default"
+CASES = {
+    "depthwise": ("conv2d", (2, 16, 13, 12), (16, 1, 7, 7), (1, 3, 1, 16)),
+    "depthwise 3x3": ("conv2d", (2, 16, 13, 12), (16, 1, 3, 3), (1, 1, 1, 16)),
+    "same": ("conv2d", (2, 16, 13, 12), (16, 1, 5, 5), (1, "same", 1, 16)),
+    "groups": ("conv2d", (2, 16, 13, 12), (16, 4, 3, 3), (1, 1, 1, 4)),
+    "dense": ("conv2d", (2, 32, 9, 8), (32, 32, 3, 3), (1, 1)),
+    "one tap": ("conv2d", (2, 16, 9, 8), (24, 16, 1, 1), ()),
+    "depthwise 3d": ("conv3d", (1, 16, 6, 7, 5), (16, 1, 3, 3, 3), (1, 1, 1, 16)),
+    "transposed": ("conv_transpose2d", (2, 16, 9, 8), (16, 1, 5, 5), (2, 2, 1, 16)),
+}
+FEW = ["depthwise", "transposed"]
+every_case = pytest.mark.parametrize("name", CASES)
+
+
+def ours(operators):
+    return {each for each in operators if "nhwc" in each}
+
+
+def graph_call(function, arguments, dynamic=False):
+    return compiled(lambda x, w, b: getattr(functional, function)(x, w, b, *arguments), dynamic)
+
+
+def in_order(case):
+    """Return what the operators take after the bias or the weight."""
+    stride, padding, dilation, groups, *more = case[3]
+    axes = len(case[2]) - 2
+    if more or "transpose" in case[0]:
+        return [stride] * axes, [padding] * axes, [1] * axes, True, [dilation] * axes, groups
+    return [stride] * axes, [padding] * axes, [dilation] * axes, False, [0] * axes, groups
+
+
+@every_case
+@pytest.mark.parametrize("dtype", [torch.float32, exhaustive(torch.bfloat16)], ids=str)
+def test_a_graph_has_our_operators_where_the_kernels_compute(name, dtype):
+    function, *_ = case = CASES[name]
+    x, w, b, arguments = operands(case, dtype)
+    eager = gradients(getattr(functional, function), (x, w, b), arguments=arguments)
+    leaves = [each.detach().requires_grad_() for each in (x, w, b)]
+    sizes = [2 if each == "same" else each for each in arguments]
+    way, inference = way_of(function, *leaves, sizes), way_of(function, x, w, b, sizes)
+    call, operators = graph_call(function, arguments)
+    out = gradients(call, (x, w, b))
+    for got, expected in zip(out, eager):
+        torch.testing.assert_close(got, expected)
+        assert got.stride() == expected.stride()
+    assert (BACKWARD in operators) == (way in OURS)
+    assert (FORWARD in operators) == (inference == "kernels")
+    seen = len(operators)
+    gradients(call, (x, w, b))
+    assert len(operators) == seen  # nothing was compiled again
+
+
+def test_without_gradients_only_the_forward_may_be_ours():
+    x, w, b, arguments = operands(CASES["depthwise"])
+    call, operators = graph_call("conv2d", arguments)
+    with torch.no_grad():
+        torch.testing.assert_close(call(x, w, b), functional.conv2d(x, w, b, *arguments))
+    assert ours(operators) == ({FORWARD} if way_of("conv2d", x, w, b, arguments) == "kernels" else set())
+
+
+def test_a_frozen_weight_leaves_the_gradient_of_the_input():
+    x, w, b, arguments = operands(CASES["depthwise 3d"])
+    call, operators = graph_call("conv3d", arguments)
+    given, expected = (x.detach().requires_grad_() for _ in range(2))
+    call(given, w, b).square().sum().backward()
+    functional.conv3d(expected, w, b, *arguments).square().sum().backward()
+    torch.testing.assert_close(given.grad, expected.grad)
+    way = way_of("conv3d", expected, w, b, arguments)
+    assert (BACKWARD in operators) == (way in OURS)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_dynamic_sizes_are_pytorch_s(name):
+    function, *_ = case = CASES[name]
+    x, w, b, arguments = operands(case)
+    call, operators = graph_call(function, arguments, dynamic=True)
+    for given in (x, channels_last(torch.randn(3, 16, 21, 20))):
+        got, expected = (
+            gradients(call, (given, w, b)),
+            gradients(getattr(functional, function), (given, w, b), arguments=arguments),
+        )
+        for each, real in zip(got, expected):
+            torch.testing.assert_close(each, real, rtol=1e-4, atol=1e-4)
+    assert not ours(operators)
+
+
+def test_autocast():
+    x, w, b, arguments = operands(CASES["depthwise"])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        way = way_of("conv2d", x, w.detach().requires_grad_(), b, arguments)
+        call, operators = graph_call("conv2d", arguments)
+        got = gradients(call, (x, w, b))
+        expected = gradients(functional.conv2d, (x, w, b), arguments=arguments)
+    for each, real in zip(got, expected):
+        torch.testing.assert_close(each, real, rtol=3e-2, atol=3e-2 * float(real.abs().max()))
+    assert got[0].dtype == torch.bfloat16
+    assert (BACKWARD in operators) == (way in OURS)
+
+
+def test_inductor_trains_as_eager_does():
+    torch._dynamo.reset()
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(16, 16, 7, padding=3, groups=16), torch.nn.GELU(), torch.nn.Conv2d(16, 4, 3)
+    )
+    model.to(memory_format=torch.channels_last)
+    nhwc.convert_(model)
+    x = channels_last(torch.randn(2, 16, 13, 12))
+    steps = []
+    for call in (model, torch.compile(model, fullgraph=True)):
+        model.zero_grad()
+        out = call(x)
+        out.square().sum().backward()
+        steps.append([out.detach(), *(each.grad.clone() for each in model.parameters())])
+    torch.testing.assert_close(*steps, rtol=1e-4, atol=1e-4)
+    assert steps[0][0].stride() == steps[1][0].stride()
+
+
+@pytest.mark.parametrize("strict", [False, exhaustive(True)])
+def test_exported_programs_have_pytorch_s_convolution(strict):
+    model = torch.nn.Conv2d(16, 16, 7, padding=3, groups=16)
+    nhwc.convert_(model)
+    program = torch.export.export(model, (channels_last(torch.randn(2, 16, 13, 12)),), strict=strict)
+    for each in (program, program.run_decompositions()):
+        targets = {str(node.target) for node in each.graph.nodes if node.op == "call_function"}
+        assert not ours(targets)
+        assert any("conv" in target for target in targets)
+
+
+@pytest.mark.parametrize("name", ["depthwise", "groups", "depthwise 3d", "transposed"])
+def test_opcheck(name):
+    case = CASES[name]
+    x, w, b, _ = operands(case)
+    leaves = [each.requires_grad_() for each in (x, w, b)]
+    torch.library.opcheck(ops.convolution_by_kernels.default, (*leaves, *in_order(case)))
+    grad = channels_last(torch.randn_like(ops.convolution_by_kernels(x, w, b, *in_order(case))))
+    torch.library.opcheck(
+        ops.convolution_by_kernels_backward.default, (grad, x.detach(), w.detach(), *in_order(case), [True, True, True])
+    )
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_the_operators_have_derivatives_of_any_order(name):
+    function, _, kernel, arguments = CASES[name]
+    case = (function, (2, 3, 4, 3), (3, *kernel[1:]), (*arguments[:3], 3))
+    leaves = [each.requires_grad_() for each in operands(case, torch.float64)[:3]]
+
+    def call(*tensors):
+        return ops.convolution_by_kernels(*tensors, *in_order(case))
+
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+def test_the_operators_refuse_what_the_kernels_do_not_compute():
+    case = CASES["depthwise"]
+    x, w, b, _ = operands(case)
+    sizes = in_order(case)
+    with pytest.raises(RuntimeError, match="must have one floating-point dtype"):
+        ops.convolution_by_kernels(x, w.double(), b, *sizes)
+    with pytest.raises(RuntimeError, match="do not fit"):
+        ops.convolution_by_kernels(x[:, 1:], w, b, *sizes)
+    with pytest.raises(RuntimeError, match="must be depthwise, have groups of at most 32 channels, or one tap"):
+        ops.convolution_by_kernels(x, torch.randn(16, 16, 7, 7), b, *sizes[:-1], 1)
+    with pytest.raises(RuntimeError, match="the gradient has sizes"):
+        ops.convolution_by_kernels_backward(x[:, :, 1:], x, w, *sizes, [True] * 3)
+
+
+def test_whoever_observes_pytorch_s_operators_sees_its_convolution():
+    x, w, b, arguments = operands(CASES["depthwise"])
+    stride, padding, dilation, groups = arguments
+    sizes = ([stride] * 2, [padding] * 2, [dilation] * 2, groups)
+    with FlopCounterMode(display=False) as counter:
+        out = ops.compiled_convolution(x, w, b, *sizes)
+    assert counter.get_total_flops() > 0
+    torch.testing.assert_close(out, functional.conv2d(x, w, b, *arguments))
+    mapped = torch.func.vmap(lambda x: ops.compiled_convolution(x, w, b, *sizes))(x[None])[0]
+    torch.testing.assert_close(mapped, out)
+    jvp = torch.func.jvp(lambda x: ops.compiled_convolution(x, w, None, *sizes), (x,), (x,))[1]
+    torch.testing.assert_close(jvp, functional.conv2d(x, w, None, *arguments))
