@@ -80,7 +80,9 @@ Passes of_groups(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
   const bool is_small = sizes.inputs <= 4 && sizes.outputs <= 4 && (sizes.inputs == 4 || !sizes.is_strided);
   const bool fills_registers = !has_avx512 && !sizes.is_3d && sizes.taps <= 9 && sizes.inputs == sizes.outputs &&
                                sizes.inputs >= 8 && sizes.inputs <= 16;
-  return {is_small || fills_registers, is_small || (fills_registers && (sizes.inputs >= 12 || !sizes.is_strided)),
+  const bool is_in_cache = !has_avx512 || sizes.positions <= 8192;
+  return {is_small || fills_registers,
+          (is_small && is_in_cache) || (fills_registers && (sizes.inputs >= 12 || !sizes.is_strided)),
           sizes.inputs >= (sizes.is_strided ? 8 : 4) && (sizes.inputs <= 8 || !has_avx512)};
 }
 
@@ -124,7 +126,8 @@ Passes passes_of_kernels(const Call& call) {
   // With AMX, oneDNN's bfloat16 was not measured.
   if (arithmetic == Arithmetic::halves && onednn_isa() == OnednnIsa::amx) return {};
   if (sizes.positions >= 1024 && kernels::is_pointwise(call)) {  // for fewer, calls take longer than products
-    return {std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves, true, true};
+    const bool gains = std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves;
+    return {gains, gains, true};
   }
   return {false, false, gains_dense_weight_gradient(sizes, arithmetic)};
 }
