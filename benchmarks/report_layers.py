@@ -164,7 +164,6 @@ SHOWN = {
     "mednext3d_k5": "MedNeXt with kernels of 5, 3D (monai)",
     "segresnet3d": "SegResNet, 3D (monai)",
     "plain_conv_unet3d": "nnU-Net's PlainConvUNet, 3D",
-    "wan_decoder": "Wan's decoder, a small one (diffusers)",
     "efficientnet_b0": "EfficientNet-B0 (transformers)",
     "resnet50": "ResNet-50 (transformers)",
     "vae_kl": "Stable Diffusion's autoencoder, a small one (diffusers)",
