@@ -46,6 +46,6 @@ def test_pytorch_s_gradients_are_wrong_with_avx512(name):
 
 @pytest.mark.parametrize("name", ["convolution", exhaustive("DynUNet of 4 levels")])
 def test_gradients_of_a_network_that_is_converted_and_compiled(name):
-    """The script asserts that inductor gets no operator of ours."""
+    """The script asserts that inductor gets no operator of ours but those by kernels."""
     (in_bfloat16,) = errors(name, "compiled", "bfloat16")
     assert in_bfloat16 < 2 * NETWORKS[name].reference
