@@ -209,7 +209,8 @@ def cross_entropy(
         is_ours = not torch._C._is_tracing()
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
-        if input.stride(-1) >= 16 and (target.shape == input.shape or target.shape == rows.shape[:-1]):
+        is_long = input.stride(-1) >= (32 if input.element_size() == 2 else 16)
+        if is_long and (target.shape == input.shape or target.shape == rows.shape[:-1]):
             # One loss for each row of a matrix: PyTorch's softmax over a last dimension is fastest for many channels.
             flat = target.movedim(1, -1).flatten(0, -2) if target.dim() == input.dim() else target.flatten()
             loss = F.cross_entropy(
