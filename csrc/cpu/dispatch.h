@@ -37,11 +37,13 @@ const GroupedKernelsByType& grouped_kernels();
 /// Returns products of pixels of few channels, for the same instruction set.
 const PointwiseKernelsByType& pointwise_kernels();
 
-/// Returns the kernels of a dtype.
+/// Returns the kernels of a dtype. Not all have doubles.
 template <typename KernelsByType>
 const auto& of_type(const KernelsByType& kernels, c10::ScalarType type) {
+  if constexpr (requires { kernels.of_double; }) {
+    if (type == c10::kDouble) return kernels.of_double;
+  }
   switch (type) {
-    case c10::kDouble: return kernels.of_double;
     case c10::kFloat: return kernels.of_float;
     case c10::kHalf: return kernels.of_half;
     default: TORCH_INTERNAL_ASSERT(type == c10::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;

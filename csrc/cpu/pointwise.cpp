@@ -13,10 +13,7 @@ namespace {
 constexpr int64_t numbers_worth_a_thread = 1 << 15;
 constexpr int64_t pixels_of_range = 4096;  // whose products are summed apart, however many threads there are
 
-const PointwiseKernels& kernels_of(at::ScalarType type) {
-  const PointwiseKernelsByType& kernels = pointwise_kernels();
-  return type == at::kFloat ? kernels.of_float : type == at::kHalf ? kernels.of_half : kernels.of_bfloat16;
-}
+const PointwiseKernels& kernels_of(at::ScalarType type) { return of_type(pointwise_kernels(), type); }
 
 int64_t pixels_of(const at::Tensor& activation) {
   return activation.numel() / std::max<int64_t>(1, activation.size(1));

@@ -20,6 +20,8 @@
 #include "cpu/depthwise.h"
 #include "cpu/group_norm.h"
 #include "cpu/grouped.h"
+#include "cpu/pointwise.h"
+#include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient.h"
 
 namespace {
@@ -68,9 +70,20 @@ void draw_axis(ConvolutionSizes& sizes, int axis, int64_t longest) {
   } while (sizes.output[axis] < 1);
 }
 
-ConvolutionSizes draw_convolution(bool is_depthwise) {
+enum class Kind { depthwise, grouped, pointwise };
+
+ConvolutionSizes draw_convolution(Kind kind) {
   ConvolutionSizes sizes{one_of({0, 1, 1, 2, 3}), 1, 1, 1, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {}, {1, 1, 1}};
-  if (is_depthwise) {
+  if (kind == Kind::pointwise) {
+    const int64_t few = between(1, nhwc::cpu::most_few),
+                  many = one_of({1, 4, 16, between(1, 70), nhwc::cpu::most_pointwise_channels});
+    const bool has_few_outputs = one_of({0, 1}) == 1;
+    sizes.inputs = has_few_outputs ? many : few;
+    sizes.outputs = has_few_outputs ? few : many;
+    sizes.input[2] = sizes.output[2] = one_of({1, 2, between(1, 200), between(4000, 9000)});
+    return sizes;
+  }
+  if (kind == Kind::depthwise) {
     sizes.groups = one_of({1, 3, 8, 16, between(1, 70)});
     sizes.outputs = one_of({1, 1, 2, 3});
   } else {
@@ -84,12 +97,17 @@ ConvolutionSizes draw_convolution(bool is_depthwise) {
   return sizes;
 }
 
-void check_convolution(at::ScalarType type, bool is_depthwise) {
-  const ConvolutionSizes sizes = draw_convolution(is_depthwise);
+void check_convolution(at::ScalarType type, Kind kind) {
+  const ConvolutionSizes sizes = draw_convolution(kind);
+  const bool is_depthwise = kind == Kind::depthwise;
   const bool has_bias = one_of({0, 1}) == 1;
   std::ostringstream text;
-  text << type << (is_depthwise ? ", depthwise" : "") << ", samples " << sizes.samples << ", groups " << sizes.groups
-       << " of " << sizes.inputs << " to " << sizes.outputs << ", input, kernel, stride, padding, dilation:";
+  text << type
+       << (is_depthwise              ? ", depthwise"
+           : kind == Kind::pointwise ? ", pointwise"
+                                     : "")
+       << ", samples " << sizes.samples << ", groups " << sizes.groups << " of " << sizes.inputs << " to "
+       << sizes.outputs << ", input, kernel, stride, padding, dilation:";
   for (int axis = 0; axis < 3; ++axis) {
     text << " (" << sizes.input[axis] << ' ' << sizes.kernel[axis] << ' ' << sizes.stride[axis] << ' '
          << sizes.padding[axis] << ' ' << sizes.dilation[axis] << ')';
@@ -105,11 +123,17 @@ void check_convolution(at::ScalarType type, bool is_depthwise) {
   const at::Tensor own_out = unwritten(grad.sizes(), type), own_input = unwritten(input.sizes(), type),
                    own_weight = unwritten(weight.sizes(), type),
                    own_bias = has_bias ? at::empty({channels}, type).fill_(NAN) : at::Tensor();
-  (is_depthwise ? nhwc::cpu::depthwise_forward : nhwc::cpu::grouped_forward)(sizes, input, weight, bias, own_out);
-  (is_depthwise ? nhwc::cpu::depthwise_input_gradient : nhwc::cpu::grouped_input_gradient)(sizes, grad, weight,
-                                                                                           own_input);
-  (is_depthwise ? nhwc::cpu::depthwise_weight_gradient : nhwc::cpu::weight_gradient)(sizes, grad, input, own_weight,
-                                                                                     own_bias);
+  if (kind == Kind::pointwise) {
+    nhwc::cpu::pointwise(input, weight.flatten(1), bias, own_out);
+    nhwc::cpu::pointwise(grad, weight.flatten(1).t(), {}, own_input);
+    nhwc::cpu::pointwise_weight_gradient(sizes, grad, input, own_weight, own_bias);
+  } else {
+    (is_depthwise ? nhwc::cpu::depthwise_forward : nhwc::cpu::grouped_forward)(sizes, input, weight, bias, own_out);
+    (is_depthwise ? nhwc::cpu::depthwise_input_gradient : nhwc::cpu::grouped_input_gradient)(sizes, grad, weight,
+                                                                                             own_input);
+    (is_depthwise ? nhwc::cpu::depthwise_weight_gradient : nhwc::cpu::weight_gradient)(sizes, grad, input, own_weight,
+                                                                                       own_bias);
+  }
 
   const at::Tensor x = reference(input), w = reference(weight), g = reference(grad);
   const std::array<int64_t, 3> none{};
@@ -172,7 +196,8 @@ int main(int argument_count, char** arguments) {
   for (const at::ScalarType type : {at::kDouble, at::kFloat, at::kHalf, at::kBFloat16}) {
     for (int i = 0; i < count; ++i) {
       at::set_num_threads(1 + i % 3);
-      check_convolution(type, i % 2 == 0);
+      check_convolution(type, i % 2 == 0 ? Kind::depthwise : Kind::grouped);
+      if (type != at::kDouble) check_convolution(type, Kind::pointwise);
       check_norm(type);
     }
   }

@@ -116,7 +116,7 @@ def build_layer_kernels(folder: Path) -> Path:
     quicker = [*SANITIZERS, "-fno-sanitize=pointer-overflow"]
     sources = {cpu / f"isa/{level}.cpp": quicker for level in ("avx512", "avx2")}
     sources |= {cpu / f"isa/{level}.cpp": [] for level in ("avx512_vbmi", "avx512_bf16")}
-    names = ("isa/baseline", "depthwise", "dispatch", "group_norm", "grouped", "weight_gradient")
+    names = ("isa/baseline", "depthwise", "dispatch", "group_norm", "grouped", "pointwise", "weight_gradient")
     sources |= {source: SANITIZERS for source in (HERE / "layer_kernels.cpp", *(cpu / f"{name}.cpp" for name in names))}
     command = [CXX, "-std=c++20", "-O1", "-fopenmp", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
     command += [flag for path in torchs for flag in ("-isystem", path)]
@@ -149,6 +149,14 @@ def test_the_kernels_of_layers_under_the_sanitizers_at_every_level(tmp_path: Pat
         list(pool.map(run, levels[: levels.index(best) + 1] if best in levels[:2] else levels))
 
 
+def require_tools(*tools: str) -> None:
+    """Skip a test whose tools are missing, and fail it where they are promised."""
+    missing = [tool for tool in tools if shutil.which(tool) is None]
+    if missing:
+        assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", f"promised here, and not found: {missing}"
+        pytest.skip(f"needs {', '.join(missing)} (Debian packages qemu-user, g++-aarch64-linux-gnu)")
+
+
 @pytest.mark.emulated
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
@@ -159,10 +167,7 @@ def test_the_kernels_of_layers_under_the_sanitizers_at_every_level(tmp_path: Pat
     ],
 )
 def test_the_filter_transpose_on_an_emulated_cpu(compiler: str, emulator: list[str], tmp_path: Path) -> None:
-    missing = [tool for tool in (compiler, emulator[0]) if shutil.which(tool) is None]
-    if missing:
-        assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", f"promised here, and not found: {missing}"
-        pytest.skip(f"needs {', '.join(missing)} (Debian packages qemu-user, g++-aarch64-linux-gnu)")
+    require_tools(compiler, emulator[0])
     run_programs(PROGRAMS, tmp_path, compiler, "-O1", "-static", run=emulator, step=13)
 
 
@@ -170,10 +175,8 @@ def test_the_filter_transpose_on_an_emulated_cpu(compiler: str, emulator: list[s
 @pytest.mark.exhaustive
 def test_the_kernels_of_layers_compile_for_neon(tmp_path: Path) -> None:
     """Their drivers need torch, so that they do not run here."""
-    compiler = shutil.which("aarch64-linux-gnu-g++")
-    if compiler is None:
-        assert os.environ.get("TORCH_NHWC_REQUIRE_QEMU") != "1", "promised here, and not found: a cross compiler"
-        pytest.skip("needs g++-aarch64-linux-gnu")
+    compiler = "aarch64-linux-gnu-g++"
+    require_tools(compiler)
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*command, "-c", ROOT / "csrc/cpu/isa/baseline.cpp", "-o", tmp_path / "neon.o"], check=True)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last, gradients
+from activations import assert_in_format, channels_last, gradients, of_both_orders
 from convolution_cases import way_of
 
 from torch_nhwc import functional
@@ -62,12 +62,6 @@ def test_weights_of_other_formats_and_derivatives_of_higher_order():
     x, w, b = operands((2, 16, 8, 9, 10), 3, torch.float32)
     w = w.contiguous()
     assert way_of("conv3d", x, w.requires_grad_(), b, ()) == "kernels"
-
-    def of_both_orders(convolve, leaves):
-        leaves = [each.detach().requires_grad_() for each in leaves]
-        out = convolve(*leaves)
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return [out, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]
 
     got = of_both_orders(functional.conv3d, (x, w, b))
     for ours, real in zip(got, of_both_orders(F.conv3d, (x.double(), w.double(), b.double()))):

@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last, gradients
+from activations import assert_in_format, channels_last, gradients, of_both_orders
 from convolution_cases import operands, way_of
 from onednn import HAS_AVX512, TAKES
 from selection import exhaustive
@@ -102,14 +102,8 @@ def test_few_positions_are_gathered_for_a_matrix_product(shape, kernel, argument
     x, w, b = *(channels_last(torch.randn(sizes)) for sizes in (shape, kernel)), torch.randn(kernel[0])
     assert way_of("conv3d", x, w, b, arguments) == "gathered"
 
-    def of_both_orders(convolve, leaves):
-        leaves = [each.detach().requires_grad_() for each in leaves]
-        out = convolve(*leaves, *arguments)
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return [out, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]
-
-    got = of_both_orders(functional.conv3d, (x, w, b))
-    for ours, real in zip(got, of_both_orders(F.conv3d, (x.double(), w.double(), b.double()))):
+    got = of_both_orders(functional.conv3d, (x, w, b), arguments)
+    for ours, real in zip(got, of_both_orders(F.conv3d, (x.double(), w.double(), b.double()), arguments)):
         assert (ours.double() - real).norm() <= 3e-6 * real.norm()
     assert_in_format(got[0])
     assert_in_format(got[1])

@@ -113,3 +113,11 @@ def assert_as_accurate(function, reference, tensors, gradient, factor=2.0):
     for name, own, other, real in zip(("out", "dx", "dw", "db"), ours, theirs, exact, strict=False):
         assert own.dtype == other.dtype, name
         assert error(own, real) <= factor * error(other, real) + least, name
+
+
+def of_both_orders(function, leaves, arguments=()):
+    """Return a result, its gradients, and the gradients of these."""
+    leaves = [each.detach().requires_grad_() for each in leaves]
+    out = function(*leaves, *arguments)
+    first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
+    return [out, *first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]

@@ -111,12 +111,12 @@ bool is_measured() {
 
 Passes passes_of_kernels(const Call& call) {
   if (!call.may_use_kernels || !is_served(call)) return {};
-  const bool is_in_float32 = needs_float32(call) || call.input.scalar_type() == at::kFloat;
+  const bool is_cast = needs_float32(call), is_in_float32 = is_cast || call.input.scalar_type() == at::kFloat;
   const Sizes sizes(call);
   // Our kernels need none of the ways around faults.
   const bool is_mended = mended::is_needed(call);
   if (is_mended && call.groups > 1 && kernels::serve_all_passes(call)) return {true, true, true};
-  if (call.is_depthwise() && needs_float32(call)) return {true, true, true};
+  if (call.is_depthwise() && is_cast) return {true, true, true};
   if (is_mended || !is_measured()) return {};
   const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
                                 : is_in_float32                         ? Arithmetic::avx512
