@@ -64,8 +64,8 @@ class Layer(NamedTuple):
         return self.kernel if isinstance(self.kernel, tuple) else (self.kernel,) * self.axes
 
     @property
-    def padding(self) -> list[int]:
-        return [self.dilation * (taps // 2) for taps in self.taps]
+    def padding(self) -> tuple[int, ...]:
+        return tuple(self.dilation * (taps // 2) for taps in self.taps)
 
     def tensors(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         torch.manual_seed(0)
@@ -170,7 +170,7 @@ def way_of(layer: Layer, dtype: torch.dtype, pass_: str) -> str:
     x, weight, bias = layer.tensors(dtype)
     x.requires_grad_(pass_ == "input gradient")
     weight.requires_grad_(pass_ == "weight gradient")
-    sizes = [layer.stride] * layer.axes, layer.padding, [layer.dilation] * layer.axes
+    sizes = [layer.stride] * layer.axes, list(layer.padding), [layer.dilation] * layer.axes
     with torch.set_grad_enabled(pass_ != "forward"):
         return str(torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups))
 

@@ -13,8 +13,9 @@
 namespace nhwc::cpu {
 namespace {
 
-constexpr int64_t most_columns = 64, least_columns = 24, most_rows = 16;  // of a block, which is one thread's
+constexpr int64_t most_columns = 64, most_rows = 16;  // of a block, which is one thread's
 constexpr int64_t ring_bytes = 16384;                                     // half of a first-level cache
+constexpr int64_t pixel_bytes = 128;                                      // two cache lines
 constexpr int64_t products_worth_a_thread = 1 << 18, elements_worth_a_thread = 1 << 15;
 
 const GroupedKernels& kernels_of(at::ScalarType type) { return of_type(grouped_kernels(), type); }
@@ -161,6 +162,7 @@ class Convolution {
   bool is_spread() const { return panel_groups_ > 1; }
   int64_t pixel_numbers() const { return inputs_ * (is_spread() ? kernels_.lanes : 1); }
   int64_t row_numbers(const Window& window) const { return window.runs.size() * window.slots * pixel_numbers(); }
+  void prefetch_row(const char* row, int64_t panels, int64_t element) const;
   void load_row(const Window& window, int64_t groups, const char* row, int64_t element, char* to) const;
 
   GroupedKernels kernels_;
@@ -192,6 +194,16 @@ void Convolution::load_row(const Window& window, int64_t groups, const char* row
   }
 }
 
+/// Asks for some panels of a row, whose pixels are too far from each other for a CPU to foresee.
+void Convolution::prefetch_row(const char* row, int64_t panels, int64_t element) const {
+  constexpr int64_t line = 64;
+  const int64_t bytes = panels * panel_groups_ * inputs_ * element, pixel = groups_ * inputs_ * element;
+  if (pixel <= 4 * line) return;
+  for (int64_t column = 0; column < axes_[2].source; ++column) {
+    for (int64_t byte = 0; byte < bytes; byte += line) __builtin_prefetch(row + column * pixel + byte);
+  }
+}
+
 void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const at::Tensor& bias,
                       const at::Tensor& out) const {
   const auto& [depth, height, width] = axes_;
@@ -207,8 +219,14 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
     windows.push_back(window_of(width, columns.begin(block), columns.begin(block + 1)));
     row_size = std::max(row_size, row_numbers(windows.back()));
   }
+  const int64_t ring_size = most_taps * ring * row_size;
   const int64_t sums_size = most_columns * (panel_groups_ * outputs_ + kernels_.lanes);
-  const int64_t scratch_size = most_taps * ring * row_size + sums_size;
+  // A pixel's panels, until they fill some cache lines, are read and written one after the other.
+  const int64_t at_once = std::clamp<int64_t>(std::min(pixel_bytes / (panel_groups_ * inputs_ * element),
+                                                       ring_bytes / (ring_size * number + 1)),
+                                              1, panels());
+  const Blocks panel_blocks(panels(), at_once);
+  const int64_t scratch_size = at_once * ring_size + sums_size;
   const at::Tensor scratch = at::empty({at::get_num_threads(), scratch_size * number}, at::kByte);
 
   const auto* from = static_cast<const char*>(source.const_data_ptr());
@@ -216,10 +234,10 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
   const auto* biases = static_cast<const char*>(bias.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
 
-  const auto compute = [&](int64_t sample, int64_t plane, int64_t row_block, const Window& window, int64_t panel,
-                           char* ring_rows, std::vector<int64_t>& loaded, std::vector<GroupedTap>& lines,
+  const auto compute = [&](int64_t sample, int64_t plane, int64_t row_block, const Window& window, int64_t panel_block,
+                           char* rings, std::vector<int64_t>& loaded, std::vector<GroupedTap>& lines,
                            std::vector<GroupedTap>& taps) {
-    const int64_t first_group = panel * panel_groups_, groups = groups_of(panel), channels = groups * outputs_;
+    const int64_t first_panel = panel_blocks.begin(panel_block), end_panel = panel_blocks.begin(panel_block + 1);
     std::fill(loaded.begin(), loaded.end(), -1);
     for (int64_t row = rows.begin(row_block); row < rows.begin(row_block + 1); ++row) {
       lines.clear();
@@ -233,8 +251,13 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
           const int64_t slot = p * ring + source_row % ring;
           if (loaded[slot] != source_row) {
             const int64_t pixel = ((sample * depth.source + source_plane) * height.source + source_row) * width.source;
-            load_row(window, groups, from + (pixel * groups_ + first_group) * inputs_ * element, element,
-                     ring_rows + slot * row_size * number);
+            const char* first = from + (pixel * groups_ + first_panel * panel_groups_) * inputs_ * element;
+            for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+              load_row(window, groups_of(panel), first + (panel - first_panel) * panel_groups_ * inputs_ * element,
+                       element, rings + ((panel - first_panel) * ring_size + slot * row_size) * number);
+            }
+            prefetch_row(first + height.stride * width.source * groups_ * inputs_ * element, end_panel - first_panel,
+                         element);
             loaded[slot] = source_row;
           }
           lines.push_back({slot * row_size, (plane_taps[p].index * height.kernel + tap.index) * width.kernel});
@@ -243,26 +266,31 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
       for (int64_t phase = 0; phase < width.phase_count(); ++phase) {
         const int64_t pixels = std::min(window.end, width.positions(phase)) - window.begin;
         if (pixels <= 0) continue;
-        taps.clear();
-        for (const GroupedTap& line : lines) {
-          for (const Window::Column& column : window.phases[phase]) {
-            taps.push_back(
-                {line.pixel + column.slot * pixel_numbers(), (line.weight + column.tap) * inputs_ * channels});
-          }
-        }
         const int64_t pixel =
             ((sample * depth.out + plane) * height.out + row) * width.out + window.begin * width.phase_count() + phase;
-        const int64_t tap_count = taps.size();
-        kernels_.sum({pixels, inputs_, channels, is_spread(), taps.data(), tap_count, ring_rows,
-                      packed + weights_of(panel) * number, biases + first_group * outputs_ * number,
-                      to + (pixel * groups_ + first_group) * outputs_ * element,
-                      width.phase_count() * groups_ * outputs_, ring_rows + (scratch_size - sums_size) * number});
+        for (int64_t panel = first_panel; panel < end_panel; ++panel) {
+          const int64_t first_group = panel * panel_groups_, channels = groups_of(panel) * outputs_;
+          taps.clear();
+          for (const GroupedTap& line : lines) {
+            for (const Window::Column& column : window.phases[phase]) {
+              taps.push_back(
+                  {line.pixel + column.slot * pixel_numbers(), (line.weight + column.tap) * inputs_ * channels});
+            }
+          }
+          const int64_t tap_count = taps.size();
+          kernels_.sum({pixels, inputs_, channels, is_spread(), taps.data(), tap_count,
+                        rings + (panel - first_panel) * ring_size * number, packed + weights_of(panel) * number,
+                        biases + first_group * outputs_ * number,
+                        to + (pixel * groups_ + first_group) * outputs_ * element,
+                        width.phase_count() * groups_ * outputs_, rings + at_once * ring_size * number});
+        }
       }
     }
   };
 
-  const int64_t products = most_rows * std::min(most_columns, width.out) * panel_groups_ * outputs_ * inputs_ * taps();
-  const int64_t blocks = samples_ * depth.out * rows.count() * columns.count() * panels();
+  const int64_t products =
+      most_rows * std::min(most_columns, width.out) * at_once * panel_groups_ * outputs_ * inputs_ * taps();
+  const int64_t blocks = samples_ * depth.out * rows.count() * columns.count() * panel_blocks.count();
   at::parallel_for(0, blocks, std::max<int64_t>(1, products_worth_a_thread / (products + 1)),
                    [&](int64_t begin, int64_t end) {
                      auto* own_scratch =
@@ -270,10 +298,11 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
                      std::vector<int64_t> loaded(most_taps * ring);
                      std::vector<GroupedTap> lines, taps;
                      for (int64_t block = begin; block < end; ++block) {
-                       const int64_t panel = block % panels(), column_block = block / panels() % columns.count();
-                       const int64_t row_block = block / (panels() * columns.count()) % rows.count();
-                       const int64_t plane = block / (panels() * columns.count() * rows.count());
-                       compute(plane / depth.out, plane % depth.out, row_block, windows[column_block], panel,
+                       const int64_t panel_block = block % panel_blocks.count();
+                       const int64_t column_block = block / panel_blocks.count() % columns.count();
+                       const int64_t row_block = block / (panel_blocks.count() * columns.count()) % rows.count();
+                       const int64_t plane = block / (panel_blocks.count() * columns.count() * rows.count());
+                       compute(plane / depth.out, plane % depth.out, row_block, windows[column_block], panel_block,
                                own_scratch, loaded, lines, taps);
                      }
                    });

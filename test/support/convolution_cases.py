@@ -57,7 +57,7 @@ STRIDED_TAPS = [
     Case("conv2d", (2, 3, 32, 32), (16, 3, 1, 1), (2, 1), F32, "xw", (True, False)),
     Case("conv2d", (3, 14, 17, 17), (32, 7, 1, 1), ((2, 1), 0, 1, 2), F32, "w"),
 ]
-# In half precision: with AMX the first six, with AVX-512 the others.
+# In half precision, with AMX.
 HALVES = [
     Case("conv2d", (1, 16, 9, 5), (16, 16, 3, 5), ((1, 2),), BF16, ""),
     Case("conv2d", (1, 16, 56, 56), (32, 16, 4, 4), (4,), BF16, ""),
@@ -68,6 +68,9 @@ HALVES = [
     Case("conv2d", (1, 16, 14, 14), (16, 16, 7, 7), (7, 3), F16, ""),
     Case("conv2d", (2, 16, 40, 40), (16, 1, 3, 3), (1, 2, 2, 16), BF16),
     Case("conv3d", (1, 4, 8, 37, 32), (4, 1, 3, 5, 3), (1, 1, (1, 2, 1), 4), BF16),
+]
+# In half precision, with AVX-512 and without AMX.
+HALVES_WITHOUT_AMX = [
     Case("conv2d", (1, 24, 30, 32), (8, 24, 3, 3), (1, 2, 2), BF16),
     Case("conv2d", (1, 9, 30, 32), (24, 3, 1, 1), (1, 0, (2, 1), 3), BF16),
     Case("conv_transpose2d", (1, 8, 30, 32), (8, 2, 3, 4), (1, 1, 0, 2, (2, 1)), BF16),
@@ -79,7 +82,7 @@ NO_TAP = [
 ]
 # Where oneDNN has ended the process of others (https://github.com/pytorch/pytorch/issues/195394).
 LONG_KERNEL = Case("conv2d", (1, 64, 1, 1), (64, 64, 125, 1), (2, (63, 0)), F32, "")
-NAMED = [*SMALL_INPUTS, *ONE_COLUMN, *STRIDED_TAPS, *HALVES, *NO_TAP, LONG_KERNEL]
+NAMED = [*SMALL_INPUTS, *ONE_COLUMN, *STRIDED_TAPS, *HALVES, *HALVES_WITHOUT_AMX, *NO_TAP, LONG_KERNEL]
 
 
 def meets_input(size: int, positions: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:

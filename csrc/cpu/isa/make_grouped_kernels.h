@@ -13,9 +13,9 @@ inline namespace NHWC_CPU_LEVEL {
 
 // AVX-512 and NEON have 32 registers, others 16: two or three are for weights and an input.
 #if NHWC_X86_LEVEL >= 3 || defined(__ARM_NEON)
-constexpr int most_pixels_of_one_register = 12, most_pixels_of_two_registers = 12;
+constexpr int most_pixels_of_one_register = 14, most_pixels_of_two_registers = 12;
 #else
-constexpr int most_pixels_of_one_register = 12, most_pixels_of_two_registers = 6;
+constexpr int most_pixels_of_one_register = 14, most_pixels_of_two_registers = 6;
 #endif
 
 template <typename Element, int registers>
@@ -91,13 +91,15 @@ void spread_pixels(const void* pixels, std::int64_t count, std::int64_t groups, 
   }
 }
 
-template <typename Number, int pixels, int registers, bool is_spread>
+/// The number of inputs is 0 if it is not constant.
+template <typename Number, int pixels, int registers, bool is_spread, int constant_inputs>
 void sum_tile(const cpu::GroupedRow& row, const Number* source, const Number* weights, const Number* bias, Number* out,
               std::int64_t out_step) {
   constexpr int lanes = VectorOf<Number>::lanes;
-  const std::int64_t entry = is_spread ? lanes : 1, step = row.inputs * entry;
+  const std::int64_t inputs = constant_inputs != 0 ? constant_inputs : row.inputs;
+  const std::int64_t entry = is_spread ? lanes : 1, step = inputs * entry;
   Vector<Number> sums[pixels][registers];
-#pragma GCC unroll 12
+#pragma GCC unroll 14
   for (int p = 0; p < pixels; ++p) {
 #pragma GCC unroll 2
     for (int r = 0; r < registers; ++r) sums[p][r] = load(bias + r * lanes);
@@ -108,7 +110,7 @@ void sum_tile(const cpu::GroupedRow& row, const Number* source, const Number* we
       Vector<Number> weight[registers];
 #pragma GCC unroll 2
       for (int r = 0; r < registers; ++r) weight[r] = load(w + r * lanes);
-#pragma GCC unroll 12
+#pragma GCC unroll 14
       for (int p = 0; p < pixels; ++p) {
         const Vector<Number> input = is_spread ? load(x + p * step) : broadcast(x[p * step]);
 #pragma GCC unroll 2
@@ -118,27 +120,27 @@ void sum_tile(const cpu::GroupedRow& row, const Number* source, const Number* we
     };
     // Loops of a few rounds end in a branch that is predicted badly: four inputs are a round.
     std::int64_t c = 0;
-    for (; c + 4 <= row.inputs; c += 4) add_input(), add_input(), add_input(), add_input();
-    for (; c < row.inputs; ++c) add_input();
+    for (; c + 4 <= inputs; c += 4) add_input(), add_input(), add_input(), add_input();
+    for (; c < inputs; ++c) add_input();
   }
-#pragma GCC unroll 12
+#pragma GCC unroll 14
   for (int p = 0; p < pixels; ++p) {
 #pragma GCC unroll 2
     for (int r = 0; r < registers; ++r) store(out + p * out_step + r * lanes, sums[p][r]);
   }
 }
 
-template <typename Number, int registers, bool is_spread, int... less>
+template <typename Number, int registers, bool is_spread, int constant_inputs, int... less>
 NHWC_ALWAYS_INLINE void sum_tile_of(int pixels, std::integer_sequence<int, less...>, const cpu::GroupedRow& row,
                                     const Number* source, const Number* weights, const Number* bias, Number* out,
                                     std::int64_t out_step) {
   using Tile = void (*)(const cpu::GroupedRow&, const Number*, const Number*, const Number*, Number*, std::int64_t);
-  static constexpr Tile tiles[] = {sum_tile<Number, less + 1, registers, is_spread>...};
+  static constexpr Tile tiles[] = {sum_tile<Number, less + 1, registers, is_spread, constant_inputs>...};
   tiles[pixels - 1](row, source, weights, bias, out, out_step);
 }
 
 /// Sums one or two registers of channels for all pixels, in tiles of nearly equal sizes.
-template <typename Number, int registers, bool is_spread>
+template <typename Number, int registers, bool is_spread, int constant_inputs = 0>
 void sum_pixels(const cpu::GroupedRow& row, std::int64_t channel, Number* out, std::int64_t out_step) {
   constexpr int most = registers == 1 ? most_pixels_of_one_register : most_pixels_of_two_registers;
   const auto *source = static_cast<const Number*>(row.source),
@@ -149,7 +151,7 @@ void sum_pixels(const cpu::GroupedRow& row, std::int64_t channel, Number* out, s
   std::int64_t pixel = 0;
   for (std::int64_t tile = 1; tile <= tiles; ++tile) {
     const std::int64_t end = row.pixels * tile / tiles;
-    sum_tile_of<Number, registers, is_spread>(static_cast<int>(end - pixel), std::make_integer_sequence<int, most>(),
+    sum_tile_of<Number, registers, is_spread, constant_inputs>(static_cast<int>(end - pixel), std::make_integer_sequence<int, most>(),
                                               row, source + pixel * step, weights, bias,
                                               out + pixel * out_step + channel, out_step);
     pixel = end;
@@ -167,12 +169,18 @@ void sum_grouped_row(const cpu::GroupedRow& row) {
   if constexpr (std::is_same<Element, Number>::value) {
     if (rounded_up == row.channels) sums = to, sums_step = row.out_step;
   }
-  if (row.is_spread) {
-    sum_pixels<Number, 1, true>(row, 0, sums, sums_step);
-  } else {
+  const auto by_registers = [&]<int inputs>(std::integral_constant<int, inputs>) {
+    if (row.is_spread) return sum_pixels<Number, 1, true, inputs>(row, 0, sums, sums_step);
     std::int64_t c = 0;
-    for (; c + lanes < row.channels; c += 2 * lanes) sum_pixels<Number, 2, false>(row, c, sums, sums_step);
-    if (c < row.channels) sum_pixels<Number, 1, false>(row, c, sums, sums_step);
+    for (; c + lanes < row.channels; c += 2 * lanes) sum_pixels<Number, 2, false, inputs>(row, c, sums, sums_step);
+    if (c < row.channels) sum_pixels<Number, 1, false, inputs>(row, c, sums, sums_step);
+  };
+  // With a constant distance of pixels, their addresses are one register and a constant.
+  switch (row.inputs) {
+    case 4: by_registers(std::integral_constant<int, 4>()); break;
+    case 8: by_registers(std::integral_constant<int, 8>()); break;
+    case 16: by_registers(std::integral_constant<int, 16>()); break;
+    default: by_registers(std::integral_constant<int, 0>());
   }
   if (static_cast<void*>(sums) == row.out) return;
   for (std::int64_t pixel = 0; pixel < row.pixels; ++pixel, to += row.out_step, sums += sums_step) {

@@ -60,7 +60,7 @@ enum class Arithmetic {
 };
 
 // The rules. Their evidence is `bench_convolutions.py`, and grids of some 200 shapes around its layers: one thread of a
-// Zen 4, as it is and held to AVX2. Where PyTorch is about as fast, it stays.
+// Zen 4 and of a Xeon with AMX, as they are and held to AVX2. Where PyTorch is about as fast, it stays.
 
 /// oneDNN's depthwise gradients reach a tenth of what its forward does. A transposed convolution is the gradient of the
 /// input, and its own is a convolution.
@@ -80,10 +80,9 @@ Passes of_groups(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
   const bool is_small = sizes.inputs <= 4 && sizes.outputs <= 4 && (sizes.inputs == 4 || !sizes.is_strided);
   const bool fills_registers = !has_avx512 && !sizes.is_3d && sizes.taps <= 9 && sizes.inputs == sizes.outputs &&
                                sizes.inputs >= 8 && sizes.inputs <= 16;
-  const bool is_in_cache = !has_avx512 || sizes.positions <= 8192;
-  return {is_small || fills_registers,
-          (is_small && is_in_cache) || (fills_registers && (sizes.inputs >= 12 || !sizes.is_strided)),
-          sizes.inputs >= (sizes.is_strided ? 8 : 4) && (sizes.inputs <= 8 || !has_avx512)};
+  const bool weight = sizes.is_strided ? !has_avx512 && sizes.inputs > 8 && sizes.inputs != 16
+                                       : sizes.inputs >= 4 && (sizes.inputs <= 8 || !has_avx512);
+  return {is_small || fills_registers, is_small || fills_registers, weight};
 }
 
 /// Below AVX-512 oneDNN's dense weight gradient reaches a half of its forward. With it, it is slow where it transposes
@@ -123,8 +122,6 @@ Passes passes_of_kernels(const Call& call) {
                                                                         : Arithmetic::halves;
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
   if (call.groups > 1) return of_groups(call, sizes, arithmetic);
-  // With AMX, oneDNN's bfloat16 was not measured.
-  if (arithmetic == Arithmetic::halves && onednn_isa() == OnednnIsa::amx) return {};
   if (sizes.positions >= 1024 && kernels::is_pointwise(call)) {  // for fewer, calls take longer than products
     const bool gains = std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves;
     return {gains, gains, true};
