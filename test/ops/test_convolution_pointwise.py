@@ -38,6 +38,24 @@ def test_results_and_gradients(inputs, outputs, sizes, dtype):
     assert got[2].stride() == leaves[1].stride()
 
 
+@DTYPES
+@pytest.mark.parametrize("sizes", [(33, 37), (9, 13, 11)], ids=str)
+@pytest.mark.parametrize(("inputs", "outputs"), [(16, 2), (2, 16), (3, 3)])
+def test_transposed(inputs, outputs, sizes, dtype):
+    name = f"conv_transpose{len(sizes)}d"
+    x, w, b = operands((2, inputs, *sizes), outputs, dtype)
+    leaves = [x, channels_last(w.transpose(0, 1)), b]
+    if dtype == torch.float32:
+        assert way_of(name, x, leaves[1].requires_grad_(), b, ()) == "kernels"
+    got = gradients(getattr(functional, name), leaves)
+    real = gradients(getattr(F, name), [each.double().contiguous() for each in leaves])
+    tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]
+    for ours, exact in zip(got, real):
+        assert (ours.double() - exact).norm() <= tolerance * exact.norm()
+    assert_in_format(got[0])
+    assert_in_format(got[1])
+
+
 @pytest.mark.parametrize(("inputs", "outputs"), [(2, 2), (5, 2), (8, 3), (16, 4), (24, 1), (3, 9)])
 def test_what_is_not_finite_stays_in_its_pixel(inputs, outputs):
     x, w, b = operands((1, inputs, 33, 35), outputs, torch.float32)

@@ -102,10 +102,10 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
 }  // namespace
 
 bool is_pointwise(const Call& call) {
-  if (call.is_transposed || call.groups != 1 || call.input.scalar_type() == at::kDouble) return false;
+  if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return false;
   for (size_t index = 0; index < call.axes(); ++index) {
     if (call.weight.sym_size(static_cast<int64_t>(index) + 2) != 1 || call.stride[index] != 1) return false;
-    if (call.padding[index] != 0) return false;
+    if (call.padding[index] != 0 || call.output_padding[index] != 0) return false;
   }
   const c10::SymInt &outputs = call.weight.sym_size(0), &inputs = call.weight.sym_size(1);
   return outputs.min(inputs) <= cpu::most_few && outputs.max(inputs) <= cpu::most_pointwise_channels;
