@@ -24,6 +24,7 @@ struct Level {
   WeightGradientKernelsByType weight_gradient;
   GroupedKernelsByType grouped;
   PointwiseKernelsByType pointwise;
+  SoftmaxKernels softmax;
 };
 
 #if defined(__x86_64__)
@@ -53,27 +54,27 @@ std::vector<Level> all_levels() {
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
   return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline},
+           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline},
           {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-           isa::grouped_avx2, isa::pointwise_avx2},
+           isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
           {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512,
-           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512},
+           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512},
           {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
-           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512}};
+           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
 }
 
 #elif defined(__ARM_NEON)
 
 std::vector<Level> all_levels() {
   return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::depthwise_neon, isa::weight_gradient_neon,
-           isa::grouped_neon, isa::pointwise_neon}};
+           isa::grouped_neon, isa::pointwise_neon, isa::softmax_neon}};
 }
 
 #else
 
 std::vector<Level> all_levels() {
   return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline}};
+           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline}};
 }
 
 #endif
@@ -118,6 +119,8 @@ const WeightGradientKernelsByType& weight_gradient_kernels() { return chosen_lev
 const GroupedKernelsByType& grouped_kernels() { return chosen_level().grouped; }
 
 const PointwiseKernelsByType& pointwise_kernels() { return chosen_level().pointwise; }
+
+const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
 
 std::string capability() { return std::string(chosen_level().name); }
 

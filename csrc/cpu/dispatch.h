@@ -11,6 +11,7 @@
 #include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/pointwise_kernels.h"
+#include "cpu/softmax_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 
 namespace nhwc::cpu {
@@ -36,6 +37,9 @@ const GroupedKernelsByType& grouped_kernels();
 
 /// Returns products of pixels of few channels, for the same instruction set.
 const PointwiseKernelsByType& pointwise_kernels();
+
+/// Returns softmax and log-softmax of pixels, for the same instruction set.
+const SoftmaxKernels& softmax_kernels();
 
 /// Returns the kernels of a dtype. Not all have doubles.
 template <typename KernelsByType>

@@ -4,6 +4,8 @@
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
+
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 
@@ -43,6 +45,16 @@ at::Tensor alias_of(const at::Tensor& input, const Formula& formula) {
 }
 
 }  // namespace
+
+bool are_plain(at::ArrayRef<at::Tensor> tensors, bool is_compiled) {
+  constexpr c10::DispatchKeySet transforms{c10::DispatchKey::Functionalize,    c10::DispatchKey::FuncTorchGradWrapper,
+                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched,
+                                           c10::DispatchKey::Negative,         c10::DispatchKey::ZeroTensor};
+  const auto others = is_compiled ? transforms : transforms.add(c10::DispatchKey::Python);
+  return !has_tangent(tensors) && std::none_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
+    return tensor.defined() && tensor.key_set().has_any(others);
+  });
+}
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }
 

@@ -5,6 +5,11 @@
 
 namespace nhwc {
 
+/// Returns whether our kernels may read these tensors: they are plain ones, or a compiler's where it records operators
+/// of ours. Transforms, subclasses, tangents, and tensors
+/// whose memory has other values get a composition.
+bool are_plain(at::ArrayRef<at::Tensor> tensors, bool is_compiled = false);
+
 /// Returns an alias of a composition's input through which the gradient flows in channels-last strides.
 at::Tensor with_channels_last_grad(const at::Tensor& input);
 

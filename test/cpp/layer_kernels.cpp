@@ -1,7 +1,8 @@
-// The CPU kernels of convolutions and norms by themselves, for random sizes, against PyTorch's float64. Tensors have
-// memory of their exact size, beyond which the address sanitizer watches. Driven by test_cpp.py. Prints "ok".
+// The CPU kernels of convolutions, norms and softmax by themselves, for random sizes, against PyTorch's float64.
+// Tensors have memory of their exact size, beyond which the address sanitizer watches. Driven by test_cpp.py. Prints
+// "ok".
 //
-//   layer_kernels [count]  takes so many convolutions and so many norms of each dtype
+//   layer_kernels [count]  takes so many of each kind and dtype
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 
@@ -22,6 +23,7 @@
 #include "cpu/grouped.h"
 #include "cpu/pointwise.h"
 #include "cpu/pointwise_kernels.h"
+#include "cpu/softmax.h"
 #include "cpu/weight_gradient.h"
 
 namespace {
@@ -188,6 +190,27 @@ void check_norm(at::ScalarType type) {
   if (is_affine) expect(own_bias, of_bias, of_statistics, "bias gradient of " + what);
 }
 
+void check_softmax(at::ScalarType type) {
+  const int64_t channels = one_of({1, 2, 3, 8, 16, between(1, nhwc::cpu::most_softmax_channels)});
+  const std::array<int64_t, 5> sizes = {one_of({0, 1, 2}), channels, 1, 1, one_of({1, between(1, 2000), 4096})};
+  const bool is_log = one_of({0, 1}) == 1;
+  std::ostringstream text;
+  text << type << (is_log ? " log-softmax" : " softmax") << " of " << at::IntArrayRef(sizes);
+  const std::string what = text.str();
+
+  const at::Tensor input = random(sizes, type), grad = random(sizes, type), out = unwritten(sizes, type),
+                   own_input = unwritten(sizes, type);
+  nhwc::cpu::softmax(input, is_log, out);
+  nhwc::cpu::softmax_backward(grad, out, is_log, own_input);
+
+  const at::Tensor x = reference(input), g = reference(grad), y = reference(out);
+  expect(out, is_log ? at::log_softmax(x, 1) : at::softmax(x, 1), type, "output of " + what);
+  expect(
+      own_input,
+      is_log ? at::_log_softmax_backward_data(g, y, 1, at::kDouble) : at::_softmax_backward_data(g, y, 1, at::kDouble),
+      type, "input gradient of " + what);
+}
+
 }  // namespace
 
 int main(int argument_count, char** arguments) {
@@ -199,6 +222,7 @@ int main(int argument_count, char** arguments) {
       check_convolution(type, i % 2 == 0 ? Kind::depthwise : Kind::grouped);
       if (type != at::kDouble) check_convolution(type, Kind::pointwise);
       check_norm(type);
+      if (type != at::kDouble) check_softmax(type);
     }
   }
   std::puts("ok");

@@ -109,15 +109,16 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
 
 
 def build_layer_kernels(folder: Path) -> Path:
-    """Compile the program of the CPU kernels of convolutions and norms with the sanitizers. Return its path."""
+    """Compile the program of the CPU kernels of layers with the sanitizers. Return its path."""
     cpu, torchs = ROOT / "csrc/cpu", cpp_extension.include_paths()
     # The slowest first. Checks of computed pointers compile for minutes here; avx512_vbmi and avx512_bf16 have filter
     # transposes alone, which the test above checks.
     quicker = [*SANITIZERS, "-fno-sanitize=pointer-overflow"]
     sources = {cpu / f"isa/{level}.cpp": quicker for level in ("avx512", "avx2")}
     sources |= {cpu / f"isa/{level}.cpp": [] for level in ("avx512_vbmi", "avx512_bf16")}
-    names = ("isa/baseline", "depthwise", "dispatch", "group_norm", "grouped", "pointwise", "weight_gradient")
-    sources |= {source: SANITIZERS for source in (HERE / "layer_kernels.cpp", *(cpu / f"{name}.cpp" for name in names))}
+    names = ("depthwise", "dispatch", "group_norm", "grouped", "pointwise", "softmax", "weight_gradient")
+    drivers = (HERE / "layer_kernels.cpp", cpu / "isa/baseline.cpp", *(cpu / f"{name}.cpp" for name in names))
+    sources |= dict.fromkeys(drivers, SANITIZERS)
     command = [CXX, "-std=c++20", "-O1", "-fopenmp", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
     command += [flag for path in torchs for flag in ("-isystem", path)]
 

@@ -5,6 +5,7 @@
 #include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
+#include "cpu/isa/make_softmax_kernels.h"
 #include "cpu/isa/make_weight_gradient_kernels.h"
 
 namespace nhwc::cpu::isa {
@@ -16,6 +17,7 @@ constexpr NormKernelsByType norm_neon = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_neon = make_all_weight_gradient_kernels();
 constexpr GroupedKernelsByType grouped_neon = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_neon = make_all_pointwise_kernels();
+constexpr SoftmaxKernels softmax_neon = make_softmax_kernels();
 #else
 constexpr DepthwiseKernelsByType depthwise_baseline = make_all_depthwise_kernels();
 constexpr FilterKernels baseline = make_filter_kernels();
@@ -23,6 +25,7 @@ constexpr NormKernelsByType norm_baseline = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_baseline = make_all_weight_gradient_kernels();
 constexpr GroupedKernelsByType grouped_baseline = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_baseline = make_all_pointwise_kernels();
+constexpr SoftmaxKernels softmax_baseline = make_softmax_kernels();
 #endif
 
 }  // namespace nhwc::cpu::isa

@@ -16,6 +16,7 @@
 #include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/pointwise_kernels.h"
+#include "cpu/softmax_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)

@@ -76,6 +76,7 @@ NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& valu
 }
 
 typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
+typedef std::int32_t Integers __attribute__((vector_size(NHWC_REGISTER_BYTES)));
 
 NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
   Bits bits;

@@ -12,6 +12,7 @@
 
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
+#include "ops/composition.h"
 #include "ops/convolution/float32.h"
 #include "ops/convolution/gains.h"
 #include "ops/convolution/kernels.h"
@@ -22,17 +23,6 @@ namespace nhwc {
 namespace {
 
 using Gradients = std::vector<at::Tensor>;  // of the input, the weight and the bias; undefined where not needed
-
-/// Returns whether passes may be computed by our kernels: tensors are plain ones or a compiler's. Transforms,
-/// subclasses and tangents get a composition.
-bool are_plain(const Call& call, at::ArrayRef<at::Tensor> tensors) {
-  constexpr c10::DispatchKeySet transforms{c10::DispatchKey::Functionalize, c10::DispatchKey::FuncTorchGradWrapper,
-                                           c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::Batched};
-  const auto others = call.is_compiled ? transforms : transforms.add(c10::DispatchKey::Python);
-  return !has_tangent(tensors) && std::none_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
-    return tensor.defined() && tensor.key_set().has_any(others);
-  });
-}
 
 Call without_kernels(const Call& call) {
   Call other = call;
@@ -110,7 +100,8 @@ const Formula by_their_passes = {
       call.is_compiled = constants[9].toBool();
       const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
       const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
-      if (at::GradMode::is_enabled() || !are_plain(call, all)) return composed_gradients(call, grad, needed);
+      if (at::GradMode::is_enabled() || !are_plain(all, call.is_compiled))
+        return composed_gradients(call, grad, needed);
       const Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
       return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
     }};
@@ -180,7 +171,7 @@ bool is_by_kernels_in_part(const Call& call) {
 }
 
 at::Tensor by_passes(const Call& call) {
-  if (!are_plain(call, inputs_of(call)) ||
+  if (!are_plain(inputs_of(call), call.is_compiled) ||
       c10::impl::TorchDispatchModeTLS::any_modes_set(/*skip_infra_modes=*/call.is_compiled)) {
     const Call other = without_kernels(call);
     const Way& way = way_of(other);
