@@ -18,7 +18,7 @@ namespace {
 /// What depends on the dtype. Numbers are floats, or doubles for doubles.
 struct Kernels {
   const DepthwiseKernels& depthwise;
-  FilterKernels::Transpose to_numbers, from_numbers;
+  NumberTransposes transposes;
   at::ScalarType number;
   int64_t element_size;
 
@@ -26,15 +26,8 @@ struct Kernels {
 };
 
 Kernels kernels_of(at::ScalarType type) {
-  const DepthwiseKernelsByType& kernels = depthwise_kernels();
-  const FilterKernels& filter = filter_kernels();
-  switch (type) {
-    case at::kDouble: return {kernels.of_double, filter.transpose[3], filter.transpose[3], at::kDouble, 8};
-    case at::kFloat: return {kernels.of_float, filter.transpose[2], filter.transpose[2], at::kFloat, 4};
-    case at::kHalf: return {kernels.of_half, filter.half_to_float, filter.float_to_half, at::kFloat, 2};
-    default: TORCH_INTERNAL_ASSERT(type == at::kBFloat16, "a kernel for ", type);
-  }
-  return {kernels.of_bfloat16, filter.bfloat16_to_float, filter.float_to_bfloat16, at::kFloat, 2};
+  return {of_type(depthwise_kernels(), type), number_transposes(type), type == at::kDouble ? at::kDouble : at::kFloat,
+          static_cast<int64_t>(c10::elementSize(type))};
 }
 
 /// The registers of the channels. The last one overlaps the one before if the channels do not fill it, and groups of
@@ -152,7 +145,7 @@ DepthwiseAxis gradient_axis(const ConvolutionSizes& sizes, int a, int64_t phase)
 /// Returns `[rows, columns]` as numbers, `[columns, rows]`, followed by as many numbers as a register has.
 at::Tensor transposed_numbers(const Kernels& kernels, const at::Tensor& from, int64_t rows, int64_t columns) {
   at::Tensor numbers = at::empty({rows * columns + kernels.depthwise.lanes}, from.options().dtype(kernels.number));
-  kernels.to_numbers(from.const_data_ptr(), numbers.mutable_data_ptr(), 1, rows, columns, false);
+  kernels.transposes.to_numbers(from.const_data_ptr(), numbers.mutable_data_ptr(), 1, rows, columns, false);
   return numbers;
 }
 
@@ -278,7 +271,7 @@ void depthwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& 
       merge<float>(sums, registers, taps + 1, channels, lanes, merged);
     }
   }
-  kernels.from_numbers(merged.const_data_ptr(), grad_weight.mutable_data_ptr(), 1, taps, channels, false);
+  kernels.transposes.from_numbers(merged.const_data_ptr(), grad_weight.mutable_data_ptr(), 1, taps, channels, false);
   if (grad_bias.defined()) grad_bias.copy_(merged.narrow(0, taps * channels, channels));
 }
 

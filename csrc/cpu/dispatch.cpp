@@ -122,6 +122,17 @@ const PointwiseKernelsByType& pointwise_kernels() { return chosen_level().pointw
 
 const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
 
+NumberTransposes number_transposes(c10::ScalarType type) {
+  const FilterKernels& kernels = filter_kernels();
+  switch (type) {
+    case c10::kDouble: return {kernels.transpose[3], kernels.transpose[3]};
+    case c10::kFloat: return {kernels.transpose[2], kernels.transpose[2]};
+    case c10::kHalf: return {kernels.half_to_float, kernels.float_to_half};
+    default: TORCH_INTERNAL_ASSERT(type == c10::kBFloat16, "a kernel for ", type);
+  }
+  return {kernels.bfloat16_to_float, kernels.float_to_bfloat16};
+}
+
 std::string capability() { return std::string(chosen_level().name); }
 
 }  // namespace nhwc::cpu

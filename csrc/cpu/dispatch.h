@@ -54,6 +54,14 @@ const auto& of_type(const KernelsByType& kernels, c10::ScalarType type) {
   }
 }
 
+/// Transposes with a cast between elements and the numbers that kernels compute with: floats or, for doubles, doubles.
+struct NumberTransposes {
+  FilterKernels::Transpose to_numbers, from_numbers;
+};
+
+/// Returns those of a dtype, for the same instruction set.
+NumberTransposes number_transposes(c10::ScalarType type);
+
 /// Returns the name of the chosen instruction set.
 std::string capability();
 

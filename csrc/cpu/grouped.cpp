@@ -14,21 +14,11 @@ namespace nhwc::cpu {
 namespace {
 
 constexpr int64_t most_columns = 64, most_rows = 16;  // of a block, which is one thread's
-constexpr int64_t ring_bytes = 16384;                                     // half of a first-level cache
-constexpr int64_t pixel_bytes = 128;                                      // two cache lines
+constexpr int64_t ring_bytes = 16384;                 // half of a first-level cache
+constexpr int64_t pixel_bytes = 128;                  // two cache lines
 constexpr int64_t products_worth_a_thread = 1 << 18, elements_worth_a_thread = 1 << 15;
 
 const GroupedKernels& kernels_of(at::ScalarType type) { return of_type(grouped_kernels(), type); }
-
-FilterKernels::Transpose transpose_of(at::ScalarType type) {
-  const FilterKernels& kernels = filter_kernels();
-  switch (type) {
-    case at::kDouble: return kernels.transpose[3];
-    case at::kFloat: return kernels.transpose[2];
-    case at::kHalf: return kernels.half_to_float;
-    default: return kernels.bfloat16_to_float;
-  }
-}
 
 /// A tap of the kernel along an axis, and where it reads.
 struct Tap {
@@ -222,9 +212,8 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
   const int64_t ring_size = most_taps * ring * row_size;
   const int64_t sums_size = most_columns * (panel_groups_ * outputs_ + kernels_.lanes);
   // A pixel's panels, until they fill some cache lines, are read and written one after the other.
-  const int64_t at_once = std::clamp<int64_t>(std::min(pixel_bytes / (panel_groups_ * inputs_ * element),
-                                                       ring_bytes / (ring_size * number + 1)),
-                                              1, panels());
+  const int64_t at_once = std::clamp<int64_t>(
+      std::min(pixel_bytes / (panel_groups_ * inputs_ * element), ring_bytes / (ring_size * number + 1)), 1, panels());
   const Blocks panel_blocks(panels(), at_once);
   const int64_t scratch_size = at_once * ring_size + sums_size;
   const at::Tensor scratch = at::empty({at::get_num_threads(), scratch_size * number}, at::kByte);
@@ -324,7 +313,7 @@ void grouped_forward(const ConvolutionSizes& sizes, const at::Tensor& input, con
   if (bias.defined()) kernels.cast(bias.const_data_ptr(), 1, bias.numel(), 0, biases.mutable_data_ptr(), 0);
   const auto* from = static_cast<const char*>(weight.const_data_ptr());
   auto* to = static_cast<char*>(weights.mutable_data_ptr());
-  const FilterKernels::Transpose transpose = transpose_of(input.scalar_type());
+  const FilterKernels::Transpose transpose = number_transposes(input.scalar_type()).to_numbers;
   const int64_t columns = convolution.taps() * sizes.inputs;
   const int64_t grain = std::max<int64_t>(1, elements_worth_a_thread / (convolution.weights_of(1) + 1));
   at::parallel_for(0, convolution.panels(), grain, [&](int64_t begin, int64_t end) {

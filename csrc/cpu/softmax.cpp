@@ -31,16 +31,10 @@ class Pixels {
       : channels(activation.size(1)),
         count_(activation.numel() / channels),
         of_tile_(numbers_of_tile / channels / softmax_pixels * softmax_pixels),
-        row_size_(channels * activation.element_size()) {
-    const FilterKernels& filter = filter_kernels();
-    switch (activation.scalar_type()) {
-      case at::kFloat: to_planes_ = from_planes_ = filter.transpose[2]; break;
-      case at::kHalf: to_planes_ = filter.half_to_float, from_planes_ = filter.float_to_half; break;
-      default:
-        TORCH_INTERNAL_ASSERT(activation.scalar_type() == at::kBFloat16, "a kernel for ", activation.scalar_type());
-        to_planes_ = filter.bfloat16_to_float, from_planes_ = filter.float_to_bfloat16;
-    }
-  }
+        row_size_(channels * activation.element_size()),
+        is_cast_(activation.scalar_type() != at::kFloat),
+        casts_(number_transposes(activation.scalar_type())),
+        transpose_(number_transposes(at::kFloat).to_numbers) {}
 
   /// Calls `compute` with the first pixel of each tile and their number.
   template <typename Compute>
@@ -64,7 +58,12 @@ class Pixels {
       std::memset(bytes + count * row_size_, 0, (rounded_up(count) - count) * row_size_);
       rows = bytes;
     }
-    to_planes_(rows, planes.numbers, 1, rounded_up(count), channels, false);
+    Tile floats;
+    if (is_cast_) {  // which is faster than both at once
+      casts_.to_numbers(rows, floats.numbers, 1, 1, rounded_up(count) * channels, false);
+      rows = reinterpret_cast<const char*>(floats.numbers);
+    }
+    transpose_(rows, planes.numbers, 1, rounded_up(count), channels, false);
     prefetch(all, first + of_tile_);
   }
 
@@ -76,8 +75,11 @@ class Pixels {
     char* rows = static_cast<char*>(to.mutable_data_ptr()) + first * row_size_;
     Tile padded;
     const bool is_whole = count % softmax_pixels == 0;
-    from_planes_(planes.numbers, is_whole ? rows : reinterpret_cast<char*>(padded.numbers), 1, channels,
-                 rounded_up(count), false);
+    char* to_rows = is_whole ? rows : reinterpret_cast<char*>(padded.numbers);
+    Tile floats;
+    transpose_(planes.numbers, is_cast_ ? reinterpret_cast<char*>(floats.numbers) : to_rows, 1, channels,
+               rounded_up(count), false);
+    if (is_cast_) casts_.from_numbers(floats.numbers, to_rows, 1, 1, rounded_up(count) * channels, false);
     if (!is_whole) std::memcpy(rows, padded.numbers, count * row_size_);
   }
 
@@ -88,7 +90,9 @@ class Pixels {
   }
 
   const int64_t count_, of_tile_, row_size_;
-  FilterKernels::Transpose to_planes_, from_planes_;
+  const bool is_cast_;
+  const NumberTransposes casts_;
+  const FilterKernels::Transpose transpose_;
 };
 
 }  // namespace

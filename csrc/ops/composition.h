@@ -6,8 +6,7 @@
 namespace nhwc {
 
 /// Returns whether our kernels may read these tensors: they are plain ones, or a compiler's where it records operators
-/// of ours. Transforms, subclasses, tangents, and tensors
-/// whose memory has other values get a composition.
+/// of ours. Transforms, subclasses, tangents, and tensors whose memory has other values get a composition.
 bool are_plain(at::ArrayRef<at::Tensor> tensors, bool is_compiled = false);
 
 /// Returns an alias of a composition's input through which the gradient flows in channels-last strides.
@@ -22,25 +21,14 @@ at::Tensor with_same_layout_grad(const at::Tensor& weight);
 /// were made without a gradient. The composition receives its gradient in channels-last strides.
 at::Tensor as_channels_last_output(const at::Tensor& output);
 
-/// Applies `planes` to a volume `[N, C, D, H, W]` as `[N * D, C, H, W]`, then `columns` to it as `[N, C, D, H * W]`.
-/// This serves operators that are the product of one within planes and one along depth. All inputs are views.
-template <typename Planes, typename Columns>
-at::Tensor separably(const at::Tensor& input, const Planes& planes, const Columns& columns);
-
 /// Returns whether the composition is for this tensor. On other devices PyTorch's own operator runs, and its result is
 /// converted to the format.
 inline bool is_composed(const at::Tensor& input) { return input.device().is_cpu(); }
 
-/// The views that `separably` works on, and their inverses.
+/// Views of a volume `[N, C, D, H, W]` as `[N * D, C, H, W]` and as `[N, C, D, H * W]`, and their inverses.
 at::Tensor to_planes(const at::Tensor& volume);
 at::Tensor from_planes(const at::Tensor& planes, const c10::SymInt& samples);
 at::Tensor to_columns(const at::Tensor& volume);
 at::Tensor from_columns(const at::Tensor& columns, const c10::SymInt& width);
-
-template <typename Planes, typename Columns>
-at::Tensor separably(const at::Tensor& input, const Planes& planes, const Columns& columns) {
-  const at::Tensor volume = from_planes(planes(to_planes(with_channels_last_grad(input))), input.sym_size(0));
-  return as_channels_last_output(from_columns(columns(to_columns(volume)), volume.sym_size(4)));
-}
 
 }  // namespace nhwc

@@ -151,9 +151,9 @@ void sum_pixels(const cpu::GroupedRow& row, std::int64_t channel, Number* out, s
   std::int64_t pixel = 0;
   for (std::int64_t tile = 1; tile <= tiles; ++tile) {
     const std::int64_t end = row.pixels * tile / tiles;
-    sum_tile_of<Number, registers, is_spread, constant_inputs>(static_cast<int>(end - pixel), std::make_integer_sequence<int, most>(),
-                                              row, source + pixel * step, weights, bias,
-                                              out + pixel * out_step + channel, out_step);
+    sum_tile_of<Number, registers, is_spread, constant_inputs>(
+        static_cast<int>(end - pixel), std::make_integer_sequence<int, most>(), row, source + pixel * step, weights,
+        bias, out + pixel * out_step + channel, out_step);
     pixel = end;
   }
 }
