@@ -30,8 +30,9 @@ from torch_nhwc.running.machine import machine
 from torch_nhwc.tuning.tuner import Race
 
 CONTIGUOUS, BY_TORCH, OURS = WAYS = ("contiguous", "model.to", "torch_nhwc")
-SECONDS = 75.0  # for all cases
-FEWEST, LATEST = 3, 95.0  # each case has so many rounds, even if that takes longer, but not much longer
+SECONDS = 60.0  # for all cases
+FEWEST, LATEST = 3, 80.0  # each case has so many rounds, even if that takes longer, but not much longer
+WORTH = 1.1  # as long as the interval reaches to such a gain, it is not said that there is none
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
@@ -99,9 +100,19 @@ class Result(NamedTuple):
 
     @property
     def best(self) -> str:
-        """The fastest way if it is certainly faster than contiguous; ours, unless model.to is certainly faster."""
-        is_ours = self.race.compare(OURS, CONTIGUOUS).is_faster and not self.race.compare(OURS, BY_TORCH).is_slower
-        return OURS if is_ours else self.race.winner()
+        """The way that is certainly faster than contiguous; of both, ours unless it is certainly slower."""
+        faster = [way for way in (OURS, BY_TORCH) if self.race.compare(way, CONTIGUOUS).is_faster]
+        if len(faster) == 2 and self.race.compare(OURS, BY_TORCH).is_slower:
+            return BY_TORCH
+        return faster[0] if faster else CONTIGUOUS
+
+    @property
+    def advice(self) -> str:
+        """What to do with the model on this machine."""
+        if self.best == CONTIGUOUS:
+            may_gain = any(self.speed(way)[2] > WORTH for way in (OURS, BY_TORCH))
+            return "too noisy to say" if may_gain else "leave it contiguous"
+        return "convert it" if self.best == OURS else "use preserve=False"
 
 
 def measure(case: Case, end: float, latest: float, advance: Callable[[float], None]) -> Result:
@@ -177,17 +188,10 @@ def progress_bar() -> Iterator[Callable[[str, float], None]]:
         yield lambda name, done: progress.update(task, description=f"Measuring {name}", completed=done)
 
 
-def advice(result: Result) -> str:
-    if result.best == CONTIGUOUS:
-        is_known = all(result.race.compare(way, CONTIGUOUS).is_known for way in WAYS)
-        return "leave it contiguous" if is_known else "too noisy to say"
-    return "convert it" if result.best == OURS else "use preserve=False"
-
-
 def as_table(results: list[Result]) -> str:
     rows = []
     for result in results:
-        titles = dict(zip(WAYS, (result.case.name, f"-> {advice(result)}", "")))
+        titles = dict(zip(WAYS, (result.case.name, f"-> {result.advice}", "")))
         for way in WAYS:
             speed = "1" if way == CONTIGUOUS else "{:.2f} ({:.2f}-{:.2f})".format(*result.speed(way))
             if not result.race.compare(way, CONTIGUOUS).is_known:
@@ -233,9 +237,9 @@ def conclusion(results: list[Result]) -> str:
     where = f"On this {here['processor']} ({here['capability']}, {here['threads']} threads)"
     if gains:
         most = max(gains, key=gains.__getitem__)
-        what = f"{len(gains)} of {len(results)} are faster in channels-last, up to {gains[most]:.1f} times ({most})"
+        what = f"channels-last makes {len(gains)} of {len(results)} faster, up to {gains[most]:.1f} times ({most})"
     else:
-        what = "none of these is certainly faster in channels-last, so leave them contiguous"
+        what = "channels-last makes none of these certainly faster, so leave them contiguous"
     return f"{where} {what}; `torch-nhwc tune --factory my_model:build` asks the same of your model."
 
 
