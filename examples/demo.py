@@ -30,8 +30,8 @@ from torch_nhwc.running.machine import machine
 from torch_nhwc.tuning.tuner import Race
 
 CONTIGUOUS, BY_TORCH, OURS = WAYS = ("contiguous", "model.to", "torch_nhwc")
-SECONDS = 60.0  # for all cases
-FEWEST, LATEST = 3, 80.0  # each case has so many rounds, even if that takes longer, but not much longer
+SECONDS = 70.0  # for all cases
+FEWEST, LATEST = 3, 85.0  # each case has so many rounds, even if that takes longer, but not much longer
 WORTH = 1.1  # as long as the interval reaches to such a gain, it is not said that there is none
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
