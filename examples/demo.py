@@ -8,6 +8,7 @@ left out. With matplotlib, the table is drawn as well, in demo.svg.
 
 import copy
 import logging
+import math
 import os
 import statistics
 import time
@@ -218,13 +219,18 @@ def draw(results: list[Result], path: str) -> bool:
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
     for index, way in enumerate((BY_TORCH, OURS)):
-        places = [place + 0.4 * (index - 0.5) for place in range(len(results))]
+        places = [place + 0.2 * (index - 0.5) for place in range(len(results))]
         speeds = [result.speed(way) for result in results]
-        reach = [[s - low for s, low, _ in speeds], [high - s for s, _, high in speeds]]
-        axes.bar(places, [speed for speed, _, _ in speeds], 0.4, yerr=reach, capsize=3, label=way)
+        is_known = [result.race.compare(way, CONTIGUOUS).is_known for result in results]
+        # A limit that is not known is not drawn.
+        below = [speed - low if known else math.nan for (speed, low, _), known in zip(speeds, is_known)]
+        above = [high - speed if known else math.nan for (speed, _, high), known in zip(speeds, is_known)]
+        axes.errorbar(places, [speed for speed, _, _ in speeds], [below, above], fmt="o", capsize=3, label=way)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_xticks(range(len(results)), [result.case.name.replace(", ", "\n") for result in results])
-    axes.set_ylabel("speed, contiguous = 1")
+    axes.set_yscale("log", base=2)
+    axes.yaxis.set_major_formatter("{x:g}x")
+    axes.set_ylabel("speed over contiguous, 99 % interval")
     axes.legend()
     figure.savefig(path)
     return True
