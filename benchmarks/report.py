@@ -21,6 +21,7 @@ from tables import Point, at_least, at_most, name, ratio, table, taps
 
 PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
+FRAMEWORKS = ROOT / "docs/frameworks.md"
 DECIDING = ROOT / "docs/deciding.md"
 INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
 README = ROOT / "README.md"
@@ -165,6 +166,10 @@ def documents() -> dict[Path, dict[str, str]]:
     passes = load("passes"), load("passes-avx2")
     return {
         README: {"gains": report_layers.gains(*layouts)},
+        FRAMEWORKS: {
+            "monai": report_layers.layouts(*layouts, only="segresnet|dynunet"),
+            "nnunet": report_layers.layouts(*layouts, only="plain_conv_unet|residual_encoder_unet"),
+        },
         PRESERVING: {
             "preserving machine": machine(layers),
             "losses": report_layers.losses(layers),

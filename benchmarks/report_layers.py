@@ -1,5 +1,7 @@
 """The tables on layers and whole models in channels-last, from `layers-cpu.json` and `layouts*-cpu.json`."""
 
+import math
+import re
 from collections.abc import Callable, Iterable
 
 from tables import NOT_MEASURED, at_least, at_most, spanned, table
@@ -24,7 +26,6 @@ COMPARED = {
     "stock_over_ours": "PyTorch's on channels-last over ours",
 }
 MODES = ("forward", "forward with backward")
-MODEL_MODES = ("inference", "training")
 LEAST_GAIN = 0.98
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 
@@ -127,11 +128,13 @@ def milliseconds(row: Row, layout: str) -> str:
     return f"{row['times'][layout]['min']:.0f}" if layout in row["times"] else ""
 
 
-def layouts(*machines: dict) -> str:
-    """Return the table of all models in float32, one machine next to the other."""
+def layouts(*machines: dict, only: str = "") -> str:
+    """Return the table of the models in float32 whose names match a pattern, one machine next to the other."""
     rows = []
     by_case = [{(row["model"], row["mode"]): row for row in float32(measured)} for measured in machines]
     for (model, mode), first in by_case[0].items():
+        if not re.match(only, model):
+            continue
         found = [of_machine[model, mode] for of_machine in by_case if (model, mode) in of_machine]
         cells = [model, "x".join(map(str, first["shape"])), mode]
         for row in found:
@@ -159,27 +162,39 @@ def halves(*machines: dict) -> str:
     return table([*head, "converted, bfloat16", "bfloat16 over float32"], rows)
 
 
-# What the README shows: models of several kinds, those that gain most and those that lose most among them.
+# What the README shows: models of several kinds, in the step that people convert them for.
 SHOWN = {
-    "mednext3d_k5": "MedNeXt with kernels of 5, 3D (monai)",
-    "segresnet3d": "SegResNet, 3D (monai)",
-    "plain_conv_unet3d": "nnU-Net's PlainConvUNet, 3D",
-    "efficientnet_b0": "EfficientNet-B0 (transformers)",
-    "resnet50": "ResNet-50 (transformers)",
-    "vae_kl": "Stable Diffusion's autoencoder, a small one (diffusers)",
+    ("mednext3d_k5", "training"): "MedNeXt with kernels of 5, 3D (monai)",
+    ("segresnet3d", "inference"): "SegResNet, 3D (monai)",
+    ("plain_conv_unet3d", "training"): "nnU-Net's PlainConvUNet, 3D",
+    ("efficientnet_b0", "training"): "EfficientNet-B0 (transformers)",
+    ("resnet50", "inference"): "ResNet-50 (transformers)",
 }
+# What gains less than this on one of the CPUs is left contiguous: so much is noise.
+WORTH = 1.03
 
 
 def gains(*machines: dict) -> str:
-    """Return the README's table: the time of a step, contiguous and preserved."""
-    cases = [(measured, mode) for measured in machines for mode in MODEL_MODES]
+    """Return the README's table, the largest gain first, and last the model of all that gains least."""
+    by_case = [{(row["model"], row["mode"]): row for row in float32(measured)} for measured in machines]
+    found = {
+        case: [of_machine[case] for of_machine in by_case]
+        for case in by_case[0]
+        if all(case in of_machine for of_machine in by_case)
+    }
+    order = sorted(found, key=lambda case: -math.prod(map(gain, found[case])))
+    least = min((case for case in found if case not in SHOWN), key=lambda case: min(map(gain, found[case])))
     rows = []
-    for model, shown in SHOWN.items():
-        cells = [shown]
-        for measured, mode in cases:
-            row = next((row for row in float32(measured) if (row["model"], row["mode"]) == (model, mode)), None)
-            times = row and f"{milliseconds(row, 'contiguous')} → {milliseconds(row, 'preserved')} ms"
-            cells.append(f"{times}, **{gain(row):.2f}x**" if row else "")
-        rows.append(cells)
-    head = ["model", *(f"{kind(measured)}, {mode}" for measured, mode in cases)]
-    return warning(machines[0]) + table(head, rows)
+    for case in [*(case for case in order if case in SHOWN), least]:
+        cells = [
+            f"{milliseconds(row, 'contiguous')} → {milliseconds(row, 'preserved')} ms, **{gain(row):.2f}x** "
+            f"({gain(row, of='full'):.2f}x)"
+            for row in found[case]
+        ]
+        answer = "convert it" if min(map(gain, found[case])) >= WORTH else "leave it contiguous"
+        rows.append([SHOWN.get(case, f"`{case[0]}`, which gains least of all"), case[1], *cells, answer])
+    cpus = [
+        f"{measured['machine']['processor']}{' held to' if measured['machine']['bounds'] else ','} {kind(measured)}"
+        for measured in machines
+    ]
+    return warning(machines[0]) + table(["model", "", *cpus, "what to do"], rows)

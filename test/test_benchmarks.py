@@ -275,8 +275,39 @@ def test_layouts_are_measured_again_and_reported(tmp_path, monkeypatch):
     assert "| second | 1x1x8x8x8 | training |" in report_layers.layouts(layouts, layouts)
     assert report_layers.halves(layouts).count("| second | ") == 2
     assert len(report_layers.model_bars(layouts)) == 2
-    monkeypatch.setattr(report_layers, "SHOWN", {"first": "the first"})
-    assert "| the first |" in report_layers.gains(layouts)
+    assert "| second |" not in report_layers.layouts(layouts, only="first")
+
+
+def test_the_readme_has_the_best_use_first_and_says_when_to_leave_a_model_alone(monkeypatch):
+    def measured(capability, bounds, **milliseconds):
+        of_ours = {model: {"contiguous": 100, "full": 90, "preserved": each} for model, each in milliseconds.items()}
+        rows = [
+            {
+                "model": model,
+                "mode": "training",
+                "dtype": "float32",
+                "times": {layout: {"min": each} for layout, each in times.items()},
+            }
+            for model, times in of_ours.items()
+        ]
+        return {
+            "quick": False,
+            "machine": {"processor": "CPU", "capability": capability, "bounds": bounds},
+            "results": rows,
+        }
+
+    wide = measured("avx512", {}, good=80, best=50, other=100, another=90)
+    narrow = measured("avx2", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, good=80, best=40, other=90, another=90)
+    shown = {("good", "training"): "A good one", ("best", "training"): "The best"}
+    monkeypatch.setattr(report_layers, "SHOWN", shown)
+    assert report_layers.gains(wide, narrow).splitlines() == [
+        "| model |  | CPU, AVX-512 | CPU held to AVX2 | what to do |",
+        "| --- | --- | --- | --- | --- |",
+        "| The best | training | 100 → 50 ms, **2.00x** (1.11x) | 100 → 40 ms, **2.50x** (1.11x) | convert it |",
+        "| A good one | training | 100 → 80 ms, **1.25x** (1.11x) | 100 → 80 ms, **1.25x** (1.11x) | convert it |",
+        "| `other`, which gains least of all | training | 100 → 100 ms, **1.00x** (1.11x) "
+        "| 100 → 90 ms, **1.11x** (1.11x) | leave it contiguous |",
+    ]
 
 
 def test_decoders_are_measured_in_inference_and_missing_packages_are_left_out(tmp_path, monkeypatch, capsys):

@@ -72,6 +72,8 @@ def run_block(path, output):
 
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
+    if "dynamic_network_architectures" in code:
+        pytest.importorskip("dynamic_network_architectures")  # pip may not find it
     (tmp_path / "block.py").write_text(code)  # TorchScript reads the source of what it compiles
     process = PROCESSES.Process(target=run_block, args=(tmp_path / "block.py", tmp_path / "output"))
     process.start()
@@ -129,7 +131,8 @@ def run_make_demo():
     environment = os.environ.get("TORCH_NHWC_VENV")
     command = ["make", "demo", f"VENV={environment}"] if environment else [sys.executable, "examples/demo.py"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
-    assert run.stdout.count("Reverted: strides, weights and outputs are as before.") == 2
+    assert "Reverted: strides, weights and results are as before." in run.stdout
+    assert run.stdout.endswith("of your model.\n")
 
 
 COMMANDS = {
@@ -154,7 +157,7 @@ def run_command_line(command, folder):
 BUILDS = [block.values[-1] for block in [*blocks("cmake", "cpp", "console"), *blocks("cuda", "console")]]
 
 
-@pytest.mark.exhaustive  # the demo measures: a minute
+@pytest.mark.exhaustive  # the demo measures: a minute and a half
 @pytest.mark.parametrize("commands", [block for block in blocks("console") if block.values[0] not in BUILDS])
 def test_console_blocks_run(commands, tmp_path):
     for command in typed(commands):

@@ -1,11 +1,14 @@
-"""The example in the docstring of every public name runs, and shows what it says."""
+"""The example in the docstring of every public name runs, and shows what it says; so does `examples/demo.py`."""
 
 import dataclasses
 import doctest
 import importlib
 import inspect
 import pathlib
+import re
+import runpy
 import tempfile
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -44,3 +47,67 @@ def test_the_docstring_is_a_sentence_and_its_example_runs(module, name):
     failures = []
     doctest.DocTestRunner(verbose=False).run(examples, out=failures.append)
     assert not failures, "".join(failures)
+
+
+@pytest.fixture
+def demo(tmp_path, monkeypatch):
+    """Return the demo, with small models and little time."""
+    path = pathlib.Path(__file__).parent.parent / "examples/demo.py"
+    run = runpy.run_path(str(path))["main"]
+    names = run.__globals__
+
+    def model():
+        return torch.nn.Sequential(torch.nn.Conv3d(1, 8, 3), torch.nn.GroupNorm(2, 8), torch.nn.Conv3d(8, 2, 3))
+
+    def missing():
+        raise ModuleNotFoundError("", name="monai")
+
+    case = names["Case"]
+    small = case("Small, inference", model, (1, 1, 8, 8, 8))
+    cases = [small, small._replace(name="Small, training", trains=True), small._replace(autocast=True)]
+    names["CASES"] = (*cases, case("Absent, inference", missing, ()), case("Absent, training", missing, ()))
+    names["SECONDS"] = 0.5
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    return SimpleNamespace(run=run, names=names)
+
+
+def test_the_demo_has_a_row_for_each_way_and_ends_with_an_answer(demo, capsys):
+    demo.run()
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "Absent is left out: monai is missing, type `pip install 'torch-nhwc[models]'`."
+    rows = [line for line in lines if line.endswith(tuple(f"e-{digits:02}" for digits in range(1, 20)))]
+    assert len(rows) == 9
+    assert re.findall(r"(\S+) +\d+ ms", "\n".join(rows)) == [*demo.names["WAYS"]] * 3
+    assert "Replaced in Small: 2 Conv3d, right for every shape" in "\n".join(lines)
+    assert "Reverted: strides, weights and results are as before." in lines
+    last = " ".join(" ".join(lines).split())
+    assert last.endswith("`torch-nhwc tune --factory my_model:build` asks the same of your model.")
+
+
+def test_the_demo_draws_its_table(demo, tmp_path):
+    pytest.importorskip("matplotlib")
+    demo.run()
+    assert "torch_nhwc" in (tmp_path / "demo.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ours", "by_torch", "answer"),
+    [
+        ([1.0] * 5, [1.1] * 5, "leave it contiguous"),
+        ([0.5] * 5, [1.1] * 5, "convert it"),
+        ([0.8] * 5, [0.7] * 5, "use preserve=False"),
+        ([0.8] * 5, [0.9, 0.7, 0.8, 0.6, 0.9], "convert it"),
+        ([0.9, 9.0], [0.9, 9.0], "too noisy to say"),
+        ([0.5, 0.7, 1.5], [1.1] * 3, "too noisy to say"),
+    ],
+)
+def test_the_demo_s_advice_is_what_is_certain(demo, ours, by_torch, answer):
+    names = demo.names
+    race = names["Race"](names["WAYS"])
+    for times in zip([1.0] * len(ours), by_torch, ours):
+        race.running = list(names["WAYS"])
+        race.run_round(dict(zip(names["WAYS"], times)).__getitem__)
+    result = names["Result"](names["CASES"][0], None, race, {}, {})
+    assert result.advice == answer
+    assert ("makes none of these certainly faster" in names["conclusion"]([result])) is (result.best == "contiguous")

@@ -19,6 +19,8 @@ else:
     from pip._vendor import tomli as tomllib
 
 BUILD_REQUIREMENTS = ["torch", "setuptools>=64", "wheel", "ninja>=1.11"]
+# nnU-Net's networks, for the tests; what they require brings torchvision, which nothing here needs.
+WITHOUT_DEPENDENCIES = {"test": ["dynamic-network-architectures>=0.4"]}
 PYPROJECT = Path(__file__).parent.parent / "pyproject.toml"
 
 
@@ -68,6 +70,10 @@ def main() -> None:
     arguments = parser.parse_args()
     needed = BUILD_REQUIREMENTS + requirements_of(arguments.extras)
     left = install(needed + requirements_of(arguments.optional))
+    for extra in {*arguments.extras, *arguments.optional} & WITHOUT_DEPENDENCIES.keys():
+        for requirement in missing(WITHOUT_DEPENDENCIES[extra]):
+            pip_install([requirement], "--no-deps", "--retries", "0", "--timeout", "5", is_silent=True)
+        left += missing(WITHOUT_DEPENDENCIES[extra])
     if missing(needed):
         sys.exit(f"missing: {', '.join(missing(needed))}: make it again where pip finds them")
     if left:
