@@ -231,6 +231,16 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         torch.testing.assert_close(call(functional), call(F))
 
 
+@pytest.mark.parametrize("channels", [3, 40])
+def test_cross_entropy_in_autocast_is_in_float32(channels):
+    x = torch.randn(2, channels, 33, 35).to(torch.bfloat16, memory_format=CL)
+    target = torch.randint(0, channels, (2, 33, 35))
+    with torch.autocast("cpu"):
+        loss, real = functional.cross_entropy(x, target), F.cross_entropy(x, target)
+    assert loss.dtype == real.dtype == torch.float32
+    torch.testing.assert_close(loss, F.cross_entropy(x.float(), target))
+
+
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 @pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}, {"ignore_index": 1}], ids=str)
 @pytest.mark.parametrize("shape", [(2, 6), VOLUME, WIDE], ids=str)

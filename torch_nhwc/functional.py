@@ -209,6 +209,11 @@ def cross_entropy(
         is_ours = not torch._C._is_tracing()
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
+        if not is_scripting() and label_smoothing == 0 and target.shape == rows.shape[:-1]:  # each pixel has one class
+            dtype = torch.float32 if _is_cast_by_autocast(input) else None
+            logarithms = torch.ops.nhwc.log_softmax(input, 1, dtype).movedim(1, -1).flatten(0, -2)
+            loss = F.nll_loss(logarithms, target.flatten(), weight, size_average, ignore_index, reduce, reduction)
+            return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
         is_long = input.stride(-1) >= (32 if input.element_size() == 2 else 16)
         if is_long and (target.shape == input.shape or target.shape == rows.shape[:-1]):
             # One loss for each row of a matrix: PyTorch's softmax over a last dimension is fastest for many channels.
@@ -219,6 +224,11 @@ def cross_entropy(
             return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
         input = rows.flatten().view(rows.shape).movedim(-1, 1)  # a gradient through a flat tensor has its order
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _is_cast_by_autocast(input: Tensor) -> bool:
+    """Return whether autocast computes a loss of half precision in float32."""
+    return input.element_size() == 2 and torch.is_autocast_enabled(input.device.type)
 
 
 def _is_channels_last(input: Tensor) -> bool:
