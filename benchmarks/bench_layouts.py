@@ -12,7 +12,8 @@ minutes in it, so only the model with replaced layers is measured in bfloat16.
 
 To measure a machine with AVX-512 as one without, name another file and set what bounds each library:
 
-    ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCH_NHWC_CPU_CAPABILITY=avx2 \
+    MKL_ENABLE_INSTRUCTIONS=AVX2 \
+        ONEDNN_MAX_CPU_ISA=AVX2 ATEN_CPU_CAPABILITY=avx2 TORCH_NHWC_CPU_CAPABILITY=avx2 \
         python benchmarks/bench_layouts.py --out benchmarks/results/layouts-avx2-cpu.json
 """
 

@@ -75,7 +75,7 @@ def has_amx() -> bool:
 
 def bounds() -> dict[str, str]:
     """Return the variables that hold libraries to fewer instruction sets than the processor has."""
-    names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "TORCH_NHWC_CPU_CAPABILITY")
+    names = ("ONEDNN_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY", "TORCH_NHWC_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS")
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
