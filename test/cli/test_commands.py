@@ -212,7 +212,7 @@ class TestAudit:
 
     def test_finds_the_losses_of_a_saved_profile_and_compares_them_with_a_budget(self, run):
         model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d(), nn.Conv2d(8, 8, 3))
-        with torch_nhwc.channels_last(model), torch.profiler.profile(record_shapes=True) as profile:
+        with torch_nhwc.channels_last(model, preserve=False), torch.profiler.profile(record_shapes=True) as profile:
             model(torch.randn(2, 3, 8, 8))
         profile.export_chrome_trace("profile.json.gz")
         code, out, error = run("audit", "profile.json.gz", "--max-losses", 0)
