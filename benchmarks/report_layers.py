@@ -192,7 +192,7 @@ def gains(*machines: dict) -> str:
             for row in found[case]
         ]
         answer = "convert it" if min(map(gain, found[case])) >= WORTH else "leave it contiguous"
-        rows.append([SHOWN.get(case, f"`{case[0]}`, which gains least of all"), case[1], *cells, answer])
+        rows.append([SHOWN.get(case, f"`{case[0]}`, the least gain on either"), case[1], *cells, answer])
     cpus = [
         f"{measured['machine']['processor']}{' held to' if measured['machine']['bounds'] else ','} {kind(measured)}"
         for measured in machines

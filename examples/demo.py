@@ -2,7 +2,7 @@
 
     python examples/demo.py
 
-It takes a minute, and on slow machines at most two. A model whose package, monai or transformers, is not installed is
+It takes a minute and a half, and on slow machines two. A model whose package, monai or transformers, is not installed is
 left out. With matplotlib, the table is drawn as well, in demo.svg.
 """
 

@@ -231,6 +231,13 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         torch.testing.assert_close(call(functional), call(F))
 
 
+def test_cross_entropy_of_other_devices_and_dtypes_is_pytorch_s():
+    meta = torch.empty(2, 3, 8, 8, dtype=torch.bfloat16, device="meta").to(memory_format=CL)
+    assert functional.cross_entropy(meta, torch.empty(2, 8, 8, dtype=torch.long, device="meta")).shape == ()
+    with pytest.raises(RuntimeError, match="expected scalar type Long but found Byte"):
+        functional.cross_entropy(torch.ones(2, 3, 8, 8).to(memory_format=CL), torch.zeros(2, 8, 8, dtype=torch.uint8))
+
+
 @pytest.mark.parametrize("channels", [3, 40])
 def test_cross_entropy_in_autocast_is_in_float32(channels):
     x = torch.randn(2, channels, 33, 35).to(torch.bfloat16, memory_format=CL)

@@ -201,15 +201,16 @@ def cross_entropy(
         >>> torch_nhwc.functional.cross_entropy(x, torch.ones(2, 4, 4, dtype=torch.long))
         tensor(2.0794)
     """
-    is_ours = True
+    is_ours, takes_logarithms = True, False
     if not is_scripting():
         tensors, options = (input, target, weight), (size_average, ignore_index, reduce, reduction, label_smoothing)
         if target is None or _is_pytorch_s(*tensors):
             return _pass_on("cross_entropy", *tensors, *options)
         is_ours = not torch._C._is_tracing()
+        takes_logarithms = input.is_cpu and label_smoothing == 0 and target.dtype == torch.long
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
-        if not is_scripting() and label_smoothing == 0 and target.shape == rows.shape[:-1]:  # each pixel has one class
+        if takes_logarithms and target.shape == rows.shape[:-1]:  # each pixel has one class
             dtype = torch.float32 if _is_cast_by_autocast(input) else None
             logarithms = torch.ops.nhwc.log_softmax(input, 1, dtype).movedim(1, -1).flatten(0, -2)
             loss = F.nll_loss(logarithms, target.flatten(), weight, size_average, ignore_index, reduce, reduction)
@@ -227,8 +228,8 @@ def cross_entropy(
 
 
 def _is_cast_by_autocast(input: Tensor) -> bool:
-    """Return whether autocast computes a loss of half precision in float32."""
-    return input.element_size() == 2 and torch.is_autocast_enabled(input.device.type)
+    """Return whether autocast computes a loss of half precision in float32 on a CPU."""
+    return input.element_size() == 2 and torch.is_autocast_enabled("cpu")
 
 
 def _is_channels_last(input: Tensor) -> bool:

@@ -152,7 +152,7 @@ class Convolution {
   bool is_spread() const { return panel_groups_ > 1; }
   int64_t pixel_numbers() const { return inputs_ * (is_spread() ? kernels_.lanes : 1); }
   int64_t row_numbers(const Window& window) const { return window.runs.size() * window.slots * pixel_numbers(); }
-  void prefetch_row(const char* row, int64_t panels, int64_t element) const;
+  void prefetch_row(const Window& window, const char* row, int64_t panels, int64_t element) const;
   void load_row(const Window& window, int64_t groups, const char* row, int64_t element, char* to) const;
 
   GroupedKernels kernels_;
@@ -184,12 +184,17 @@ void Convolution::load_row(const Window& window, int64_t groups, const char* row
   }
 }
 
-/// Asks for some panels of a row, whose pixels are too far from each other for a CPU to foresee.
-void Convolution::prefetch_row(const char* row, int64_t panels, int64_t element) const {
+/// Asks for some panels of what a window has of a row, whose pixels are too far from each other for a CPU to foresee.
+void Convolution::prefetch_row(const Window& window, const char* row, int64_t panels, int64_t element) const {
   constexpr int64_t line = 64;
   const int64_t bytes = panels * panel_groups_ * inputs_ * element, pixel = groups_ * inputs_ * element;
   if (pixel <= 4 * line) return;
-  for (int64_t column = 0; column < axes_[2].source; ++column) {
+  int64_t begin = axes_[2].source, end = 0;
+  for (const Window::Run& run : window.runs) {
+    begin = std::min(begin, std::max<int64_t>(0, run.first_column));
+    end = std::max(end, std::min(axes_[2].source, run.first_column + window.slots * axes_[2].stride));
+  }
+  for (int64_t column = begin; column < end; ++column) {
     for (int64_t byte = 0; byte < bytes; byte += line) __builtin_prefetch(row + column * pixel + byte);
   }
 }
@@ -245,8 +250,8 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
               load_row(window, groups_of(panel), first + (panel - first_panel) * panel_groups_ * inputs_ * element,
                        element, rings + ((panel - first_panel) * ring_size + slot * row_size) * number);
             }
-            prefetch_row(first + height.stride * width.source * groups_ * inputs_ * element, end_panel - first_panel,
-                         element);
+            prefetch_row(window, first + height.stride * width.source * groups_ * inputs_ * element,
+                         end_panel - first_panel, element);
             loaded[slot] = source_row;
           }
           lines.push_back({slot * row_size, (plane_taps[p].index * height.kernel + tap.index) * width.kernel});

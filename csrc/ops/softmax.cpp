@@ -27,7 +27,8 @@ template <bool is_log>
 at::Tensor gradient(const at::Tensor& grad, const at::Tensor& output) {
   if (at::GradMode::is_enabled() || !are_plain({grad, output})) {
     const auto by_pytorch = is_log ? at::_log_softmax_backward_data : at::_softmax_backward_data;
-    return to_channels_last(by_pytorch(grad, output, /*dim=*/1, output.scalar_type()));
+    return channels_from_end(
+        by_pytorch(channels_to_end(grad), channels_to_end(output), /*dim=*/-1, output.scalar_type()));
   }
   const at::Tensor grad_input = empty_channels_last(output);
   cpu::softmax_backward(to_channels_last(grad), to_channels_last(output), is_log, grad_input);

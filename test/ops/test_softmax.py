@@ -195,6 +195,18 @@ def test_modes_and_traces_see_pytorchs_operators(name):
     assert_in_format(traced(other))
 
 
+@pytest.mark.parametrize("channels", [5, 31])
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_in_batches(name, channels):
+    x = torch.randn(2, channels, 4, 3).to(memory_format=torch.channels_last).requires_grad_()
+    gradients = torch.randn(3, 2, channels, 4, 3)
+    got = [
+        torch.autograd.grad(function(x, 1), x, gradients, is_grads_batched=True)[0]
+        for function in (getattr(functional, name), getattr(F, name))
+    ]
+    torch.testing.assert_close(*got)
+
+
 if __name__ == "__main__":
     torch.manual_seed(0)
     for each in NAMES:

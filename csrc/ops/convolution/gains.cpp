@@ -77,7 +77,8 @@ Passes of_groups(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
   if (call.is_transposed) return {};
   if (arithmetic == Arithmetic::halves) return {false, false, sizes.inputs <= 4};
   const bool has_avx512 = arithmetic == Arithmetic::avx512;
-  const bool is_small = sizes.inputs <= 4 && sizes.outputs <= 4 && (sizes.inputs == 4 || !sizes.is_strided);
+  const bool is_small = sizes.inputs <= 4 && sizes.outputs <= 4 && (sizes.inputs == 4 || !sizes.is_strided) &&
+                        call.weight.size(0) % 16 == 0;  // no register is filled in part
   const bool fills_registers = !has_avx512 && !sizes.is_3d && sizes.taps <= 9 && sizes.inputs == sizes.outputs &&
                                sizes.inputs >= 8 && sizes.inputs <= 16;
   const bool weight = sizes.is_strided ? !has_avx512 && sizes.inputs > 8 && sizes.inputs != 16

@@ -68,16 +68,17 @@ at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTen
 }
 
 /// Returns the larger activation, or the gradient of it, of a smaller one.
-at::Tensor larger(const Call& call, const at::Tensor& smaller) {
+at::Tensor larger(const Call& call, const at::Tensor& smaller, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, /*is_larger=*/true, call.weight.sym_size(1) * call.groups);
   if (out.is_meta()) return out;
   if (is_pointwise(call)) {
-    cpu::pointwise(smaller, call.weight.detach().flatten(1).t(), {}, out);
+    cpu::pointwise(smaller, call.weight.detach().flatten(1).t(), bias.value_or(at::Tensor()), out);
     return out;
   }
   const at::Tensor weight = to_channels_last(call.weight.detach());
   const auto compute = call.is_depthwise() ? cpu::depthwise_input_gradient : cpu::grouped_input_gradient;
   compute(sizes_of(call), smaller, weight, out);
+  if (bias && bias->defined()) channels_to_end(out).add_(*bias);
   return out;
 }
 
@@ -124,16 +125,13 @@ at::SymDimVector output_sizes(const Call& call) {
 
 at::Tensor forward(const Call& call) {
   const at::Tensor input = to_channels_last(call.input);
-  if (!call.is_transposed) return smaller(call, input, call.bias);
-  const at::Tensor out = larger(call, input);
-  if (call.has_bias()) channels_to_end(out).add_(*call.bias);
-  return out;
+  return call.is_transposed ? larger(call, input, call.bias) : smaller(call, input, call.bias);
 }
 
 std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed) {
   const at::Tensor dense = to_channels_last(grad);
   at::Tensor of_input, of_weight, of_bias;
-  if (needed[0]) of_input = call.is_transposed ? smaller(call, dense, {}) : larger(call, dense);
+  if (needed[0]) of_input = call.is_transposed ? smaller(call, dense, {}) : larger(call, dense, {});
   if (needed[1] || needed[2]) std::tie(of_weight, of_bias) = weight_gradient(call, dense, needed[2]);
   return {of_input, needed[1] ? of_weight : at::Tensor(), of_bias};
 }

@@ -5,7 +5,6 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/autograd.h>
 
-#include <algorithm>
 #include <array>
 #include <numeric>
 #include <vector>
