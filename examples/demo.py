@@ -2,8 +2,8 @@
 
     python examples/demo.py
 
-It takes a minute and a half, and on slow machines two. A model whose package, monai or transformers, is not installed is
-left out. With matplotlib, the table is drawn as well, in demo.svg.
+It takes a minute and a half, and on slow machines two. A model whose package, monai or transformers, is not installed
+is left out. With matplotlib, the table is drawn as well, in demo.svg.
 """
 
 import copy

@@ -201,16 +201,15 @@ def cross_entropy(
         >>> torch_nhwc.functional.cross_entropy(x, torch.ones(2, 4, 4, dtype=torch.long))
         tensor(2.0794)
     """
-    is_ours, takes_logarithms = True, False
+    is_ours = True
     if not is_scripting():
         tensors, options = (input, target, weight), (size_average, ignore_index, reduce, reduction, label_smoothing)
         if target is None or _is_pytorch_s(*tensors):
             return _pass_on("cross_entropy", *tensors, *options)
         is_ours = not torch._C._is_tracing()
-        takes_logarithms = input.is_cpu and label_smoothing == 0 and target.dtype == torch.long
     if is_ours and _is_channels_last(input):
         rows = input.movedim(1, -1)
-        if takes_logarithms and target.shape == rows.shape[:-1]:  # each pixel has one class
+        if not is_scripting() and _are_classes(target, rows) and label_smoothing == 0:
             dtype = torch.float32 if _is_cast_by_autocast(input) else None
             logarithms = torch.ops.nhwc.log_softmax(input, 1, dtype).movedim(1, -1).flatten(0, -2)
             loss = F.nll_loss(logarithms, target.flatten(), weight, size_average, ignore_index, reduce, reduction)
@@ -225,6 +224,11 @@ def cross_entropy(
             return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
         input = rows.flatten().view(rows.shape).movedim(-1, 1)  # a gradient through a flat tensor has its order
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _are_classes(target: Tensor, rows: Tensor) -> bool:
+    """Return whether each row on a CPU has one class, by its index."""
+    return rows.is_cpu and target.shape == rows.shape[:-1] and target.dtype == torch.long
 
 
 def _is_cast_by_autocast(input: Tensor) -> bool:
