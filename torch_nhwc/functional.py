@@ -213,7 +213,7 @@ def cross_entropy(
             dtype = torch.float32 if _is_cast_by_autocast(input) else None
             logarithms = torch.ops.nhwc.log_softmax(input, 1, dtype).movedim(1, -1).flatten(0, -2)
             loss = F.nll_loss(logarithms, target.flatten(), weight, size_average, ignore_index, reduce, reduction)
-            return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
+            return _as_pixels(loss, rows)
         is_long = input.stride(-1) >= (32 if input.element_size() == 2 else 16)
         if is_long and (target.shape == input.shape or target.shape == rows.shape[:-1]):
             # One loss for each row of a matrix: PyTorch's softmax over a last dimension is fastest for many channels.
@@ -221,9 +221,14 @@ def cross_entropy(
             loss = F.cross_entropy(
                 rows.flatten(0, -2), flat, weight, size_average, ignore_index, reduce, reduction, label_smoothing
             )
-            return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])  # which is no view
+            return _as_pixels(loss, rows)
         input = rows.flatten().view(rows.shape).movedim(-1, 1)  # a gradient through a flat tensor has its order
     return F.cross_entropy(input, target, weight, size_average, ignore_index, reduce, reduction, label_smoothing)
+
+
+def _as_pixels(loss: Tensor, rows: Tensor) -> Tensor:
+    """Return the losses of all rows in the shape of the pixels, as no view; a single loss stays."""
+    return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])
 
 
 def _are_classes(target: Tensor, rows: Tensor) -> bool:

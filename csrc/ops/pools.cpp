@@ -14,7 +14,6 @@ namespace nhwc {
 namespace {
 
 using Triple = std::array<int64_t, 3>;
-constexpr size_t none = 3;  // an axis that is not pooled
 
 // Returns whether the composition serves. PyTorch's own operator handles everything else, errors included.
 bool is_volume(const at::Tensor& input) {
@@ -41,16 +40,16 @@ std::optional<Triple> triple(at::IntArrayRef values) {
   return std::nullopt;
 }
 
-/// Applies a pool along depth and height, then along width. PyTorch's kernels fill registers with channels, of which
-/// the first pool has enough: its channels are the pixels of a row.
-template <typename Pool>
-at::Tensor separably(const at::Tensor& input, const Pool& pool) {
+/// Applies a pool along depth and height, then one along width. PyTorch's kernels fill registers with channels, of
+/// which the first pool has enough: its channels are the pixels of a row.
+template <typename Planes, typename Rows>
+at::Tensor separably(const at::Tensor& input, const Planes& across_rows, const Rows& along_rows) {
   const c10::SymInt channels = input.sym_size(1), width = input.sym_size(4);
   const at::Tensor rows = channels_from_end(channels_to_end(with_channels_last_grad(input)).flatten(3));
-  const at::Tensor shorter = channels_to_end(pool(rows, 0, 1));  // `[N, D, H, W * C]`
-  const at::Tensor columns = channels_from_end(shorter.unflatten_symint(3, {width, channels}).flatten(1, 2));
+  const at::Tensor fewer = channels_to_end(across_rows(rows));  // `[N, D, H, W * C]`
+  const at::Tensor pixels = channels_from_end(fewer.unflatten_symint(3, {width, channels}).flatten(1, 2));
   return as_channels_last_output(channels_from_end(
-      channels_to_end(pool(columns, none, 2)).unflatten_symint(1, {shorter.sym_size(1), shorter.sym_size(2)})));
+      channels_to_end(along_rows(pixels)).unflatten_symint(1, {fewer.sym_size(1), fewer.sym_size(2)})));
 }
 
 bool is_valid_window(const at::Tensor& input, const Triple& kernel, const Triple& stride, const Triple& padding) {
@@ -76,18 +75,21 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
   if (!kernel || !stride || !padding || !is_valid_window(input, *kernel, *stride, *padding) || divisor_override == 0) {
     return by_torch(input);
   }
-  const auto at_axis = [](const Triple& sizes, size_t axis, int64_t otherwise) {
-    return axis == none ? otherwise : sizes[axis];
-  };
-  return separably(input, [&](const at::Tensor& image, size_t rows, size_t columns) {
-    const bool is_last = rows == none || columns == none;
-    // An explicit divisor divides once.
-    const std::optional<int64_t> divisor = is_last || !divisor_override ? divisor_override : std::optional<int64_t>(1);
-    return at::avg_pool2d(image, {at_axis(*kernel, rows, 1), at_axis(*kernel, columns, 1)},
-                          {at_axis(*stride, rows, 1), at_axis(*stride, columns, 1)},
-                          {at_axis(*padding, rows, 0), at_axis(*padding, columns, 0)}, ceil_mode, count_include_pad,
-                          divisor);
-  });
+  const auto [kernel_d, kernel_h, kernel_w] = *kernel;
+  const auto [stride_d, stride_h, stride_w] = *stride;
+  const auto [padding_d, padding_h, padding_w] = *padding;
+  // An explicit divisor divides once, along width.
+  const std::optional<int64_t> sum = divisor_override ? std::optional<int64_t>(1) : std::nullopt;
+  return separably(
+      input,
+      [&](const at::Tensor& rows) {
+        return at::avg_pool2d(rows, {kernel_d, kernel_h}, {stride_d, stride_h}, {padding_d, padding_h}, ceil_mode,
+                              count_include_pad, sum);
+      },
+      [&](const at::Tensor& pixels) {
+        return at::avg_pool2d(pixels, {1, kernel_w}, {1, stride_w}, {0, padding_w}, ceil_mode, count_include_pad,
+                              divisor_override);
+      });
 }
 
 at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef output_size) {
@@ -101,10 +103,12 @@ at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef outpu
   if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
     return by_torch(input);
   }
-  return separably(input, [&](const at::Tensor& image, size_t rows, size_t columns) {
-    return at::adaptive_avg_pool2d_symint(image, {rows == none ? image.sym_size(2) : output_size[rows],
-                                                  columns == none ? image.sym_size(3) : output_size[columns]});
-  });
+  return separably(
+      input,
+      [&](const at::Tensor& rows) { return at::adaptive_avg_pool2d_symint(rows, {output_size[0], output_size[1]}); },
+      [&](const at::Tensor& pixels) {
+        return at::adaptive_avg_pool2d_symint(pixels, {pixels.sym_size(2), output_size[2]});
+      });
 }
 
 std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, at::IntArrayRef output_size) {

@@ -99,8 +99,8 @@ const Formula by_their_passes = {
       call.is_compiled = constants[9].toBool();
       const std::array<bool, 3> needed = {context.needed[0], context.needed[1], context.needed[2]};
       const std::array<at::Tensor, 3> all = {grad, call.input, call.weight};
-      if (at::GradMode::is_enabled() || !are_plain(all, call.is_compiled))
-        return composed_gradients(call, grad, needed);
+      const bool is_composed = at::GradMode::is_enabled() || !are_plain(all, call.is_compiled);
+      if (is_composed) return composed_gradients(call, grad, needed);
       const Passes ours = {true, constants[6].toBool(), constants[7].toBool()};
       return computed_gradients(call, grad, needed, ours, /*in_float32=*/constants[8].toBool());
     }};
