@@ -129,7 +129,8 @@ def typed(commands):
 def run_make_demo():
     # Under `make test` the environment exists; otherwise the recipe of `make demo` does the same.
     environment = os.environ.get("TORCH_NHWC_VENV")
-    command = ["make", "demo", f"VENV={environment}"] if environment else [sys.executable, "examples/demo.py"]
+    with_make = ["make", "--no-print-directory", "demo", f"VENV={environment}"]
+    command = with_make if environment else [sys.executable, "examples/demo.py"]
     run = subprocess.run(command, check=True, capture_output=True, text=True, cwd=ROOT)
     assert "Reverted: strides, weights and results are as before." in run.stdout
     assert run.stdout.endswith("of your model.\n")
