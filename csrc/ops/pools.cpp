@@ -120,6 +120,14 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
     const auto [values, indices] = at::adaptive_max_pool3d(as_pytorchs(input), output_size);
     return {as_channels_last_output(values), as_channels_last_output(indices)};
   }
+  if (input.sym_size(1) <= 4 && !at::isReducedFloatingType(input.scalar_type())) {
+    // PyTorch's own pool reads one channel after the other, but in any strides. Its gradient would be contiguous.
+    const at::Tensor indices =
+        as_channels_last_output(std::get<1>(at::adaptive_max_pool3d(input.detach(), output_size)));
+    const at::Tensor voxels = channels_to_end(input).flatten(1, 3);
+    const at::Tensor values = voxels.gather(1, channels_to_end(indices).flatten(1, 3)).unflatten(1, *size);
+    return {as_channels_last_output(channels_from_end(values)), indices};
+  }
   const auto [depth, height, width] = *size;
   const auto [in_plane, plane_indices] =
       at::adaptive_max_pool2d(to_planes(with_channels_last_grad(input)), {height, width});

@@ -1,6 +1,7 @@
 #include "ops/convolution/volumes.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
 
 #include <vector>
 
@@ -164,21 +165,34 @@ bool has_few_positions(const Call& call) {
   return is_few && is_channels_last(call.weight) && is_slow_sample(call) && is_as_precise_as_products();
 }
 
-/// Computes one matrix product of the windows of the kernel, gathered into rows, and of the weight as it stands.
+/// Computes one matrix product of the weight as it stands and the windows of the kernel, gathered into rows.
 at::Tensor gathered(const Call& call) {
   const at::Tensor kernel = with_same_layout_grad(call.weight);
   return changed(call, [&](const Call& whole) {
     at::Tensor windows = channels_to_end(padded(whole.input, whole.padding));  // `[1, D, H, W, C]`
+    // All taps are copied at once, except where their gradients would be added one number after the other.
+    const bool has_gradient = at::GradMode::is_enabled() && windows.requires_grad();
     for (int64_t dim = 0; dim < 3; ++dim) {
       const Axis axis = call.axis(3 - dim);
-      std::vector<at::Tensor> taps;  // whose gradients are added faster than those of `unfold`
-      for (c10::SymInt first = 0; first <= axis.reach; first = first + call.dilation[dim]) {
-        const c10::SymInt last = first + (axis.positions - 1) * axis.stride;
-        taps.push_back(windows.slice_symint(dim + 1, first, last + 1, axis.stride));
+      const c10::SymInt &stride = axis.stride, &dilation = call.dilation[dim];
+      if (has_gradient) {
+        std::vector<at::Tensor> taps;
+        for (c10::SymInt first = 0; first <= axis.reach; first = first + dilation) {
+          taps.push_back(windows.slice_symint(dim + 1, first, first + (axis.positions - 1) * stride + 1, stride));
+        }
+        windows = at::stack(taps, -1);
+      } else {
+        const auto as_int = [](const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); };
+        windows = windows.unfold(dim + 1, as_int(axis.reach + 1), as_int(stride)).slice_symint(-1, {}, {}, dilation);
       }
-      windows = at::stack(taps, dim + 4);
     }
-    return channels_from_end(at::linear(windows.flatten(4), channels_to_end(kernel).flatten(1), whole.bias));
+    windows = windows.permute({0, 1, 2, 3, 5, 6, 7, 4});
+    const at::Tensor rows = windows.flatten(4).flatten(0, 3), weights = channels_to_end(kernel).flatten(1);
+    // In this order products of few rows are faster.
+    const at::Tensor products = whole.has_bias() ? at::addmm(whole.bias->unsqueeze(1), weights, rows.t())
+                                                 : at::mm(weights, rows.t());  // `[out, D * H * W]`
+    return products.view_symint(
+        {1, call.weight.sym_size(0), windows.sym_size(1), windows.sym_size(2), windows.sym_size(3)});
   });
 }
 
