@@ -2,11 +2,14 @@
 
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
+#include <utility>
 
 #include "layout/channels_last.h"
+#include "layout/memory_format.h"
 #include "ops/autograd_node.h"
 
 namespace nhwc {
@@ -54,6 +57,23 @@ bool are_plain(at::ArrayRef<at::Tensor> tensors, bool is_compiled) {
   return !has_tangent(tensors) && std::none_of(tensors.begin(), tensors.end(), [&](const at::Tensor& tensor) {
     return tensor.defined() && tensor.key_set().has_any(others);
   });
+}
+
+bool is_unobserved(at::ArrayRef<at::Tensor> tensors) {
+  return are_plain(tensors) && !c10::impl::TorchDispatchModeTLS::any_modes_set();
+}
+
+at::Tensor memory_of(const at::Tensor& dense, at::IntArrayRef sizes) {
+  auto view = dense.unsafeGetTensorImpl()->shallow_copy_and_detach(/*version_counter=*/0,
+                                                                   /*allow_tensor_metadata_change=*/true);
+  view->set_sizes_contiguous(sizes);
+  return at::Tensor(std::move(view));
+}
+
+at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes) {
+  // The format stands for channels-last of any rank.
+  memory.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, canonical_strides(sizes, at::MemoryFormat::ChannelsLast));
+  return memory;
 }
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }

@@ -9,6 +9,17 @@ namespace nhwc {
 /// of ours. Transforms, subclasses, tangents, and tensors whose memory has other values get a composition.
 bool are_plain(at::ArrayRef<at::Tensor> tensors, bool is_compiled = false);
 
+/// Returns whether a composition may be computed below autograd, on memory that nobody else sees, with a derivative of
+/// our own: the tensors are plain ones, and no mode observes the operators.
+bool is_unobserved(at::ArrayRef<at::Tensor> tensors);
+
+/// Returns the memory of a dense activation as a tensor of other sizes, without a history: no view for autograd, and
+/// no call of the dispatcher.
+at::Tensor memory_of(const at::Tensor& dense, at::IntArrayRef sizes);
+
+/// Gives a new tensor the sizes, and the canonical channels-last strides, of its memory's order.
+at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes);
+
 /// Returns an alias of a composition's input through which the gradient flows in channels-last strides.
 at::Tensor with_channels_last_grad(const at::Tensor& input);
 
