@@ -11,15 +11,17 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_nhwc.converting.edits import Edit, change
-from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake
+from torch_nhwc.converting.edits import Edit, change, commit
+from torch_nhwc.converting.step_guard import is_watched, release, watch
+from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake, known_strides
 from torch_nhwc.ops import Outcome
 from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
 from torch_nhwc.planning.plans import Action, Options
 from torch_nhwc.rendering import warn
+from torch_nhwc.sites import wrappers
 from torch_nhwc.sites.finding import instead_of, walk_layers
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import Site
+from torch_nhwc.sites.site import LAYERS, Site
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -94,6 +96,8 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}{instead_of(module)}")
     if not isinstance(memory_format, (torch.memory_format, type(None))):
         raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
+    if type(module) in LAYERS[rank] and memory_format is CHANNELS_LAST[rank] and _convert_plain(module):
+        return module
     found = walk_layers(module)
     sites = [site for site in found.sites if site.rank == rank]
     if memory_format not in (torch.contiguous_format, CHANNELS_LAST[rank]):
@@ -113,6 +117,43 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     _warn(caller, decisions, left)
     change(decisions, edits)
     return module
+
+
+def _convert_plain(layer: Any) -> bool:
+    """Convert one layer of PyTorch's own whose weight is its own and has no companions; return whether it is such.
+
+    Everything else, what to refuse and what to warn of among it, is for the walk, which takes ten times as long.
+    """
+    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
+    if (
+        type(weight) is not nn.Parameter
+        or weight.layout is not torch.strided
+        or weight.is_meta
+        or weight.grad is not None
+        or layer._forward_pre_hooks
+        or layer._modules
+        or layer.groups == 1 == weight.shape[1]
+        or layer.kernel_size == (1, 1)
+        or wrappers.reason_of(layer) is not None
+    ):
+        return False
+    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
+    edits = [Edit(weakref.ref(layer), _watch, _release)] if trains and not is_watched(layer) else []
+    strides = known_strides(weight.shape, True)
+    is_moving = weight.stride() != strides
+    try:
+        commit([weight] if is_moving else [], [strides] if is_moving else [], edits, "reuse")
+    except RuntimeError:  # something else sees the bytes, or stands against it
+        return False
+    return True
+
+
+def _watch(layer: nn.Module) -> None:
+    watch([layer])
+
+
+def _release(layer: nn.Module) -> None:
+    release([layer])
 
 
 _convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)
