@@ -504,6 +504,8 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
     elif torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
         is_pytorch_s = not _are_usual(options, axes)
     else:
+        if list in map(type, options):  # which have no hash
+            options = tuple([tuple(each) if type(each) is list else each for each in options])
         try:
             call = (
                 (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
@@ -513,7 +515,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                 (name, options),
             )
             is_pytorch_s = _is_pytorch_s_way.get(call)
-        except (TypeError, RuntimeError):  # lists, which have no hash; tensors without strides, which are PyTorch's
+        except (TypeError, RuntimeError):  # symbols, which have no hash; tensors without strides, which are PyTorch's
             is_pytorch_s = input.layout != torch.strided or not _are_usual(options, axes)
         else:
             if is_pytorch_s is None:

@@ -68,10 +68,7 @@ class Format(NamedTuple):
         """Return the canonical strides: those that `torch.empty` gives a tensor of the shape in this format."""
         if torch.compiler.is_compiling() or torch._C._is_tracing():  # sizes may be symbols, or tensors
             return _canonical_strides(shape, self.is_channels_last)
-        try:
-            return known_strides(shape, self.is_channels_last)
-        except TypeError:  # symbolic sizes have no hash
-            return _canonical_strides(shape, self.is_channels_last)
+        return _remembered_strides(shape, self.is_channels_last)
 
 
 def _canonical_strides(shape: torch.Size, channels_last: bool) -> Strides:
@@ -93,6 +90,13 @@ def _canonical_strides(shape: torch.Size, channels_last: bool) -> Strides:
 
 known_strides = lru_cache(4096)(_canonical_strides)  # a model has many weights of few shapes
 CONTIGUOUS = Format("contiguous_format")
+
+
+def _remembered_strides(shape: torch.Size, channels_last: bool) -> Strides:
+    try:
+        return known_strides(shape, channels_last)
+    except TypeError:  # symbolic sizes have no hash
+        return _canonical_strides(shape, channels_last)
 
 
 def to_format(tensor: Tensor, channels_last: bool = True) -> Tensor:
@@ -123,7 +127,7 @@ def _by_memory_format(tensor: Tensor, channels_last: bool) -> Tensor | None:
     if torch._C._are_functorch_transforms_active() or (not is_compiled and torch._C._is_tracing()):
         return None
     if not is_compiled:
-        strides = _canonical_strides(tensor.shape, channels_last)
+        strides = _remembered_strides(tensor.shape, channels_last)
         if tensor.stride() == strides:
             return tensor
         if tensor.numel() <= 1:

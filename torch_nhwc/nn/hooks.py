@@ -62,7 +62,7 @@ def _hook(scripted: Callable[..., Any]) -> Callable[..., Any]:
         is_traced = not torch.compiler.is_compiling() and torch._C._is_tracing()
         if is_traced and torch.onnx.is_in_onnx_export():  # where tensors have no strides
             return None
-        return self.convert(arguments), self.convert(keywords)
+        return self.convert(arguments), self.convert(keywords) if keywords else keywords
 
     return hook
 
