@@ -1,6 +1,7 @@
 // GELU of a channels-last activation: PyTorch's own, over its memory in order.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/grad_mode.h>
 #include <torch/library.h>
 
 #include <vector>

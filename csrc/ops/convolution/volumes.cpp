@@ -1,12 +1,16 @@
 #include "ops/convolution/volumes.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/grad_mode.h>
 
+#include <array>
 #include <vector>
 
 #include "layout/channels_last.h"
+#include "ops/autograd_node.h"
 #include "ops/composition.h"
+#include "ops/convolution/passes.h"
 #include "ops/convolution/rewriting.h"
 
 namespace nhwc::volumes {
@@ -77,7 +81,57 @@ bool is_linear(const Call& call) {
          call.padding[0] == 0 && call.groups == 1 && is_as_precise_as_products();
 }
 
+namespace {
+
+/// The memory of a pointwise convolution's tensors as matrices: rows of voxels, and outputs by inputs.
+at::Tensor rows_of(const at::Tensor& volume) {
+  return memory_of(to_channels_last(volume), {volume.numel() / volume.size(1), volume.size(1)});
+}
+at::Tensor matrix_of(const at::Tensor& weight) {
+  return memory_of(weight.contiguous(), {weight.size(0), weight.size(1)});
+}
+
+const Formula linear_formula = {
+    "NhwcLinearBackward",
+    [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
+      const at::Tensor &grad = gradients[0], &input = context.saved[0], &weight = context.saved[1];
+      const auto& needed = context.needed;
+      if (!grad.defined()) return std::vector<at::Tensor>(3);
+      if (at::GradMode::is_enabled() || !is_unobserved({grad, input, weight})) {
+        const at::SymDimVector ones(3, 1), zeros(3, 0);
+        return composed_gradients({input, weight, {}, ones, zeros, ones, 1, zeros}, grad,
+                                  {needed[0], needed[1], needed[2]});
+      }
+      const at::Tensor rows = rows_of(grad);
+      std::vector<at::Tensor> found(3);
+      if (needed[0]) found[0] = as_new_channels_last(rows.mm(matrix_of(weight)), input.sizes());
+      if (needed[1]) {
+        const at::Tensor product = rows.t().mm(rows_of(input));
+        found[1] = has_channels_last_strides(weight) ? as_new_channels_last(product, weight.sizes())
+                                                     : memory_of(product, weight.sizes());
+      }
+      if (needed[2]) found[2] = rows.sum(0);
+      return found;
+    }};
+
+/// Computes a pointwise convolution below autograd, by one call of PyTorch's, which takes half the time of the views.
+at::Tensor linear_at_once(const Call& call, const std::array<at::Tensor, 3>& tensors) {
+  at::Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    at::DimVector sizes(call.input.sizes());
+    sizes[1] = call.weight.size(0);
+    out = as_new_channels_last(at::linear(rows_of(call.input), matrix_of(call.weight), call.bias), sizes);
+  }
+  if (needs_gradient(tensors)) record(linear_formula, out, tensors, {call.input, call.weight}, {});
+  return out;
+}
+
+}  // namespace
+
 at::Tensor linear(const Call& call) {
+  const std::array<at::Tensor, 3> tensors = {call.input, call.weight, call.bias.value_or(at::Tensor())};
+  if (call.may_use_kernels && !call.is_compiled && is_unobserved(tensors)) return linear_at_once(call, tensors);
   const at::Tensor kernel = with_same_layout_grad(call.weight);  // its views may get gradients in other strides
   return changed(call, [&](const Call& other) {
     return channels_from_end(at::linear(channels_to_end(other.input), kernel.flatten(1), other.bias));
