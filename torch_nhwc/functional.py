@@ -412,7 +412,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        return _convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
+        return convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -436,7 +436,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        return _convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
+        return convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -459,7 +459,7 @@ def conv_transpose2d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose2d", 2, input, weight, bias, options)
+        return convolve("conv_transpose2d", 2, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -484,11 +484,11 @@ def conv_transpose3d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose3d", 3, input, weight, bias, options)
+        return convolve("conv_transpose3d", 3, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
+def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
