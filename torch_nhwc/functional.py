@@ -584,7 +584,7 @@ def _in_one_order(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
 
 def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
     """Return a convolution's options with a list for each single number, except for the groups."""
-    return tuple(each if index == _GROUPS else _as_many(each, axes) for index, each in enumerate(options))
+    return tuple([[each] * axes if type(each) is int and at != _GROUPS else each for at, each in enumerate(options)])
 
 
 def interpolate(
