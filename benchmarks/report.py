@@ -199,6 +199,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "halves": report_layers.halves(*layouts),
             "passes": bench_convolutions.as_table(*passes),
             "overhead": bench_overhead.as_table(overhead),
+            "calls": bench_overhead.as_table_of_calls(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),
             "models": models(of_models),

@@ -108,6 +108,13 @@ def test_a_replaced_convolution_is_measured_next_to_pytorch_s():
     assert bench_overhead.as_table({"results": rows}).count("| Conv2d 3x3 | 1x8x8x8 |") == 1
 
 
+def test_a_call_is_measured_over_the_best_that_pytorch_has_for_it():
+    names = [name for name in bench_overhead.CALLS if "2,000" not in name]
+    rows = [bench_overhead.measure_call(name, rounds=1) for name in names]
+    assert all(row["stock"] > 0 and row["replaced"] > 0 and row[row["of"]] is not None for row in rows)
+    assert bench_overhead.as_table_of_calls({"results": rows}).count("\n") == len(names) + 1
+
+
 def test_the_passes_of_convolutions_are_measured_by_who_computes_them():
     layers = [bench_convolutions.Layer("", 1, 8, 8, 6, kernel, groups=8, axes=3) for kernel in (3, (1, 3, 3))]
     rows = [bench_convolutions.measure(layer, "float32", p, 0) for layer in layers for p in bench_convolutions.PASSES]
