@@ -9,6 +9,7 @@ import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -107,7 +108,7 @@ class InputHook:
             return items if any(items[key] is not value[key] for key in value) else value
         if type(value) in (list, tuple):
             each = [self.convert(each) for each in value]
-            return type(value)(each) if any(a is not b for a, b in zip(each, value)) else value
+            return value if all(map(is_, each, value)) else type(value)(each)
         return value
 
     def joined(self, other: "InputHook | None") -> "InputHook":
