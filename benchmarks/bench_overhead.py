@@ -236,7 +236,7 @@ def as_table(measured: dict) -> str:
 
 def as_table_of_calls(measured: dict) -> str:
     """Return the report's table of the other calls, with their bars."""
-    texts = {"more": "{:+.0f} us", "times": "{:.2f}x", "replaced": "{:.0f} us"}
+    texts = {"more": "{:+.1f} us", "times": "{:.2f}x", "replaced": "{:.0f} us"}
     rows = []
     for row in measured["results"]:
         if "call" in row:
