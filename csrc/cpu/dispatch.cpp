@@ -5,15 +5,18 @@
 #include <algorithm>
 #include <cstdlib>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <immintrin.h>
 #endif
 
 namespace nhwc::cpu {
 namespace {
 
+// The last one in the list that the CPU supports is its best.
 struct Level {
   std::string_view name;
   std::string_view aten_name;  // the corresponding ATEN_CPU_CAPABILITY
@@ -29,12 +32,26 @@ struct Level {
 
 #if defined(__x86_64__)
 
+bool is_amd_or_hygon() {
+  constexpr unsigned int hygon = 0x6F677948;  // "Hygo"; not every compiler's header has it
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  return __get_cpuid(0, &eax, &ebx, &ecx, &edx) && (ebx == signature_AMD_ebx || ebx == hygon);
+}
+
+// Not by __builtin_cpu_supports, which denies all features of vendors that the compiler does not know, such as Hygon.
+__attribute__((target("xsave"))) bool has_avx2() {
+  constexpr unsigned int of_leaf_1 = bit_FMA | bit_F16C | bit_OSXSAVE, of_leaf_7 = bit_AVX2 | bit_BMI2;
+  constexpr unsigned int saved_by_system = 6;  // registers of 16 and of 32 bytes
+  unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
+  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx) || (ecx & of_leaf_1) != of_leaf_1) return false;
+  if ((_xgetbv(0) & saved_by_system) != saved_by_system) return false;
+  return __get_cpuid_count(7, 0, &eax, &ebx, &ecx, &edx) && (ebx & of_leaf_7) == of_leaf_7;
+}
+
 // AMD's Zen 4 executes 64-byte shuffles in two halves: registers of 32 bytes are faster there.
 bool splits_registers_of_64_bytes() {
   unsigned int eax = 0, ebx = 0, ecx = 0, edx = 0;
-  if (!__get_cpuid(0, &eax, &ebx, &ecx, &edx) || ebx != signature_AMD_ebx) return false;
-  if (!__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return false;
-  return (eax >> 8 & 0xF) + (eax >> 20 & 0xFF) == 0x19;
+  return is_amd_or_hygon() && __get_cpuid(1, &eax, &ebx, &ecx, &edx) && (eax >> 8 & 0xF) + (eax >> 20 & 0xFF) == 0x19;
 }
 
 FilterKernels best_avx512_vbmi() {
@@ -48,19 +65,24 @@ FilterKernels best_avx512_vbmi() {
 
 std::vector<Level> all_levels() {
   __builtin_cpu_init();
-  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("bmi2") &&
-                    __builtin_cpu_supports("f16c");
+  const bool avx2 = has_avx2();
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline},
-          {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-           isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
-          {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512,
-           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512},
-          {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
-           isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
+  std::vector<Level> levels = {
+      {"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
+       isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline},
+      {"avx2_128", "avx2", avx2, isa::avx2_128, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
+       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
+      {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
+       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
+      {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512, isa::weight_gradient_avx512,
+       isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512},
+      {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
+       isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
+  // Shuffles that cross the halves of 32 bytes take Zen 1 to 3 several times as long as those within 16.
+  if (is_amd_or_hygon()) std::swap(levels[1], levels[2]);
+  return levels;
 }
 
 #elif defined(__ARM_NEON)

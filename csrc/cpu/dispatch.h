@@ -17,8 +17,8 @@
 namespace nhwc::cpu {
 
 /// Returns the kernels of the best instruction set of this CPU. TORCH_NHWC_CPU_CAPABILITY chooses another: baseline,
-/// avx2, avx512, avx512_vbmi or neon. Without it, PyTorch's ATEN_CPU_CAPABILITY (default, avx2, avx512) is an upper
-/// bound.
+/// avx2, avx2_128, avx512, avx512_vbmi or neon. Without it, PyTorch's ATEN_CPU_CAPABILITY (default, avx2, avx512) is an
+/// upper bound.
 ///
 /// Raises where TORCH_NHWC_CPU_CAPABILITY names an instruction set that this CPU does not have.
 const FilterKernels& filter_kernels();

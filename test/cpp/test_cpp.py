@@ -4,6 +4,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -138,7 +139,7 @@ def build_layer_kernels(folder: Path) -> Path:
 @pytest.mark.exhaustive
 def test_the_kernels_of_layers_under_the_sanitizers_at_every_level(tmp_path: Path) -> None:
     program, best = build_layer_kernels(tmp_path), nhwc.ops.cpu_capability()
-    levels = ["baseline", "avx2", "avx512"]
+    levels = ["baseline", "avx2", "avx2_128", "avx512"]
 
     def run(level: str) -> None:
         environment = os.environ | {"TORCH_NHWC_CPU_CAPABILITY": level}
@@ -147,7 +148,7 @@ def test_the_kernels_of_layers_under_the_sanitizers_at_every_level(tmp_path: Pat
 
     with ThreadPoolExecutor(max_workers=2) as pool:
         # The best may be one of the last, with the kernels of AVX-512.
-        list(pool.map(run, levels[: levels.index(best) + 1] if best in levels[:2] else levels))
+        list(pool.map(run, levels[: levels.index(best) + 1] if best in levels[:3] else levels))
 
 
 def require_tools(*tools: str) -> None:
@@ -180,6 +181,20 @@ def test_the_kernels_of_layers_compile_for_neon(tmp_path: Path) -> None:
     require_tools(compiler)
     command = [compiler, "-std=c++20", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
     subprocess.run([*command, "-c", ROOT / "csrc/cpu/isa/baseline.cpp", "-o", tmp_path / "neon.o"], check=True)
+
+
+@pytest.mark.emulated
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("processor", "level"), [("EPYC-Milan", "avx2_128"), ("Dhyana", "avx2_128"), ("Haswell", "avx2")]
+)
+def test_the_level_chosen_for_an_emulated_cpu(processor: str, level: str) -> None:
+    require_tools("qemu-x86_64")
+    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-c"]
+    command.append("import torch_nhwc; print(torch_nhwc.ops.cpu_capability())")
+    variables = ("TORCH_NHWC_CPU_CAPABILITY", "ATEN_CPU_CAPABILITY")
+    environment = {name: value for name, value in os.environ.items() if name not in variables}
+    assert subprocess.run(command, capture_output=True, text=True, env=environment).stdout == f"{level}\n"
 
 
 def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):

@@ -29,7 +29,7 @@ sys.path.append(str(Path(__file__).parents[2] / "test/support"))
 
 # For each part, its cases in full, and those that one process runs.
 PARTS = {"operators": (200_000, 5_000), "layers": (20_000, 1_000), "networks": (5_000, 250)}
-LEVELS = ("baseline", "avx2", "avx512", "avx512_vbmi")
+LEVELS = ("baseline", "avx2", "avx2_128", "avx512", "avx512_vbmi")
 HANGS_AFTER = 300  # seconds in one case
 
 

@@ -192,16 +192,16 @@ def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
 
 
 def cpu_capability() -> str:
-    """Return the instruction set of the CPU kernels: `"baseline"`, `"avx2"`, `"avx512"`, `"avx512_vbmi"` or `"neon"`.
+    """Return the instruction set of the CPU kernels: the best one of this CPU, chosen once.
 
-    It is the best one of this CPU, chosen once. The environment variable `TORCH_NHWC_CPU_CAPABILITY` chooses another;
-    without it, PyTorch's `ATEN_CPU_CAPABILITY` is an upper bound.
+    One of `"baseline"`, `"avx2"`, `"avx2_128"`, `"avx512"`, `"avx512_vbmi"` and `"neon"`. The environment variable
+    `TORCH_NHWC_CPU_CAPABILITY` chooses another; without it, PyTorch's `ATEN_CPU_CAPABILITY` is an upper bound.
 
     Raises:
         ValueError: The variable names an instruction set that this CPU does not have.
 
     Example:
-        >>> torch_nhwc.ops.cpu_capability() in ("baseline", "avx2", "avx512", "avx512_vbmi", "neon")
+        >>> torch_nhwc.ops.cpu_capability() in ("baseline", "avx2", "avx2_128", "avx512", "avx512_vbmi", "neon")
         True
     """
     return torch.ops.nhwc.cpu_capability()
