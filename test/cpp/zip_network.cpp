@@ -39,7 +39,7 @@ void prove(Network network, int width, int size, int rows, int columns) {
   ++proven;
 }
 
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
 
 template <typename Register, int columns, bool back>
 void network(unsigned char* bytes) {

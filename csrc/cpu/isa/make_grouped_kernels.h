@@ -43,7 +43,7 @@ void cast_rows(const void* rows, std::int64_t count, std::int64_t channels, std:
   }
 }
 
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
 /// Writes, for each of `width` inputs, the register in which all lanes of a group have it.
 template <typename Number, int width, int... lane>
 NHWC_ALWAYS_INLINE void spread_register(Vector<Number> value, Number* out, std::integer_sequence<int, lane...>) {
@@ -73,7 +73,7 @@ void spread_pixels(const void* pixels, std::int64_t count, std::int64_t groups, 
   constexpr int lanes = VectorOf<Real<Element>>::lanes;
   const auto* from = static_cast<const Element*>(pixels);
   auto* to = static_cast<Real<Element>*>(out);
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
   if (inputs == outputs && groups * outputs == lanes) {
     if (outputs == 4) return spread_registers<Element, 4>(from, count, step, to);
     if constexpr (lanes == 16) {

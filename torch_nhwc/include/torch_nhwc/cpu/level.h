@@ -27,20 +27,26 @@
 #endif
 #endif
 
-// The size in bytes of the smallest element that registers can shuffle, or 0 for plain loops: without
-// __builtin_shufflevector (GCC before 12, and compilers that are neither GCC nor Clang). SSE2 has no shuffle of bytes.
+// Whether there are shuffles of registers, or plain loops: without __builtin_shufflevector (GCC before 12, and
+// compilers that are neither GCC nor Clang).
 #if !defined(__has_builtin) || defined(__CUDACC__)
-#define NHWC_SMALLEST_SHUFFLED 0
+#define NHWC_HAS_SHUFFLES 0
 #elif !__has_builtin(__builtin_shufflevector)
-#define NHWC_SMALLEST_SHUFFLED 0
-#elif NHWC_X86_LEVEL == 1 && !defined(__SSSE3__)
+#define NHWC_HAS_SHUFFLES 0
+#else
+#define NHWC_HAS_SHUFFLES 1
+#endif
+
+// The size in bytes of the smallest element that one instruction shuffles at will. SSE2 only unpacks and packs smaller
+// ones, which serves rounds of two piles.
+#if NHWC_X86_LEVEL == 1 && !defined(__SSSE3__)
 #define NHWC_SMALLEST_SHUFFLED 4
 #else
 #define NHWC_SMALLEST_SHUFFLED 1
 #endif
 
 // The level's name, and the bytes of its vector registers.
-#if NHWC_SMALLEST_SHUFFLED == 0
+#if !NHWC_HAS_SHUFFLES
 #define NHWC_CPU_LEVEL plain_loops
 #elif NHWC_X86_LEVEL == 5
 #define NHWC_CPU_LEVEL avx512_bf16
@@ -57,7 +63,7 @@
 #else
 #define NHWC_CPU_LEVEL baseline
 #endif
-#define NHWC_REGISTER_BYTES (NHWC_SMALLEST_SHUFFLED == 0 || NHWC_X86_LEVEL < 2 ? 16 : NHWC_X86_LEVEL == 2 ? 32 : 64)
+#define NHWC_REGISTER_BYTES (!NHWC_HAS_SHUFFLES || NHWC_X86_LEVEL < 2 ? 16 : NHWC_X86_LEVEL == 2 ? 32 : 64)
 
 #if defined(__GNUC__)
 #define NHWC_ALWAYS_INLINE __attribute__((always_inline)) inline

@@ -88,7 +88,7 @@ void transpose_by_loops(const Matrices& matrices, const Way& way) {
   }
 }
 
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
 
 // Sides up to this length are the registers of one tile.
 constexpr int longest_short_side = 27;
@@ -321,17 +321,15 @@ void transpose_squares(const Matrices& matrices, const Way& way) {
   }
 }
 
-#endif  // NHWC_SMALLEST_SHUFFLED > 0
+#endif  // NHWC_HAS_SHUFFLES
 
 /// Returns whether there is a network for an element of this size.
-constexpr bool is_shuffled(int size) {
-  return NHWC_SMALLEST_SHUFFLED > 0 && size >= NHWC_SMALLEST_SHUFFLED && size <= 16 && (size & (size - 1)) == 0;
-}
+constexpr bool is_shuffled(int size) { return NHWC_HAS_SHUFFLES && size <= 16 && (size & (size - 1)) == 0; }
 
 /// Transposes with registers of `width` bytes. Both sides are at least 2.
 template <int width, typename Way>
 void transpose(const Matrices& matrices, const Way& way) {
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
   constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
   // The buffers are large enough for casts to elements of half the size, not for narrower ones.
   if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {

@@ -26,7 +26,7 @@
 
 #include "torch_nhwc/cpu/level.h"
 
-#if NHWC_SMALLEST_SHUFFLED > 0
+#if NHWC_HAS_SHUFFLES
 
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
@@ -93,12 +93,40 @@ struct Round {
     }
   }
 
+  template <int v>
+  static NHWC_ALWAYS_INLINE Vector result(const Vector* tile) {
+#if NHWC_SMALLEST_SHUFFLED > 1
+    if constexpr (turn == Turn::deal && radix == 2 && sizeof(typename Register::Lane) < NHWC_SMALLEST_SHUFFLED) {
+      return pack<sizeof(typename Register::Lane)>(half<2 * v>(tile), half<2 * v + 1>(tile));
+    }
+#endif
+    return join<v, origins(v).count - 1>(tile, std::make_integer_sequence<int, Register::lanes>{});
+  }
+
   template <int... v>
   static NHWC_ALWAYS_INLINE void run(Vector* tile, std::integer_sequence<int, v...>) {
-    const Vector result[columns] = {
-        join<v, origins(v).count - 1>(tile, std::make_integer_sequence<int, Register::lanes>{})...};
-    ((tile[v] = result[v]), ...);
+    const Vector results[columns] = {result<v>(tile)...};
+    ((tile[v] = results[v]), ...);
   }
+
+#if NHWC_SMALLEST_SHUFFLED > 1
+  // Compilers take elements of 1 and 2 bytes apart to deal them. SSE2 packs wider ones, with saturation: each half of a
+  // result is the even or the odd elements of one register, extended to twice their size.
+  template <int h>
+  static NHWC_ALWAYS_INLINE __m128i half(const Vector* tile) {
+    constexpr bool is_odd = h >= columns;
+    const auto elements = reinterpret_cast<__m128i>(tile[is_odd ? h - columns : h]);
+    if constexpr (sizeof(typename Register::Lane) == 1) {
+      return is_odd ? _mm_srli_epi16(elements, 8) : _mm_and_si128(elements, _mm_set1_epi16(0xFF));
+    } else {
+      return _mm_srai_epi32(is_odd ? elements : _mm_slli_epi32(elements, 16), 16);
+    }
+  }
+  template <int size>
+  static NHWC_ALWAYS_INLINE Vector pack(__m128i low, __m128i high) {
+    return reinterpret_cast<Vector>(size == 1 ? _mm_packus_epi16(low, high) : _mm_packs_epi32(low, high));
+  }
+#endif
 };
 
 constexpr int smallest_factor(int n) {
@@ -126,7 +154,9 @@ NHWC_ALWAYS_INLINE void carry_digits(typename Register::Vector* tile) {
 template <typename Register, int columns, bool back>
 NHWC_ALWAYS_INLINE void transpose_tile(typename Register::Vector* tile) {
   constexpr int rows = Register::elements;
-  if constexpr (shuffles_by_factors(columns) < shuffles_by_factors(rows)) {
+  constexpr bool has_rounds =
+      sizeof(typename Register::Lane) >= NHWC_SMALLEST_SHUFFLED || (columns & (columns - 1)) == 0;
+  if constexpr (has_rounds && shuffles_by_factors(columns) < shuffles_by_factors(rows)) {
     carry_digits<Register, columns, back ? Turn::zip : Turn::deal, columns>(tile);
   } else {
     carry_digits<Register, columns, back ? Turn::deal : Turn::zip, rows>(tile);
@@ -136,4 +166,4 @@ NHWC_ALWAYS_INLINE void transpose_tile(typename Register::Vector* tile) {
 }  // namespace NHWC_CPU_LEVEL
 }  // namespace nhwc
 
-#endif  // NHWC_SMALLEST_SHUFFLED > 0
+#endif  // NHWC_HAS_SHUFFLES
