@@ -12,13 +12,17 @@ struct Element16 {
   std::uint64_t halves[2];
 };
 
+// A register of 64 bytes is a whole cache line, which goes past the caches without a buffer.
+template <int register_bytes>
+constexpr int streaming_bytes = NHWC_REGISTER_BYTES == 64 ? 64 : register_bytes;
+
 template <typename Element, int register_bytes>
 void transpose_elements(const void* source, void* destination, std::int64_t filters, std::int64_t rows,
                         std::int64_t columns, bool non_temporal) {
   const auto* from = static_cast<const Element*>(source);
   auto* to = static_cast<Element*>(destination);
   if (non_temporal) {
-    filter_transpose<Element>(from, to, filters, rows, columns, Stores::non_temporal);
+    filter_transpose<Element, streaming_bytes<register_bytes>>(from, to, filters, rows, columns, Stores::non_temporal);
   } else {
     filter_transpose<Element, register_bytes>(from, to, filters, rows, columns);
   }
@@ -37,7 +41,8 @@ void transpose_and_cast(const void* source, void* destination, std::int64_t filt
   const auto* from = static_cast<const From*>(source);
   auto* to = static_cast<To*>(destination);
   if (non_temporal) {
-    filter_transpose<From, To, Cast>(from, to, filters, rows, columns, {}, Stores::non_temporal);
+    filter_transpose<From, To, Cast, streaming_bytes<register_bytes>>(from, to, filters, rows, columns, {},
+                                                                      Stores::non_temporal);
   } else {
     filter_transpose<From, To, Cast, register_bytes>(from, to, filters, rows, columns);
   }

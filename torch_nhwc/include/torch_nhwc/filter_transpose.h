@@ -24,7 +24,8 @@ namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
 /// How results are written. `non_temporal` stores bypass the caches: for destinations much larger than the caches whose
-/// pages are resident already. They are used with registers of 64 bytes, for aligned rows of whole cache lines.
+/// pages are resident already. They are used with registers of 64 bytes, for aligned rows of whole cache lines; and
+/// from AVX2 on, through a buffer in cache, for other filters of at least 16 KB.
 enum class Stores { cached, non_temporal };
 
 /// Converts one element as the language does.
@@ -52,7 +53,7 @@ bool can_stream(const void* destination, Index rows, Index columns) {
 
 /// Orders non-temporal stores before all that follows.
 inline void finish_stream() {
-#if NHWC_X86_LEVEL >= 3
+#if NHWC_X86_LEVEL >= 1
   _mm_sfence();
 #endif
 }
@@ -79,6 +80,15 @@ void transpose_filters(const typename Way::From* source, typename Way::To* desti
   if (rows == 1 || columns == 1) return way(from, to, filters * rows * columns);
   const bool streams = stores == Stores::non_temporal &&
                        can_stream<sizeof(typename Way::To), register_bytes>(destination, rows, columns);
+#if NHWC_HAS_SHUFFLES && NHWC_X86_LEVEL >= 2
+  constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+  if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {
+    if (stores == Stores::non_temporal && !streams && serves_streaming(rows, columns, to_size)) {
+      transpose_streamed<register_bytes>({from, to, filters, rows, columns, columns, rows, false}, way);
+      return finish_stream();
+    }
+  }
+#endif
   transpose<register_bytes>({from, to, filters, rows, columns, columns, rows, streams}, way);
   if (streams) finish_stream();
 }

@@ -5,6 +5,7 @@
 //   ... whose lines collide      the same, in parts through a buffer in cache
 //   ... both sides very short    many matrices together are one long strip
 //   both sides longer            square tiles
+//   past the caches, if large    the same, into a buffer in cache whose lines are then streamed out
 //   no network for this element  plain loops
 #pragma once
 
@@ -320,6 +321,105 @@ void transpose_squares(const Matrices& matrices, const Way& way) {
     destination += rows * columns * to_size;
   }
 }
+
+#if NHWC_X86_LEVEL >= 2
+
+// Room on the stack for filters on their way past the caches, and for their shared lines. A second-level cache has it.
+constexpr Index streamed_bytes = 65536;
+
+// A part of a filter that is larger than that: a third of a first-level cache, with two rooms for the last part.
+constexpr Index streamed_part_bytes = 16384;
+
+/// Returns whether a filter is transposed by `transpose_streamed`: smaller ones are faster through the caches.
+inline bool serves_streaming(Index rows, Index columns, Index size) {
+  constexpr Index smallest = 16384, longest_of_both = 64;
+  const Index bytes = rows * columns * size;
+  if (bytes < smallest) return false;
+  return (rows < columns ? rows : columns) <= longest_of_both || (rows >= columns && bytes <= streamed_bytes);
+}
+
+/// Writes one cache line past the caches.
+NHWC_ALWAYS_INLINE void stream_line(const char* from, char* to) {
+#if NHWC_X86_LEVEL >= 3
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+#else
+  for (int i = 0; i < 64; i += 32) {
+    const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from + i));
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(to + i), half);
+  }
+#endif
+}
+
+/// Streams a part of a row out of a buffer whose cache lines correspond to those of the destination. The first and the
+/// last line of a row are shared with its neighbours, and go through the caches. Between parts, what does not fill a
+/// line stays in the buffer, before the place of the next part. For each line, `step` bytes from `ahead` on are
+/// prefetched into the second-level cache, so that reads and writes overlap.
+inline const char* stream_out(char* buffer, char* destination, Index bytes, bool is_first, bool is_last,
+                              const char* ahead, Index step) {
+  const auto phase = static_cast<Index>(reinterpret_cast<std::uintptr_t>(destination) % 64);
+  Index i = -phase;
+  if (is_first && phase > 0) {
+    i += 64;
+    std::memcpy(destination, buffer, static_cast<std::size_t>(i));
+  }
+  for (; i + 64 <= bytes; i += 64, ahead += step) {
+    for (Index k = 0; k < step; k += 64) __builtin_prefetch(ahead + k, /*rw=*/0, /*locality=*/2);
+    stream_line(buffer + i, destination + i);
+  }
+  if (is_last) {
+    std::memcpy(destination + i, buffer + i, static_cast<std::size_t>(bytes - i));
+  } else {
+    std::memcpy(buffer - phase, buffer + i, 64);
+  }
+  return ahead;
+}
+
+/// Transposes large dense matrices into a buffer in cache, and streams its lines out: all of a matrix, or parts along
+/// the long side. Parts of a wide matrix are consecutive in the destination; those of a tall one are in all its rows.
+template <int width, typename Way>
+void transpose_streamed(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To), line = 64 / to_size;
+  constexpr Index step = 64 * from_size / to_size;
+  constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
+  const Index rows = matrices.rows, columns = matrices.columns, size = rows * columns;
+  const Index short_side = matrices.short_side(), long_side = matrices.long_side();
+  const bool is_wide = matrices.is_wide();
+  const bool is_whole = !is_wide && size * to_size <= streamed_bytes && !lines_collide(columns, rows * to_size);
+  const bool is_linear = is_wide || is_whole;
+  // Parts are longer than the longest strip, so that those of strips are wide or tall as the whole is.
+  const bool is_strip = short_side <= longest_strip_of(to_size);
+  const Index part = is_whole ? long_side : streamed_part_bytes / (short_side * to_size) / line * line;
+  const Index pitch = is_linear ? rows : 2 * part + line + rows % line;
+  alignas(64) char room[64 + streamed_bytes + 64];
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    char* buffer = room + 64 + reinterpret_cast<std::uintptr_t>(destination) % 64;
+    const char* ahead = source + size * from_size;
+    for (Index begin = 0, length = part; begin < long_side; begin += length) {
+      if (long_side - begin < 2 * part) length = long_side - begin;
+      const bool is_first = begin == 0, is_last = begin + length == long_side;
+      const Index block_rows = is_linear ? rows : length, block_columns = is_wide ? length : columns;
+      const Index first = begin * (is_wide ? 1 : columns), pieces = is_linear ? 1 : columns;
+      const Index bytes = is_linear ? rows * block_columns * to_size : length * to_size;
+      const Matrices block = {source + first * from_size, buffer, 1, block_rows, block_columns, columns, pitch, false};
+      if (is_strip) {
+        strips_of<Way, width>(block)(block, way);
+      } else {
+        transpose_squares<Way, square_width>(block, way);
+      }
+      for (Index piece = 0; piece < pieces; ++piece) {
+        ahead = stream_out(buffer + piece * pitch * to_size,
+                           destination + (piece * rows + begin * (is_wide ? rows : 1)) * to_size, bytes, is_first,
+                           is_last, ahead, step);
+      }
+    }
+    source += size * from_size;
+    destination += size * to_size;
+  }
+}
+
+#endif  // NHWC_X86_LEVEL >= 2
 
 #endif  // NHWC_HAS_SHUFFLES
 
