@@ -259,6 +259,27 @@ class TestTune:
             "plan=Tuning.from_json(open('tuning.json').read()).plan); --save tuning.json writes that file.\n"
         )
 
+    @pytest.mark.parametrize(
+        ("choice", "advice"),
+        [
+            ("full, compiled", ".plan), then compile it: torch.compile(model); --save tuning.json writes that file.\n"),
+            ("contiguous, compiled", "Compile the model and convert nothing: torch.compile(model)\n"),
+            ("contiguous", "Leave the model as it is: no plan is certainly faster here.\n"),
+        ],
+    )
+    def test_says_whether_to_compile(self, choice, advice, run, monkeypatch):
+        tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        given = {}
+
+        def tune(*_, **options):
+            given.update(options)
+            return replace(tuning, choice=choice, compile=choice.endswith("compiled"))
+
+        monkeypatch.setattr(torch_nhwc, "tune", tune)
+        _, out, _ = run("tune", *of_mine("losing"), "--compile")
+        assert given["compile"] is True
+        assert out.endswith(advice)
+
 
 class TestVerify:
     """`torch-nhwc verify`."""

@@ -196,6 +196,9 @@ def tune(
     optimizer: Annotated[
         str | None, Option(help="In training mode, also take steps by this class of torch.optim, such as AdamW.")
     ] = None,
+    compile: Annotated[
+        bool, Option("--compile", help="Measure torch.compile as well. Compiling is not part of the budget.")
+    ] = False,
     save: Annotated[
         Path | None,
         Option(help="Write the decision as JSON, for convert --plan.", metavar="FILE", rich_help_panel=_OUTPUT),
@@ -227,6 +230,7 @@ def tune(
             preserve=preserve,
             autocast=region,
             optimizer=kind,
+            compile=compile,
         )
     if save is not None:
         with write_whole(save) as temporary:
@@ -446,10 +450,14 @@ def _answer_of_trace(
 
 
 def _advice(tuning: Tuning, save: Path | None) -> str:
-    if tuning.choice == "contiguous":
-        return paragraphs(["Leave the model as it is: no plan is certainly faster here."])
+    policy = tuning.choice.removesuffix(", compiled")
+    if policy == "contiguous":
+        advice = "Compile the model and convert nothing: torch.compile(model)"
+        return paragraphs([advice if tuning.compile else "Leave the model as it is: no plan is certainly faster here."])
     kept = f"Tuning.from_json(open({str(save or 'tuning.json')!r}).read())"
-    text = f"Convert the model by the plan {tuning.choice!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
+    text = f"Convert the model by the plan {policy!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
+    if tuning.compile:
+        text += ", then compile it: torch.compile(model)"
     return paragraphs([text if save else f"{text}; --save tuning.json writes that file."])
 
 

@@ -47,11 +47,15 @@ class TuningRow(NamedTuple):
     """How far its output is from the contiguous model's, in units of the largest output; `None` if not compared."""
     remark: str
     """Why it could not be measured."""
+    compile_seconds: float | None = None
+    """How long the first call of a compiled candidate took, which compiles it; `None` for others."""
 
 
 @dataclass(frozen=True)
 class Tuning:
     """A tuning is a decision by measurement: `convert_(model, plan=tuning.plan)` applies it.
+
+    If `compile` is true, call `torch.compile(model)` after that.
 
     Attributes:
         plan: The fastest plan; the contiguous model's where none is certainly faster.
@@ -61,6 +65,7 @@ class Tuning:
         seconds: How long the tuning took.
         workload: What was timed: model, mode, dtypes, shapes, optimizer, device.
         machine: What it was timed on: processor or GPU, libraries and their settings.
+        compile: Whether to compile the model after the conversion. It is false unless `tune` measured that.
 
     Example:
         >>> from torch_nhwc.tuning import Tuning
@@ -78,6 +83,7 @@ class Tuning:
     seconds: float
     workload: dict[str, Any]
     machine: dict[str, Any]
+    compile: bool = False
 
     def to_json(self) -> str:
         """Return the decision with its evidence as JSON text, for `from_json`."""
@@ -115,7 +121,7 @@ class Tuning:
         processor, threads, version = (self.machine[name] for name in _PRINTED)
         where = f"{processor}, {threads} threads, torch {version}"
         title = f"Tuning: {self.choice} ({self.seconds:.0f} s; {described}; {where})"
-        head = ["candidate", "time", "spread", "speed", "99 % interval", "regret", "difference"]
+        head = ["candidate", "time", "speed", "99 % interval", "regret", "error", "compile"]
         rows = [_cells(row, row.name == self.choice) for row in self.table]
         failed = [f"{row.name}: {row.remark}." for row in self.table if row.remark]
         return paragraphs([title]) + table(rows, head) + paragraphs([*failed, *self.notes])
@@ -131,12 +137,13 @@ def _changes(before: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 def _cells(row: TuningRow, is_chosen: bool) -> list[str]:
     name = f"* {row.name}" if is_chosen else row.name
-    if row.seconds is None or not row.ratio or row.regret is None or row.spread is None:
-        return [name, "failed", *[""] * 5]
+    compiling = "" if row.compile_seconds is None else _duration(row.compile_seconds)
+    if row.seconds is None or not row.ratio or row.regret is None:
+        return [name, "failed", *[""] * 4, compiling]
     limits = f"{1 / row.high:.2f} to {1 / row.low:.2f}" if row.low and row.high else "unknown"
     speed = ("1", "") if row.ratio == 1 and row.low == row.high else (f"{1 / row.ratio:.2f}x", limits)
     difference = "" if row.difference is None else f"{row.difference:.0e}" if row.difference else "0"
-    return [name, _duration(row.seconds), f"{row.spread:.0%}", *speed, f"{row.regret:.1%}", difference]
+    return [name, _duration(row.seconds), *speed, f"{row.regret:.1%}", difference, compiling]
 
 
 def _duration(seconds: float) -> str:

@@ -4,6 +4,8 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
@@ -15,6 +17,8 @@ from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
 from torch_nhwc.running.comparison import tensors_in
 from torch_nhwc.running.machine import machine
+from torch_nhwc.sites.reasons import Reason
+from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
 from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
 
@@ -34,16 +38,20 @@ def tune(
     autocast: torch.dtype | None = None,
     optimizer: Any = None,
     loss: Loss | None = None,
+    compile: bool = False,
 ) -> Tuning:
     """Find by measurement which plan makes a model fastest on this machine.
 
     `convert_(model, plan=tuning.plan)` applies it. Four candidates are timed in turns: the contiguous model,
     channels-last weights, channels-last weights and inputs, and the same with layers replaced that would lose the
-    format. Clearly slower ones drop out, and the others are compared in pairs of one round. A plan that is not
-    certainly faster is not chosen: in doubt the model stays contiguous. Neither is a plan under which the model
-    computes something else.
+    format. Clearly slower ones drop out, and the others are compared in pairs of one round until each pair is certainly
+    different or equal within 3 %. The plan with the largest gain that is certain is chosen: in doubt the model stays
+    contiguous. A plan under which the model computes something else is not chosen.
 
-    A deep copy is tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
+    With `compile=True`, `torch.compile` of the contiguous model and of the best converted one are candidates as well.
+    If one of them wins, `tuning.compile` is true: convert by the plan, then call `torch.compile(model)`.
+
+    Deep copies are tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
 
     Args:
         model: Any module that `convert_` takes, on its device and in its dtype.
@@ -59,9 +67,12 @@ def tune(
             one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
         loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
             or the mean of its squares. Weights that it holds itself get gradients.
+        compile: Whether compiled models are measured, too. The time to compile them is not part of the budget, of which
+            at most half is spent before.
 
     Raises:
-        ValueError: An argument is none of these; a layer is lazy, or on the meta device.
+        ValueError: An argument is none of these; a layer is lazy, or on the meta device; a model is already compiled
+            and `compile` is true.
         TypeError: `model` is not a module, or a shape was given instead of tensors.
         RuntimeError: The model cannot be copied.
         Exception: What the contiguous model raises on these inputs.
@@ -72,7 +83,7 @@ def tune(
         >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
         ('contiguous', True)
     """
-    _check(model, mode, budget_seconds, autocast, optimizer, loss)
+    _check(model, mode, budget_seconds, autocast, optimizer, loss, compile)
     arguments_of(model, example_inputs)  # raises for a shape
     tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -82,19 +93,25 @@ def tune(
         autocast = torch.get_autocast_dtype(device.type)
     started = time.monotonic()
     with preserved_state(), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
-        copied = tuning_copy(model, mode)
-        steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
-        workload = Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
+
+        def workload_of_a_copy() -> Workload:
+            copied = tuning_copy(model, mode)
+            steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
+            return Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
+
+        workload = workload_of_a_copy()
         with workload.region():
-            candidates = _Candidates(workload, policies(copied, copy_inputs(example_inputs), preserve))
-        candidates.measure(lambda: time.monotonic() - started >= budget_seconds)
+            plans = policies(workload.model, copy_inputs(example_inputs), preserve)
+        candidates = _Candidates(workload, plans)
+        candidates.measure(started, budget_seconds, workload_of_a_copy if compile else None)
         choice = candidates.race.winner()
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
         return Tuning(
             plan=candidates.plans[choice],
             choice=choice,
+            compile=choice in candidates.compiled,
             table=tuple(map(candidates.row, candidates.plans)),
-            notes=(candidates.reason_for(choice), *candidates.notes),
+            notes=(*candidates.reasons_for(choice), *candidates.notes),
             seconds=time.monotonic() - started,
             workload={
                 "model": type(model).__name__,
@@ -129,7 +146,10 @@ def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> di
 
 
 class _Candidates:
-    """The plans of the policies, their race, and how far their outputs are from the contiguous model's."""
+    """The plans of the policies, their race, and how far their outputs are from the contiguous model's.
+
+    A compiled candidate has a model of its own, in `compiled`, and the plan of the policy that was compiled.
+    """
 
     def __init__(self, workload: Workload, plans: dict[str, Plan]) -> None:
         self.workload, self.plans = workload, plans
@@ -138,64 +158,113 @@ class _Candidates:
         self.expected: Any = None
         self.is_random = False
         self.differences: dict[str, float] = {}
+        self.compiled: dict[str, Workload] = {}
+        self.compile_seconds: dict[str, float] = {}
 
-    def measure(self, is_late: Callable[[], bool]) -> None:
-        """Run rounds until it is late, the race is over, or the user interrupts it.
+    def measure(self, started: float, budget: float, copied: Callable[[], Workload] | None) -> None:
+        """Run rounds until the budget is spent, the race is over, or the user interrupts it.
+
+        With `copied`, which returns the workload of a copy of the model, compiled candidates enter the race after at
+        most half of the budget. Compiling them is not part of it.
 
         Raises:
             KeyboardInterrupt: The user interrupted the first measurement.
         """
         try:
-            while self.race.rounds == 0 or not (is_late() or self.race.is_over()):
-                self.race.run_round(self._sample, is_late)
+            self._run(started + (budget if copied is None else budget / 2))
+            if copied is not None:
+                compiling = time.monotonic()
+                self._enter_compiled(copied)
+                self._run(started + budget + time.monotonic() - compiling)
         except KeyboardInterrupt:
             if not self.race.measured:
                 raise
             self.notes.append("It was interrupted: this is the best so far.")
 
+    def _run(self, end: float) -> None:
+        def is_late() -> bool:
+            return time.monotonic() >= end
+
+        self.race.run_round(self._sample, is_late)
+        while not (is_late() or self.race.is_over()):
+            self.race.run_round(self._sample, is_late)
+
+    def _enter_compiled(self, copied: Callable[[], Workload]) -> None:
+        """Add the compiled contiguous model and the compiled best of the converted ones to the race."""
+        race = self.race
+        converted = [name for name in race.measured if name != CONTIGUOUS]
+        best = min(converted, key=lambda name: race.compare(name, CONTIGUOUS), default=CONTIGUOUS)
+        for policy in dict.fromkeys((CONTIGUOUS, best)):
+            name = f"{policy}, compiled"
+            self.plans[name] = self.plans[policy]
+            race.enter(name, partial(self._compile, name, copied))
+
+    def _compile(self, name: str, copied: Callable[[], Workload]) -> None:
+        self.compiled[name] = copied()
+        self.compile_seconds[name] = self.compiled[name].compile(self.plans[name])
+
     def row(self, name: str) -> TuningRow:
         """Return what was measured for a candidate."""
-        race, difference = self.race, self.differences.get(name)
+        race, difference, compile_seconds = self.race, self.differences.get(name), self.compile_seconds.get(name)
         if name not in race.measured:
             remark = race.failures.get(name, "not measured")
-            return TuningRow(name, None, None, 0, None, None, None, None, difference, remark)
+            return TuningRow(name, None, None, 0, None, None, None, None, difference, remark, compile_seconds)
         samples, over = race.samples(name), race.compare(name, CONTIGUOUS)
         low, high = (over.low, over.high) if over.is_known else (None, None)
         regret = max(0.0, race.compare(name, race.best()).ratio - 1)
         median, spread = statistics.median(samples), _spread(samples)
-        return TuningRow(name, median, spread, len(samples), over.ratio, low, high, regret, difference, "")
+        values = (median, spread, len(samples), over.ratio, low, high, regret, difference)
+        return TuningRow(name, *values, "", compile_seconds)
 
-    def reason_for(self, choice: str) -> str:
-        """Return a sentence on why this is the choice."""
-        race, best = self.race, self.race.best()
+    def reasons_for(self, choice: str) -> list[str]:
+        """Return the answer in a sentence, and another one if the race ended too early for its best answer."""
+        open_pairs = self.race.open_pairs()
+        reason = self._reason_for(choice, is_settled=not open_pairs)
+        if not self.compiled.keys().isdisjoint([*self.race.measured, *self.race.failures]):
+            reason = f"{'Compile' if choice in self.compiled else 'Do not compile'} the model: {reason}"
+        if not open_pairs:
+            return [reason]
+        names = ", ".join(repr(name) for name in self.race.running if any(name in pair for pair in open_pairs))
+        return [
+            reason,
+            f"The race ended before each pair of {names} was told apart or equal within {_CLOSE:.0%}: the answer has "
+            f"the best lower bound of the speed over contiguous.",
+        ]
+
+    def _reason_for(self, choice: str, *, is_settled: bool) -> str:
+        race = self.race
+        named = race.best() if choice == CONTIGUOUS else choice
         if len(self.plans) == 1:
             return "There is nothing to decide: no plan changes anything in this model."
-        if best == CONTIGUOUS:
+        if named == CONTIGUOUS:
             spread = _spread(race.samples(CONTIGUOUS))
             rounds = several(race.rounds, "round")
             return f"Nothing was faster than the contiguous model in {rounds}; its own calls spread by {spread:.0%}."
-        over = race.compare(best, CONTIGUOUS)
-        text = f"{best!r} is {1 / over.ratio:.2f} times as fast as contiguous"
-        if choice == best:
+        over = race.compare(named, CONTIGUOUS)
+        text = f"{named!r} is {1 / over.ratio:.2f} times as fast as contiguous"
+        if choice == named:
             least = f"at least {1 / over.high:.2f} times" if over.is_faster else "by more than a quarter in every round"
             return f"{text}, {least}."
         if not over.is_known:
             return f"{text}, in too few rounds to say anything: give it a larger budget."
+        why = f"that is equal within {_CLOSE:.0%}" if is_settled else "the noise is larger than the gain"
         limits = f"{1 / over.high:.2f} to {1 / over.low:.2f} times"
-        return f"{text}, {limits}: the noise is larger than the gain, and so the model stays contiguous."
+        return f"{text}, {limits}: {why}, and so the model stays contiguous."
 
     def _sample(self, name: str) -> float:
-        if self.race.rounds == 0:
-            self._compare_output(name)
-        return self.workload.sample(self.plans[name])
+        workload = self.compiled.get(name, self.workload)
+        # In training a compiled model's output would have to be compiled for evaluation, too, and is not compared.
+        if not self.race.samples(name) and (workload is self.workload or workload.mode == "inference"):
+            self._compare_output(name, workload)
+        return workload.sample(self.plans[name])
 
-    def _compare_output(self, name: str) -> None:
+    def _compare_output(self, name: str, workload: Workload) -> None:
         """Note how far a plan's output is from the contiguous one's.
 
         Raises:
             ValueError: It is farther away than the dtype allows.
         """
-        output = self.workload.output(self.plans[name])
+        output = workload.output(self.plans[name])
         if name == CONTIGUOUS:
             self.expected = output
             self.is_random = not self.workload.compare(self.workload.output(self.plans[name], seed=1), output).is_within
@@ -211,9 +280,9 @@ class _Candidates:
 
 # A ratio beyond this in each of two rounds decides without an interval.
 _FAR = 1.25
-# How precisely equal candidates are compared, and after which rounds that is checked. It is checked rarely, because
-# whoever checks often enough finds a difference.
-_CLOSE = 0.01
+# Two candidates are equal if their interval is not wider than this.
+_CLOSE = 0.03
+# After which rounds the intervals are looked at. That is rarely, because whoever looks often enough finds a difference.
 _CHECKS = (5, 8, 12, 18, 27, 40, 60, 90, 140, 210, 320)
 
 
@@ -255,6 +324,7 @@ class Race:
         self.failures: dict[str, str] = {}
         self.rounds = 0
         self._seconds: dict[str, dict[int, float]] = {name: {} for name in self.running}
+        self._rounds_before_entry = 0
 
     @property
     def measured(self) -> list[str]:
@@ -265,23 +335,33 @@ class Race:
         """Return the seconds that were measured for a candidate."""
         return list(self._seconds[name].values())
 
+    def enter(self, name: str, prepare: Callable[[], object]) -> None:
+        """Add a candidate to those that are running, after it was prepared.
+
+        An exception of the preparation is noted in `failures`, and the candidate does not run.
+        """
+        self._seconds[name] = {}
+        self._rounds_before_entry = self.rounds
+        if self._succeeds(name, prepare):
+            self.running.append(name)
+
     def run_round(self, measure: Callable[[str], float], is_late: Callable[[], bool] = lambda: False) -> None:
         """Take one sample of each candidate, every other round in reverse order, and drop clearly slower ones.
 
-        The round ends before the next sample if it is late, but the first round is never cut short.
+        The round ends before the next sample if it is late, but the first round of a candidate is never cut short.
 
         Raises:
             Exception: What the baseline raised. Exceptions of other candidates are noted in `failures`.
         """
+
+        def take(name: str) -> None:
+            self._seconds[name][self.rounds] = measure(name)
+
+        is_first = not all(map(self.samples, self.running))
         for name in self.running[:: -1 if self.rounds % 2 else 1]:
-            if self.rounds > 0 and is_late():
+            if not is_first and is_late():
                 break
-            try:
-                self._seconds[name][self.rounds] = measure(name)
-            except Exception as error:  # the model's code may not work with channels-last
-                if name == self.baseline:
-                    raise
-                self.failures[name] = f"{type(error).__name__}: {first_line(str(error))}"
+            self._succeeds(name, partial(take, name))
         self.rounds += 1
         best = self.best()
         self.running = [
@@ -303,21 +383,33 @@ class Race:
 
     def is_over(self) -> bool:
         """Return whether more rounds would hardly change the answer."""
-        if len(self.running) == 1:
-            return True
-        if self.rounds not in _CHECKS:
-            return self.rounds > _CHECKS[-1]
-        best = self.best()
-        return all(
-            each.is_faster or each.is_slower or each.high < each.low * (1 + _CLOSE) ** 2
-            for each in (self.compare(name, best) for name in self.running if name != best)
-        )
+        is_checked = self.rounds - self._rounds_before_entry in _CHECKS
+        return len(self.running) == 1 or (is_checked and not self.open_pairs())
+
+    def open_pairs(self) -> list[tuple[str, str]]:
+        """Return the pairs of running candidates that are neither certainly different nor equal within 3 %."""
+        return [pair for pair in combinations(self.running, 2) if not self._is_settled(*pair)]
 
     def winner(self) -> str:
-        """Return the fastest candidate if it is certainly faster than the baseline, else the baseline."""
+        """Return the candidate that is faster than the baseline by the largest certain factor, else the baseline."""
+        surest = min(self.running, key=lambda name: self.compare(name, self.baseline).high)
         best = self.best()
-        is_ahead = self.compare(best, self.baseline).is_faster or self._is_far_ahead(best, self.baseline)
-        return best if is_ahead else self.baseline
+        return best if surest == self.baseline and self._is_far_ahead(best, self.baseline) else surest
+
+    def _succeeds(self, name: str, function: Callable[[], object]) -> bool:
+        try:
+            function()
+        except Exception as error:  # the model's code may not work with channels-last, or not compiled
+            if name == self.baseline:
+                raise
+            self.failures[name] = f"{type(error).__name__}: {first_line(str(error)).removesuffix('.')}"
+        return name not in self.failures
+
+    def _is_settled(self, name: str, other: str) -> bool:
+        if self._is_far_ahead(name, other) or self._is_far_ahead(other, name):
+            return True
+        each = self.compare(name, other)
+        return each.is_faster or each.is_slower or each.high < each.low * (1 + _CLOSE)
 
     def _has_lost(self, name: str, best: str) -> bool:
         is_slower = len(self._ratios(name, best)) >= 3 and self.compare(name, best).is_slower
@@ -367,7 +459,7 @@ def _spread(samples: list[float]) -> float:
     return (high - low) / median
 
 
-def _check(model: Any, mode: Any, budget: Any, autocast: Any, optimizer: Any, loss: Any) -> None:
+def _check(model: Any, mode: Any, budget: Any, autocast: Any, optimizer: Any, loss: Any, compiles: Any) -> None:
     """Raise an error for an argument that is not valid."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"tune: expected a torch.nn.Module, got {type(model).__name__}")
@@ -381,3 +473,7 @@ def _check(model: Any, mode: Any, budget: Any, autocast: Any, optimizer: Any, lo
         raise ValueError("tune: an optimizer and a loss are for mode='training'")
     if optimizer is not None and not (callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
         raise ValueError(f"tune: expected an optimizer, its class, or a function that makes one, got {optimizer!r}")
+    if not isinstance(compiles, bool):
+        raise ValueError(f"tune: expected compile to be True or False, got {compiles!r}")
+    if compiles and any(reason_of(module) is Reason.COMPILED for module in model.modules()):
+        raise ValueError("tune: compile=True is for a model that is not compiled yet: give the one that was compiled")

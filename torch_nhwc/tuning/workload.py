@@ -1,6 +1,7 @@
 """What is timed: a call of a model, or a step of its training, converted by one plan or another."""
 
 import math
+import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -11,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from torch_nhwc.converting import convert_
+from torch_nhwc.converting import Report, convert_
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import first_line
 from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
@@ -22,6 +23,8 @@ Loss = Callable[[Any], Tensor]
 
 # A call that takes this many seconds does not depend on what the turn before has left in the caches: one is a turn.
 _LONG = 0.2
+# Whatever a first call loads is a small part of one that takes this many seconds: such a model is not warmed up again.
+_SLOW = 2.0
 # Shorter calls are repeated for about this time in each turn, within limits. The fastest one counts, because whatever
 # disturbs a call makes it longer.
 _TURN = 0.05
@@ -32,7 +35,8 @@ _CALLS = range(3, 50)
 class Workload:
     """A copy of a model, what it is called with, and how; without an optimizer, steps are left out.
 
-    Each call gets a fresh copy of the inputs, to which a model may write.
+    Each call gets a fresh copy of the inputs, to which a model may write. A compiled model keeps the plan that it was
+    compiled with.
     """
 
     model: nn.Module
@@ -42,7 +46,16 @@ class Workload:
     autocast: torch.dtype | None
     loss: Loss
     optimizer: Any = None
+    is_compiled: bool = False
     _durations: dict[int, float] = field(default_factory=dict)
+
+    def compile(self, plan: Plan) -> float:
+        """Convert the model by a plan, compile it, and return the seconds of its first call or step."""
+        self._convert(plan)
+        compiled: Any = torch.compile(self.model)
+        self.model, self.is_compiled = compiled, True
+        with preserved_state(self.model), self._converted(plan):
+            return self._measure()
 
     def sample(self, plan: Plan) -> float:
         """Return the seconds of a call or a step under a plan, after one that warms up. Buffers are restored."""
@@ -59,7 +72,12 @@ class Workload:
         """Return the model's output in evaluation mode under a plan."""
         with preserved_state(self.model), evaluation_mode(self.model), self._converted(plan):
             torch.manual_seed(seed)
-            return self._infer(copy_inputs(self.inputs))
+            started = time.perf_counter()
+            output = self._infer(copy_inputs(self.inputs))
+            taken = time.perf_counter() - started
+        if taken >= _SLOW:
+            self._durations[id(plan)] = taken
+        return output
 
     def compare(self, output: Any, reference: Any) -> Difference:
         """Return how far an output is from another one, with the tolerance of the dtypes that the model computes in."""
@@ -74,14 +92,18 @@ class Workload:
 
     @contextmanager
     def _converted(self, plan: Plan) -> Iterator[None]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # `convert_` will warn the caller of what is refused
-            report = convert_(self.model, plan=plan, optimizer=self.optimizer)
+        report = None if self.is_compiled else self._convert(plan)
         try:
             yield
         finally:
             self.model.zero_grad(set_to_none=True)
-            report.revert()
+            if report is not None:
+                report.revert()
+
+    def _convert(self, plan: Plan) -> Report:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # `convert_` will warn the caller of what is refused
+            return convert_(self.model, plan=plan, optimizer=self.optimizer)
 
     def _measure(self) -> float:
         job = partial(self._infer if self.mode == "inference" else self._step, copy_inputs(self.inputs))
