@@ -59,7 +59,7 @@ def tune(
             the model is called with in production.
         mode: `"inference"` times calls without gradients, `"training"` forward, backward and a step of the optimizer.
             A model that is in another mode is copied and put into this one.
-        budget_seconds: How long it may take, roughly. The first round is never cut short.
+        budget_seconds: How long it may take, roughly. The first two rounds are never cut short.
         preserve: Whether layers that lose channels-last may be replaced.
         autocast: The dtype of the autocast region in which the model is called; `None` is that of the region around
             this call, or none.
@@ -153,7 +153,7 @@ class _Candidates:
 
     def __init__(self, workload: Workload, plans: dict[str, Plan]) -> None:
         self.workload, self.plans = workload, plans
-        self.race = Race(plans)
+        self.race = Race([CONTIGUOUS])
         self.notes: list[str] = []
         self.expected: Any = None
         self.is_random = False
@@ -171,6 +171,9 @@ class _Candidates:
             KeyboardInterrupt: The user interrupted the first measurement.
         """
         try:
+            self._prepare(CONTIGUOUS, self.workload)
+            for name in list(self.plans)[1:]:
+                self.race.enter(name, partial(self._prepare, name, self.workload))
             self._run(started + (budget if copied is None else budget / 2))
             if copied is not None:
                 compiling = time.monotonic()
@@ -186,7 +189,7 @@ class _Candidates:
             return time.monotonic() >= end
 
         self.race.run_round(self._sample, is_late)
-        while not (is_late() or self.race.is_over()):
+        while not self.race.is_over() and (not is_late() or self.race.is_early()):
             self.race.run_round(self._sample, is_late)
 
     def _enter_compiled(self, copied: Callable[[], Workload]) -> None:
@@ -200,8 +203,9 @@ class _Candidates:
             race.enter(name, partial(self._compile, name, copied))
 
     def _compile(self, name: str, copied: Callable[[], Workload]) -> None:
-        self.compiled[name] = copied()
-        self.compile_seconds[name] = self.compiled[name].compile(self.plans[name])
+        self.compiled[name] = workload = copied()
+        self.compile_seconds[name] = workload.compile(self.plans[name])
+        self._prepare(name, workload)
 
     def row(self, name: str) -> TuningRow:
         """Return what was measured for a candidate."""
@@ -252,11 +256,14 @@ class _Candidates:
         return f"{text}, {limits}: {why}, and so the model stays contiguous."
 
     def _sample(self, name: str) -> float:
-        workload = self.compiled.get(name, self.workload)
-        # In training a compiled model's output would have to be compiled for evaluation, too, and is not compared.
-        if not self.race.samples(name) and (workload is self.workload or workload.mode == "inference"):
+        return self.compiled.get(name, self.workload).sample(self.plans[name])
+
+    def _prepare(self, name: str, workload: Workload) -> None:
+        """Compare a candidate's output, and warm it up: the first calls of a process are slower than later ones."""
+        # In training a compiled model's output would have to be compiled for evaluation, too.
+        if not workload.is_compiled or workload.mode == "inference":
             self._compare_output(name, workload)
-        return workload.sample(self.plans[name])
+        workload.warm_up(self.plans[name])
 
     def _compare_output(self, name: str, workload: Workload) -> None:
         """Note how far a plan's output is from the contiguous one's.
@@ -348,7 +355,8 @@ class Race:
     def run_round(self, measure: Callable[[str], float], is_late: Callable[[], bool] = lambda: False) -> None:
         """Take one sample of each candidate, every other round in reverse order, and drop clearly slower ones.
 
-        The round ends before the next sample if it is late, but the first round of a candidate is never cut short.
+        The round ends before the next sample if it is late, but a candidate's first two rounds are never cut short:
+        two may decide, and one never does.
 
         Raises:
             Exception: What the baseline raised. Exceptions of other candidates are noted in `failures`.
@@ -357,9 +365,9 @@ class Race:
         def take(name: str) -> None:
             self._seconds[name][self.rounds] = measure(name)
 
-        is_first = not all(map(self.samples, self.running))
+        is_early = self.is_early()
         for name in self.running[:: -1 if self.rounds % 2 else 1]:
-            if not is_first and is_late():
+            if not is_early and is_late():
                 break
             self._succeeds(name, partial(take, name))
         self.rounds += 1
@@ -380,6 +388,10 @@ class Race:
     def best(self) -> str:
         """Return the fastest candidate that was measured, by its ratio to the baseline."""
         return min(self.measured, key=lambda name: self.compare(name, self.baseline))
+
+    def is_early(self) -> bool:
+        """Return whether a running candidate has fewer than two samples."""
+        return any(len(self.samples(name)) < 2 for name in self.running)
 
     def is_over(self) -> bool:
         """Return whether more rounds would hardly change the answer."""

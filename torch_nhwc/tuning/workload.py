@@ -1,7 +1,6 @@
 """What is timed: a call of a model, or a step of its training, converted by one plan or another."""
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -23,8 +22,6 @@ Loss = Callable[[Any], Tensor]
 
 # A call that takes this many seconds does not depend on what the turn before has left in the caches: one is a turn.
 _LONG = 0.2
-# Whatever a first call loads is a small part of one that takes this many seconds: such a model is not warmed up again.
-_SLOW = 2.0
 # Shorter calls are repeated for about this time in each turn, within limits. The fastest one counts, because whatever
 # disturbs a call makes it longer.
 _TURN = 0.05
@@ -54,11 +51,16 @@ class Workload:
         self._convert(plan)
         compiled: Any = torch.compile(self.model)
         self.model, self.is_compiled = compiled, True
+        return self.warm_up(plan)
+
+    def warm_up(self, plan: Plan) -> float:
+        """Return the seconds of a call or a step under a plan, before any sample. Buffers are restored."""
         with preserved_state(self.model), self._converted(plan):
-            return self._measure()
+            self._durations[id(plan)] = taken = self._measure()
+        return taken
 
     def sample(self, plan: Plan) -> float:
-        """Return the seconds of a call or a step under a plan, after one that warms up. Buffers are restored."""
+        """Return the seconds of a call or a step under a plan, a short one after another. Buffers are restored."""
         with preserved_state(self.model), self._converted(plan):
             taken = self._durations.get(id(plan), 0.0)
             if taken < _LONG:
@@ -72,12 +74,7 @@ class Workload:
         """Return the model's output in evaluation mode under a plan."""
         with preserved_state(self.model), evaluation_mode(self.model), self._converted(plan):
             torch.manual_seed(seed)
-            started = time.perf_counter()
-            output = self._infer(copy_inputs(self.inputs))
-            taken = time.perf_counter() - started
-        if taken >= _SLOW:
-            self._durations[id(plan)] = taken
-        return output
+            return self._infer(copy_inputs(self.inputs))
 
     def compare(self, output: Any, reference: Any) -> Difference:
         """Return how far an output is from another one, with the tolerance of the dtypes that the model computes in."""
