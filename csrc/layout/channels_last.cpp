@@ -2,9 +2,6 @@
 
 #include <ATen/ATen.h>
 
-#include "ops/composition.h"
-#include "torch_nhwc/ops.h"
-
 namespace nhwc {
 namespace {
 
@@ -57,18 +54,6 @@ bool has_channels_last_strides(const at::Tensor& input) {
   return input.sym_strides() == at::SymIntArrayRef(canonical_strides(input.sym_sizes()));
 }
 
-at::Tensor to_channels_last(const at::Tensor& input) {
-  if (has_channels_last_strides(input)) return input;
-  const bool is_moving = input.dim() >= 4 && input.is_contiguous() && !channels_to_end(input).is_contiguous();
-  if (is_moving && input.is_cpu() &&
-      is_unobserved(input)) {  // a weight or not: several times as fast as PyTorch's copy
-    return convert_weight(input, input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast);
-  }
-  // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
-  const at::Tensor dense = channels_to_end(input).contiguous();
-  return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
-}
-
 bool has_odd_strides(const at::Tensor& input) {
   const auto sizes = input.sym_sizes(), strides = input.sym_strides();
   const at::SymDimVector channels_last = canonical_strides(sizes);
@@ -81,11 +66,6 @@ bool has_odd_strides(const at::Tensor& input) {
     is_odd = true;
   }
   return is_odd;
-}
-
-at::Tensor with_canonical_strides(const at::Tensor& input) {
-  return is_channels_last(input) ? to_channels_last(input)
-                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
 }
 
 at::Tensor empty_channels_last(const at::Tensor& like) {

@@ -21,15 +21,9 @@ inline at::Tensor channels_to_end(const at::Tensor& input) { return input.movedi
 /// Returns the view `[N, C, *spatial]`, channels-last, of a contiguous `[N, *spatial, C]`.
 inline at::Tensor channels_from_end(const at::Tensor& input) { return input.movedim(-1, 1); }
 
-/// Returns the activation in canonical channels-last strides; itself if it has them.
-at::Tensor to_channels_last(const at::Tensor& input);
-
 /// Returns whether a dense activation, channels-last or contiguous, has another stride than the canonical one in some
 /// dimension of size 1.
 bool has_odd_strides(const at::Tensor& input);
-
-/// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
-at::Tensor with_canonical_strides(const at::Tensor& input);
 
 /// Allocates a tensor like the activation, in canonical channels-last strides.
 at::Tensor empty_channels_last(const at::Tensor& like);

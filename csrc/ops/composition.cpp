@@ -11,6 +11,7 @@
 #include "layout/channels_last.h"
 #include "layout/memory_format.h"
 #include "ops/autograd_node.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -74,6 +75,23 @@ at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes) {
   // The format stands for channels-last of any rank.
   memory.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, canonical_strides(sizes, at::MemoryFormat::ChannelsLast));
   return memory;
+}
+
+at::Tensor to_channels_last(const at::Tensor& input) {
+  if (has_channels_last_strides(input)) return input;
+  const bool is_moving = input.dim() >= 4 && input.is_contiguous() && !channels_to_end(input).is_contiguous();
+  // Whether it is a weight or not, this is several times as fast as PyTorch's copy.
+  if (is_moving && input.is_cpu() && is_unobserved(input)) {
+    return convert_weight(input, input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast);
+  }
+  // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
+  const at::Tensor dense = channels_to_end(input).contiguous();
+  return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
+}
+
+at::Tensor with_canonical_strides(const at::Tensor& input) {
+  return is_channels_last(input) ? to_channels_last(input)
+                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
 }
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }

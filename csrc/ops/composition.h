@@ -20,6 +20,12 @@ at::Tensor memory_of(const at::Tensor& dense, at::IntArrayRef sizes);
 /// Gives a new tensor the sizes, and the canonical channels-last strides, of its memory's order.
 at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes);
 
+/// Returns the activation in canonical channels-last strides; itself if it has them.
+at::Tensor to_channels_last(const at::Tensor& input);
+
+/// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
+at::Tensor with_canonical_strides(const at::Tensor& input);
+
 /// Returns an alias of a composition's input through which the gradient flows in channels-last strides.
 at::Tensor with_channels_last_grad(const at::Tensor& input);
 

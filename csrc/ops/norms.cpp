@@ -15,6 +15,7 @@
 #include "cpu/group_norm.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
+#include "ops/composition.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {

@@ -12,6 +12,7 @@
 #include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient.h"
 #include "layout/channels_last.h"
+#include "ops/composition.h"
 
 namespace nhwc::kernels {
 namespace {
