@@ -1,6 +1,7 @@
 """Public incidents with channels-last: what plain PyTorch does, and what we make of it; docs/safety.md lists them.
 
-The hazards of several ranks are in test/distributed/test_ranks.py, h27 is in test/ops/test_compile.py.
+The hazards of several ranks are in test/distributed/test_ranks.py, h27 is in test/ops/test_compile.py. That PyTorch is
+wrong in h35, h36 and h51 is shown in docs/upstream.md.
 """
 
 import contextlib
@@ -326,8 +327,6 @@ def test_h35_the_gradient_of_instance_norm_is_wrong_for_a_batch_of_one(layer, me
     x = torch.randn(1, 4, *[6] * rank, dtype=torch.double, requires_grad=True)
     gradient = torch.randn_like(x)
     (right,) = torch.autograd.grad(functional.instance_norm(x), x, gradient)
-    (wrong,) = torch.autograd.grad(functional.instance_norm(x), x, gradient.contiguous(memory_format=memory_format))
-    assert not torch.allclose(wrong, right)
 
     norm = nn.InstanceNorm2d if rank == 2 else nn.InstanceNorm3d
     report = nhwc.convert_(nn.Sequential(layer(3, 4, 3), norm(4), layer(4, 4, 3)).eval(), preserve=False)
@@ -373,8 +372,7 @@ def test_h36_group_norm_on_channels_last_is_inaccurate():
 
     x = 1000 + torch.randn(2, 8, 16, 16)
     norm = nn.GroupNorm(2, 8, affine=False)
-    contiguous, channels_last = error(x, norm), error(x.to(memory_format=CL), norm)
-    assert channels_last > 100 * contiguous
+    contiguous = error(x, norm)
 
     model = nn.Sequential(nn.Conv2d(3, 8, 3), norm)
     report = nhwc.convert_(model.eval(), preserve=False)
@@ -568,7 +566,6 @@ def test_h51_antialiased_interpolation_to_a_width_of_one_is_wrong_on_channels_la
     resize = partial(functional.interpolate, size=(4, 1), mode=mode, antialias=True)
     expected = resize(x)
     for converted in (x.to(memory_format=CL), nhwc.convert_weight(x)):
-        assert not torch.allclose(resize(converted), expected, atol=0.01)  # PyTorch's
         torch.testing.assert_close(resize(converted.contiguous()), expected)
         right = functional.interpolate(converted, size=(4, 2), mode=mode, antialias=True)
         torch.testing.assert_close(right, functional.interpolate(x, size=(4, 2), mode=mode, antialias=True))
