@@ -1,0 +1,790 @@
+// The work of one block of a GPU's threads in group norm, in phases with barriers between them.
+//
+// `run(all)` calls `all(phase)` for one phase after the other; a kernel calls the phase with its thread's number and
+// then waits at a barrier, a test without a GPU calls it with all numbers. So everything but the barrier can be run,
+// tested and counted by any C++17 compiler.
+//
+// Variances are sums of squared deviations from a value that the thread has seen, merged by the rule of Chan, Golub and
+// LeVeque: they are right whatever the mean is. A mean is the sum of two numbers, this value and an offset from it. The
+// order of all sums depends on the plan alone.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <tuple>
+#include <type_traits>
+
+#include "cuda/norm_plan.h"
+#include "torch_nhwc/cuda/elements.h"
+#include "torch_nhwc/cuda/tile.h"
+
+#if defined(__CUDA_ARCH__)
+#define NHWC_PRAGMA(text) _Pragma(#text)
+#define NHWC_UNROLL_BY(times) NHWC_PRAGMA(unroll times)
+#else
+#define NHWC_UNROLL_BY(times)
+#endif
+
+namespace nhwc::cuda {
+namespace detail {
+
+template <typename To, typename From>
+NHWC_HOST_DEVICE To same_bits(const From& value) {
+  static_assert(sizeof(To) == sizeof(From), "bits are kept");
+  To result;
+  memcpy(&result, &value, sizeof(To));
+  return result;
+}
+
+/// The elements of a type as bits, and the numbers that are computed with.
+template <NormType type>
+struct NormElement {
+  static constexpr unsigned bytes = bytes_of(type);
+  using Real = std::conditional_t<type == NormType::float64, double, float>;
+
+  NHWC_HOST_DEVICE static Real to_real(const Bits<bytes>& bits) {
+    if constexpr (type == NormType::bfloat16) {
+      return same_bits<float>(cast<Elements::bfloat16_to_float>(bits));
+    } else if constexpr (type == NormType::float16) {
+      return same_bits<float>(cast<Elements::half_to_float>(bits));
+    } else {
+      return same_bits<Real>(bits);
+    }
+  }
+  NHWC_HOST_DEVICE static Bits<bytes> to_bits(Real value) {
+    if constexpr (type == NormType::bfloat16) {
+      return cast<Elements::float_to_bfloat16>(same_bits<std::uint32_t>(value));
+    } else if constexpr (type == NormType::float16) {
+      return cast<Elements::float_to_half>(same_bits<std::uint32_t>(value));
+    } else {
+      return same_bits<Bits<bytes>>(value);
+    }
+  }
+};
+
+/// The mean of `count` numbers, which is `shift + offset`, and the sum of their squared deviations from it.
+template <typename Real>
+struct Moments {
+  static constexpr unsigned fields = 4;
+  Real count, shift, offset, deviations;
+
+  NHWC_HOST_DEVICE void merge(const Moments& other) {
+    if (other.count == 0) return;
+    if (count == 0) {
+      *this = other;
+      return;
+    }
+    const Real all = count + other.count, share = other.count / all;
+    const Real difference = (other.shift - shift) + (other.offset - offset);
+    offset += difference * share;
+    deviations += other.deviations + difference * difference * (count * share);
+    count = all;
+  }
+};
+
+/// Two sums: of gradients, and of their products with the deviations from the mean.
+template <typename Real>
+struct Products {
+  static constexpr unsigned fields = 2;
+  Real sum, product;
+
+  NHWC_HOST_DEVICE void merge(const Products& other) {
+    sum += other.sum;
+    product += other.product;
+  }
+};
+
+/// Values of a block in shared memory, their fields in one array each.
+template <typename Value, typename Real, typename Access>
+class SharedValues {
+ public:
+  NHWC_HOST_DEVICE SharedValues(char* shared, std::uint32_t size, Access access)
+      : shared_(shared), size_(size), access_(access) {}
+
+  NHWC_HOST_DEVICE Value load(std::uint32_t index) const {
+    Fields fields;
+    NHWC_UNROLL
+    for (unsigned i = 0; i < Value::fields; ++i) {
+      fields.of[i] = access_.template load_shared<Real>(shared_, at(i, index));
+    }
+    return same_bits<Value>(fields);
+  }
+  NHWC_HOST_DEVICE void store(std::uint32_t index, const Value& value) const {
+    const auto fields = same_bits<Fields>(value);
+    NHWC_UNROLL
+    for (unsigned i = 0; i < Value::fields; ++i) access_.store_shared(shared_, at(i, index), fields.of[i]);
+  }
+
+  /// Stores the values of a thread's lanes, which are neighbours. Threads of a warp begin at different lanes: otherwise
+  /// they would all be in the same banks.
+  template <unsigned lanes>
+  NHWC_HOST_DEVICE void store_lanes(std::uint32_t thread, const Value (&values)[lanes]) const {
+    constexpr unsigned threads_of_all_banks = 128 / (sizeof(Real) * lanes);
+    const std::uint32_t rotation = thread / threads_of_all_banks % lanes;
+    NHWC_UNROLL
+    for (unsigned field = 0; field < Value::fields; ++field) {
+      Real numbers[lanes];
+      NHWC_UNROLL
+      for (unsigned lane = 0; lane < lanes; ++lane) numbers[lane] = same_bits<Fields>(values[lane]).of[field];
+      rotate(numbers, rotation);
+      NHWC_UNROLL
+      for (unsigned i = 0; i < lanes; ++i) {
+        access_.store_shared(shared_, at(field, thread * lanes + (i + rotation) % lanes), numbers[i]);
+      }
+    }
+  }
+
+  /// Merges `copies` runs of values, `distance` apart, into the first, in each of so many sets.
+  template <typename All>
+  NHWC_HOST_DEVICE void merge(const All& all, std::uint32_t copies, std::uint32_t distance,
+                              std::uint32_t sets = 1) const {
+    const std::uint32_t pitch = copies * distance;
+    for (std::uint32_t left = copies; left > 1; left = (left + 1) / 2) {
+      const std::uint32_t half = (left + 1) / 2, merged = (left - half) * distance;
+      all([&](std::uint32_t thread) {
+        for (std::uint32_t i = thread; i < merged * sets; i += norm_threads) {
+          const std::uint32_t index = i / merged * pitch + i % merged;
+          Value value = load(index);
+          value.merge(load(index + half * distance));
+          store(index, value);
+        }
+      });
+    }
+  }
+
+ private:
+  struct Fields {
+    Real of[Value::fields];
+  };
+
+  NHWC_HOST_DEVICE std::uint32_t at(unsigned field, std::uint32_t index) const {
+    return (field * size_ + index) * static_cast<std::uint32_t>(sizeof(Real));
+  }
+  char* shared_;
+  std::uint32_t size_;
+  Access access_;
+};
+
+}  // namespace detail
+
+/// What the blocks have in common: their arguments, and numbers of channels.
+template <NormType type, typename Access>
+class NormBlock {
+ public:
+  using Element = detail::NormElement<type>;
+  using Real = typename Element::Real;
+
+ protected:
+  static constexpr unsigned bytes = Element::bytes;
+  using Element_ = detail::Bits<bytes>;
+
+  NHWC_HOST_DEVICE NormBlock(const NormArguments& arguments, Access access)
+      : norm_(arguments), plan_(arguments.plan), access_(access) {}
+
+  NHWC_HOST_DEVICE Real number(const void* numbers, std::uint64_t index) const {
+    return access_.template load<Real>(static_cast<const Real*>(numbers) + index);
+  }
+  NHWC_HOST_DEVICE void set(void* numbers, std::uint64_t index, Real value) const {
+    access_.store(static_cast<Real*>(numbers) + index, value);
+  }
+  NHWC_HOST_DEVICE Real parameter(const void* parameters, std::uint32_t channel, Real otherwise) const {
+    if (!parameters) return otherwise;
+    if (norm_.has_float_parameters) {
+      return static_cast<Real>(access_.template load<float>(static_cast<const float*>(parameters) + channel));
+    }
+    return Element::to_real(access_.template load<Element_>(static_cast<const char*>(parameters) + channel * bytes));
+  }
+  NHWC_HOST_DEVICE std::uint32_t channels_of_group() const { return plan_.channels / plan_.groups; }
+  NHWC_HOST_DEVICE std::uint64_t rows_of_chunk(std::uint64_t chunk) const {
+    const std::uint64_t left = plan_.rows - chunk * plan_.chunk_rows;
+    return left < plan_.chunk_rows ? left : plan_.chunk_rows;
+  }
+
+  const NormArguments& norm_;
+  const NormPlan& plan_;
+  Access access_;
+};
+
+/// A block that takes a tile of the channels of a chunk of rows.
+template <NormType type, unsigned lanes, typename Access>
+class NormChunk : public NormBlock<type, Access> {
+ protected:
+  using Base = NormBlock<type, Access>;
+  using Element = typename Base::Element;
+  using Real = typename Base::Real;
+  using Element_ = typename Base::Element_;
+  using Base::access_, Base::bytes, Base::norm_, Base::plan_;
+  using Vector = detail::Bits<bytes * lanes>;
+
+  NHWC_HOST_DEVICE NormChunk(const NormArguments& arguments, std::uint32_t block, Access access)
+      : Base(arguments, access),
+        tile_(block % plan_.tiles),
+        chunk_(block / plan_.tiles % plan_.chunks),
+        sample_(block / plan_.tiles / plan_.chunks),
+        begin_((sample_ * plan_.rows + std::uint64_t{chunk_} * plan_.chunk_rows) * plan_.channels),
+        elements_(static_cast<std::uint32_t>(this->rows_of_chunk(chunk_) * plan_.channels)) {
+    const auto address = reinterpret_cast<std::uintptr_t>(norm_.input) + begin_ * bytes;
+    skew_ = lanes == 1 ? 0 : static_cast<std::uint32_t>(address % (lanes * bytes) / bytes);
+  }
+
+  /// The thread's first vector. The vectors begin at the last aligned address before the chunk.
+  NHWC_HOST_DEVICE std::uint32_t first_vector(std::uint32_t thread) const {
+    return tile_ * plan_.width + thread % plan_.width + thread / plan_.width * plan_.period;
+  }
+  NHWC_HOST_DEVICE bool is_active(std::uint32_t thread) const {
+    return thread < plan_.slots * plan_.width && tile_ * plan_.width + thread % plan_.width < plan_.period;
+  }
+  /// The channel of the n-th element of the vectors.
+  NHWC_HOST_DEVICE std::uint32_t channel(std::uint32_t index) const {
+    return (index + lanes * plan_.channels - skew_) % plan_.channels;
+  }
+  NHWC_HOST_DEVICE std::uint64_t place(std::uint32_t vector) const {
+    return (begin_ - skew_ + std::uint64_t{vector} * lanes) * bytes;
+  }
+  NHWC_HOST_DEVICE Vector load(const void* tensor, std::uint32_t vector) const {
+    return access_.template load<Vector>(static_cast<const char*>(tensor) + place(vector));
+  }
+  NHWC_HOST_DEVICE Real load(const void* tensor, std::uint32_t vector, unsigned lane) const {
+    const char* element = static_cast<const char*>(tensor) + place(vector) + lane * bytes;
+    return Element::to_real(access_.template load<Element_>(element));
+  }
+  NHWC_HOST_DEVICE void store(std::uint32_t vector, unsigned lane, Real value) const {
+    access_.store(static_cast<char*>(norm_.out) + place(vector) + lane * bytes, Element::to_bits(value));
+  }
+  NHWC_HOST_DEVICE static Real lane_of(const Vector& vector, unsigned lane) {
+    if constexpr (lanes == 1) {
+      return Element::to_real(vector);
+    } else {
+      return Element::to_real(detail::extract<bytes>(vector, lane));
+    }
+  }
+  /// Stores a vector of numbers by lane.
+  template <typename Number>
+  NHWC_HOST_DEVICE void store(std::uint32_t vector, const Number& number) const {
+    Vector out;
+    if constexpr (lanes == 1) {
+      out = Element::to_bits(number(0));
+    } else {
+      NHWC_UNROLL
+      for (unsigned lane = 0; lane < lanes; ++lane) detail::insert<bytes>(out, lane, Element::to_bits(number(lane)));
+    }
+    access_.store(static_cast<char*>(norm_.out) + place(vector), out);
+  }
+
+  /// Calls `first(loaded)` for the thread's first whole vector, `use(vector, loaded)` for the others, of which
+  /// `in_flight` are loaded together, as many as registers hold, and `edge(vector, lane)` for the elements of vectors
+  /// that the chunk has in part.
+  template <unsigned in_flight, typename Load, typename First, typename Use, typename Edge>
+  NHWC_HOST_DEVICE void walk(std::uint32_t thread, const Load& load, const First& first, const Use& use,
+                             const Edge& edge) const {
+    using Loaded = decltype(load(0u));
+    const std::uint32_t step = plan_.slots * plan_.period, end = (skew_ + elements_) / lanes;
+    const auto part = [&](std::uint32_t vector) {
+      for (unsigned lane = 0; lane < lanes; ++lane) {
+        const std::uint32_t index = vector * lanes + lane;
+        if (index >= skew_ && index < skew_ + elements_) edge(vector, lane);
+      }
+    };
+    std::uint32_t vector = first_vector(thread);
+    const bool has_head = vector == 0 && skew_ != 0;
+    if (has_head) vector = step;
+    if (vector < end) {
+      first(vector, load(vector));
+      vector += step;
+    }
+    for (; std::uint64_t{vector} + (in_flight - 1) * std::uint64_t{step} < end; vector += in_flight * step) {
+      Loaded loaded[in_flight];
+      NHWC_UNROLL
+      for (unsigned i = 0; i < in_flight; ++i) loaded[i] = load(vector + i * step);
+      NHWC_UNROLL
+      for (unsigned i = 0; i < in_flight; ++i) use(vector + i * step, loaded[i]);
+    }
+    for (; vector < end; vector += step) use(vector, load(vector));
+    if constexpr (lanes > 1) {
+      if (has_head) part(0);
+      if (vector == end && end * lanes < skew_ + elements_) part(end);
+    }
+  }
+
+  /// Merges the values of all threads into those of the tile's channels, and calls `write(channel, value)` for each.
+  template <typename Value, typename All, typename Accumulate, typename Write>
+  NHWC_HOST_DEVICE void reduce(const All& all, char* shared, const Accumulate& accumulate, const Write& write) const {
+    const std::uint32_t size = plan_.slots * plan_.width * lanes;
+    const std::uint32_t distance = plan_.tiles == 1 ? plan_.channels : plan_.width * lanes;
+    const detail::SharedValues<Value, Real, Access> values(shared, size, access_);
+    all([&](std::uint32_t thread) {
+      if (thread >= plan_.slots * plan_.width) return;
+      Value of_lanes[lanes] = {};
+      if (is_active(thread)) accumulate(thread, of_lanes);
+      values.store_lanes(thread, of_lanes);
+    });
+    values.merge(all, size / distance, distance);
+    all([&](std::uint32_t thread) {
+      const std::uint32_t begin = tile_ * plan_.width * lanes;
+      for (std::uint32_t i = thread; i < distance; i += norm_threads) {
+        if (plan_.tiles == 1 || begin + i < plan_.period * lanes) write(channel(begin + i), values.load(i));
+      }
+    });
+  }
+
+  /// The place of a channel's number among the sums of the chunks, or among the coefficients of samples.
+  NHWC_HOST_DEVICE std::uint64_t sum_of(unsigned field, unsigned fields, std::uint32_t channel) const {
+    return ((sample_ * plan_.chunks + chunk_) * fields + field) * plan_.channels + channel;
+  }
+  NHWC_HOST_DEVICE Real coefficient(unsigned field, unsigned fields, std::uint32_t channel) const {
+    return this->number(norm_.coefficients, (sample_ * fields + field) * plan_.channels + channel);
+  }
+
+  std::uint32_t tile_, chunk_;
+  std::uint64_t sample_, begin_;
+  std::uint32_t elements_, skew_;
+};
+
+/// Forward: the moments of each channel of a chunk.
+template <NormType type, unsigned lanes, typename Access = DirectAccess>
+class ChunkMoments : NormChunk<type, lanes, Access> {
+  using Base = NormChunk<type, lanes, Access>;
+  using Base::norm_;
+  using typename Base::Real, typename Base::Vector;
+  using Value = detail::Moments<Real>;
+
+ public:
+  NHWC_HOST_DEVICE ChunkMoments(const NormArguments& arguments, std::uint32_t block, char* shared, Access access = {})
+      : Base(arguments, block, access), shared_(shared) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    this->template reduce<Value>(
+        all, shared_, [&](std::uint32_t thread, Value(&of_lanes)[lanes]) { accumulate(thread, of_lanes); },
+        [&](std::uint32_t channel, const Value& value) {
+          this->set(norm_.chunk_sums, this->sum_of(0, 3, channel), value.shift);
+          this->set(norm_.chunk_sums, this->sum_of(1, 3, channel), value.offset);
+          this->set(norm_.chunk_sums, this->sum_of(2, 3, channel), value.deviations);
+        });
+  }
+
+ private:
+  NHWC_HOST_DEVICE void accumulate(std::uint32_t thread, Value (&of_lanes)[lanes]) const {
+    Real shift[lanes], sum[lanes], squares[lanes];
+    unsigned count = 0, of_edges[lanes] = {};
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) shift[lane] = sum[lane] = squares[lane] = 0;
+    const auto add = [&](unsigned lane, Real value) {
+      const Real deviation = value - shift[lane];
+      sum[lane] += deviation;
+      squares[lane] += deviation * deviation;
+    };
+    this->template walk<(lanes > 4 ? 3 : 4)>(
+        thread, [&](std::uint32_t vector) { return this->load(norm_.input, vector); },
+        [&](std::uint32_t, const Vector& loaded) {
+          count = 1;
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) shift[lane] = this->lane_of(loaded, lane);
+          // An infinite or undefined deviation of the first value from itself counts as well.
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) add(lane, shift[lane]);
+        },
+        [&](std::uint32_t, const Vector& loaded) {
+          ++count;
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) add(lane, this->lane_of(loaded, lane));
+        },
+        [&](std::uint32_t vector, unsigned edge) {
+          const Real value = this->load(norm_.input, vector, edge);
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) {  // so that all indices are constants
+            if (lane != edge) continue;
+            if (count + of_edges[lane] == 0) shift[lane] = value;
+            ++of_edges[lane];
+            add(lane, value);
+          }
+        });
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+      const Real number = static_cast<Real>(count + of_edges[lane]);
+      if (number == 0) continue;
+      const Real offset = sum[lane] / number, deviations = squares[lane] - sum[lane] * offset;
+      of_lanes[lane] = {number, shift[lane], offset, deviations < 0 ? 0 : deviations};
+    }
+  }
+
+  char* shared_;
+};
+
+/// Backward: the sums of each channel of a chunk.
+template <NormType type, unsigned lanes, typename Access = DirectAccess>
+class ChunkProducts : NormChunk<type, lanes, Access> {
+  using Base = NormChunk<type, lanes, Access>;
+  using Base::norm_, Base::plan_, Base::sample_;
+  using typename Base::Real, typename Base::Vector;
+  using Value = detail::Products<Real>;
+
+ public:
+  NHWC_HOST_DEVICE ChunkProducts(const NormArguments& arguments, std::uint32_t block, char* shared, Access access = {})
+      : Base(arguments, block, access), shared_(shared) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    this->template reduce<Value>(
+        all, shared_, [&](std::uint32_t thread, Value(&of_lanes)[lanes]) { accumulate(thread, of_lanes); },
+        [&](std::uint32_t channel, const Value& value) {
+          this->set(norm_.chunk_sums, this->sum_of(0, 2, channel), value.sum);
+          this->set(norm_.chunk_sums, this->sum_of(1, 2, channel), value.product);
+        });
+  }
+
+ private:
+  struct Both {
+    Vector grad, input;
+  };
+
+  NHWC_HOST_DEVICE void accumulate(std::uint32_t thread, Value (&of_lanes)[lanes]) const {
+    Real mean[lanes];
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+      const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
+      mean[lane] = this->number(norm_.mean, sample_ * plan_.groups + channel / this->channels_of_group());
+    }
+    const auto add = [&](unsigned lane, Real grad, Real value) {
+      of_lanes[lane].sum += grad;
+      of_lanes[lane].product += grad * (value - mean[lane]);
+    };
+    const auto use = [&](std::uint32_t, const Both& loaded) {
+      NHWC_UNROLL
+      for (unsigned lane = 0; lane < lanes; ++lane) {
+        add(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
+      }
+    };
+    this->template walk<2>(
+        thread,
+        [&](std::uint32_t vector) { return Both{this->load(norm_.grad, vector), this->load(norm_.input, vector)}; },
+        use, use,
+        [&](std::uint32_t vector, unsigned edge) {
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) {
+            if (lane == edge) add(lane, this->load(norm_.grad, vector, edge), this->load(norm_.input, vector, edge));
+          }
+        });
+  }
+
+  char* shared_;
+};
+
+/// Forward: the output, `(input - mean) * scale + shift`.
+template <NormType type, unsigned lanes, typename Access = DirectAccess>
+class NormaliseChunk : NormChunk<type, lanes, Access> {
+  using Base = NormChunk<type, lanes, Access>;
+  using Base::norm_;
+  using typename Base::Real, typename Base::Vector;
+
+ public:
+  NHWC_HOST_DEVICE NormaliseChunk(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
+      : Base(arguments, block, access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      if (this->is_active(thread)) write(thread);
+    });
+  }
+
+ private:
+  NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
+    Real mean[lanes], scale[lanes], shift[lanes];
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+      const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
+      mean[lane] = this->coefficient(0, 3, channel);
+      scale[lane] = this->coefficient(1, 3, channel);
+      shift[lane] = this->coefficient(2, 3, channel);
+    }
+    const auto normal = [&](unsigned lane, Real value) { return (value - mean[lane]) * scale[lane] + shift[lane]; };
+    const auto use = [&](std::uint32_t vector, const Vector& loaded) {
+      this->store(vector, [&](unsigned lane) { return normal(lane, this->lane_of(loaded, lane)); });
+    };
+    this->template walk<(lanes > 4 ? 3 : 4)>(
+        thread, [&](std::uint32_t vector) { return this->load(norm_.input, vector); }, use, use,
+        [&](std::uint32_t vector, unsigned edge) {
+          const Real value = this->load(norm_.input, vector, edge);
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) {
+            if (lane == edge) this->store(vector, lane, normal(lane, value));
+          }
+        });
+  }
+};
+
+/// Backward: the input's gradient, `of_grad * grad + of_input * (input - mean) + shift`.
+template <NormType type, unsigned lanes, typename Access = DirectAccess>
+class GradientChunk : NormChunk<type, lanes, Access> {
+  using Base = NormChunk<type, lanes, Access>;
+  using Base::norm_;
+  using typename Base::Real, typename Base::Vector;
+
+ public:
+  NHWC_HOST_DEVICE GradientChunk(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
+      : Base(arguments, block, access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      if (this->is_active(thread)) write(thread);
+    });
+  }
+
+ private:
+  struct Both {
+    Vector grad, input;
+  };
+
+  NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
+    Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes];
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) {
+      const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
+      mean[lane] = this->coefficient(0, 4, channel);
+      of_grad[lane] = this->coefficient(1, 4, channel);
+      of_input[lane] = this->coefficient(2, 4, channel);
+      shift[lane] = this->coefficient(3, 4, channel);
+    }
+    const auto gradient = [&](unsigned lane, Real grad, Real value) {
+      return of_grad[lane] * grad + (of_input[lane] * (value - mean[lane]) + shift[lane]);
+    };
+    const auto use = [&](std::uint32_t vector, const Both& loaded) {
+      this->store(vector, [&](unsigned lane) {
+        return gradient(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
+      });
+    };
+    this->template walk<2>(
+        thread,
+        [&](std::uint32_t vector) { return Both{this->load(norm_.grad, vector), this->load(norm_.input, vector)}; },
+        use, use,
+        [&](std::uint32_t vector, unsigned edge) {
+          const Real grad = this->load(norm_.grad, vector, edge), value = this->load(norm_.input, vector, edge);
+          NHWC_UNROLL
+          for (unsigned lane = 0; lane < lanes; ++lane) {
+            if (lane == edge) this->store(vector, lane, gradient(lane, grad, value));
+          }
+        });
+  }
+};
+
+/// A block that merges the sums of the chunks, for some groups of a sample: first over the chunks, then over the
+/// channels of a group.
+template <NormType type, typename Value, typename Access>
+class MergeBlock : public NormBlock<type, Access> {
+ protected:
+  using Base = NormBlock<type, Access>;
+  using Real = typename Base::Real;
+  using Base::norm_, Base::plan_, Base::access_;
+
+  NHWC_HOST_DEVICE MergeBlock(const NormArguments& arguments, std::uint32_t block, char* shared, Access access)
+      : Base(arguments, access), values_(shared, norm_threads, access) {
+    const std::uint32_t blocks = (plan_.groups + plan_.merged_groups - 1) / plan_.merged_groups;
+    sample_ = block / blocks;
+    first_group_ = block % blocks * plan_.merged_groups;
+    const std::uint32_t left = plan_.groups - first_group_;
+    groups_ = left < plan_.merged_groups ? left : plan_.merged_groups;
+    channels_ = groups_ * this->channels_of_group();
+    columns_ = channels_ < norm_threads ? channels_ : norm_threads;
+    slices_ = norm_threads / columns_;
+  }
+
+  NHWC_HOST_DEVICE std::uint32_t channel(std::uint32_t index) const {
+    return first_group_ * this->channels_of_group() + index;
+  }
+  NHWC_HOST_DEVICE std::uint64_t group_of(std::uint32_t index) const {
+    return sample_ * plan_.groups + first_group_ + index;
+  }
+  NHWC_HOST_DEVICE Real sum(std::uint64_t chunk, unsigned field, unsigned fields, std::uint32_t index) const {
+    const std::uint64_t place = ((sample_ * plan_.chunks + chunk) * fields + field) * plan_.channels + channel(index);
+    return this->number(norm_.chunk_sums, place);
+  }
+
+  std::uint64_t sample_;
+  std::uint32_t first_group_, groups_, channels_;  // of the block
+  std::uint32_t columns_, slices_;                 // channels and shares of the chunks that threads take
+  detail::SharedValues<Value, Real, Access> values_;
+};
+
+/// Forward: the statistics, and the coefficients of the output.
+template <NormType type, typename Access = DirectAccess>
+class MergeMoments : MergeBlock<type, detail::Moments<typename detail::NormElement<type>::Real>, Access> {
+  using Value = detail::Moments<typename detail::NormElement<type>::Real>;
+  using Base = MergeBlock<type, Value, Access>;
+  using Base::norm_, Base::plan_, Base::values_, Base::columns_, Base::slices_, Base::channels_, Base::groups_,
+      Base::sample_;
+  using typename Base::Real;
+
+ public:
+  NHWC_HOST_DEVICE MergeMoments(const NormArguments& arguments, std::uint32_t block, char* shared, Access access = {})
+      : Base(arguments, block, shared, access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      if (thread >= columns_ * slices_) return;
+      Value value = {};
+      for (std::uint32_t index = thread % columns_; index < channels_; index += columns_) {
+        NHWC_UNROLL_BY(4)
+        for (std::uint32_t chunk = thread / columns_; chunk < plan_.chunks; chunk += slices_) {
+          value.merge({static_cast<Real>(this->rows_of_chunk(chunk)), this->sum(chunk, 0, 3, index),
+                       this->sum(chunk, 1, 3, index), this->sum(chunk, 2, 3, index)});
+        }
+      }
+      values_.store(thread, value);
+    });
+    values_.merge(all, slices_, columns_);
+    const std::uint32_t of_group = columns_ / groups_;
+    values_.merge(all, of_group, 1, groups_);
+    all([&](std::uint32_t thread) {
+      if (thread >= groups_) return;
+      const Value value = values_.load(thread * of_group);
+      const Real mean = value.shift + value.offset, variance = value.deviations / value.count;
+      const Real rstd = 1 / std::sqrt(variance + static_cast<Real>(norm_.eps));
+      const std::uint64_t group = this->group_of(thread);
+      this->set(norm_.mean, group, mean);
+      this->set(norm_.rstd, group, rstd);
+      if (norm_.variance) this->set(norm_.variance, group, variance);
+      // What the rounded mean is off by goes into the shift.
+      values_.store(thread * of_group, {mean, rstd, (mean - value.shift) - value.offset, 0});
+    });
+    all([&](std::uint32_t thread) {
+      for (std::uint32_t index = thread; index < channels_; index += norm_threads) {
+        const Value value = values_.load(index / this->channels_of_group() * of_group);
+        const Real mean = value.count, rstd = value.shift, remainder = value.offset;
+        const std::uint32_t channel = this->channel(index);
+        const Real scale = rstd * this->parameter(norm_.weight, channel, 1);
+        const std::uint64_t place = sample_ * 3 * plan_.channels + channel;
+        this->set(norm_.coefficients, place, mean);
+        this->set(norm_.coefficients, place + plan_.channels, scale);
+        this->set(norm_.coefficients, place + 2 * std::uint64_t{plan_.channels},
+                  this->parameter(norm_.bias, channel, 0) + remainder * scale);
+      }
+    });
+  }
+};
+
+/// Backward: the sums of the sample's channels, and the coefficients of the input's gradient.
+template <NormType type, typename Access = DirectAccess>
+class MergeProducts : MergeBlock<type, detail::Products<typename detail::NormElement<type>::Real>, Access> {
+  using Value = detail::Products<typename detail::NormElement<type>::Real>;
+  using Base = MergeBlock<type, Value, Access>;
+  using Base::norm_, Base::plan_, Base::values_, Base::columns_, Base::slices_, Base::channels_, Base::groups_,
+      Base::sample_;
+  using typename Base::Real;
+
+ public:
+  NHWC_HOST_DEVICE MergeProducts(const NormArguments& arguments, std::uint32_t block, char* shared, Access access = {})
+      : Base(arguments, block, shared, access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      if (thread >= columns_ * slices_) return;
+      Value all_columns = {};
+      for (std::uint32_t index = thread % columns_; index < channels_; index += columns_) {
+        Value value = {};
+        NHWC_UNROLL_BY(4)
+        for (std::uint32_t chunk = thread / columns_; chunk < plan_.chunks; chunk += slices_) {
+          value.merge({this->sum(chunk, 0, 2, index), this->sum(chunk, 1, 2, index)});
+        }
+        all_columns.merge(slices_ == 1 ? weighted(index, value) : value);
+      }
+      values_.store(thread, all_columns);
+    });
+    if (slices_ > 1) {
+      values_.merge(all, slices_, columns_);
+      all([&](std::uint32_t thread) {
+        if (thread < columns_) values_.store(thread, weighted(thread, values_.load(thread)));
+      });
+    }
+    const std::uint32_t of_group = columns_ / groups_;
+    values_.merge(all, of_group, 1, groups_);
+    all([&](std::uint32_t thread) {
+      for (std::uint32_t index = thread; index < channels_; index += norm_threads) {
+        const std::uint32_t in_block = index / this->channels_of_group();
+        const Value value = values_.load(in_block * of_group);
+        const Real elements = static_cast<Real>(plan_.rows) * static_cast<Real>(this->channels_of_group());
+        const Real rstd = this->number(norm_.rstd, this->group_of(in_block));
+        const std::uint32_t channel = this->channel(index);
+        const std::uint64_t place = sample_ * 4 * plan_.channels + channel, next = plan_.channels;
+        this->set(norm_.coefficients, place, this->number(norm_.mean, this->group_of(in_block)));
+        this->set(norm_.coefficients, place + next, rstd * this->parameter(norm_.weight, channel, 1));
+        this->set(norm_.coefficients, place + 2 * next, -rstd * rstd * rstd * (value.product / elements));
+        this->set(norm_.coefficients, place + 3 * next, -rstd * (value.sum / elements));
+      }
+    });
+  }
+
+ private:
+  // Writes a channel's sums for the gradients of the parameters, and returns its part of the group's sums.
+  NHWC_HOST_DEVICE Value weighted(std::uint32_t index, const Value& value) const {
+    const std::uint32_t channel = this->channel(index);
+    const Real rstd = this->number(norm_.rstd, this->group_of(index / this->channels_of_group()));
+    const std::uint64_t place = sample_ * 2 * plan_.channels + channel;
+    this->set(norm_.sample_sums, place, value.sum);
+    this->set(norm_.sample_sums, place + plan_.channels, value.product * rstd);
+    const Real weight = this->parameter(norm_.weight, channel, 1);
+    return {value.sum * weight, value.product * weight};
+  }
+};
+
+/// Backward: the gradients of the parameters, sums over the samples.
+template <NormType type, typename Access = DirectAccess>
+class ParameterGradients : NormBlock<type, Access> {
+  using Base = NormBlock<type, Access>;
+  using Base::norm_, Base::plan_, Base::access_, Base::bytes;
+  using typename Base::Element, typename Base::Real;
+  using Value = detail::Products<Real>;
+  static constexpr unsigned columns = channels_of_parameter_block, slices = norm_threads / columns;
+
+ public:
+  NHWC_HOST_DEVICE ParameterGradients(const NormArguments& arguments, std::uint32_t block, char* shared,
+                                      Access access = {})
+      : Base(arguments, access), first_(block * columns), values_(shared, norm_threads, access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      const std::uint32_t channel = first_ + thread % columns;
+      Value value = {};
+      for (std::uint64_t sample = thread / columns; channel < plan_.channels && sample < plan_.samples;
+           sample += slices) {
+        const std::uint64_t place = sample * 2 * plan_.channels + channel;
+        value.merge({this->number(norm_.sample_sums, place), this->number(norm_.sample_sums, place + plan_.channels)});
+      }
+      values_.store(thread, value);
+    });
+    values_.merge(all, slices, columns);
+    all([&](std::uint32_t thread) {
+      if (thread >= columns || first_ + thread >= plan_.channels) return;
+      const Value value = values_.load(thread);
+      if (norm_.grad_weight) store(norm_.grad_weight, first_ + thread, value.product);
+      if (norm_.grad_bias) store(norm_.grad_bias, first_ + thread, value.sum);
+    });
+  }
+
+ private:
+  NHWC_HOST_DEVICE void store(void* gradients, std::uint32_t channel, Real value) const {
+    if (norm_.has_float_parameters) {
+      access_.store(static_cast<float*>(gradients) + channel, static_cast<float>(value));
+    } else {
+      access_.store(static_cast<char*>(gradients) + channel * bytes, Element::to_bits(value));
+    }
+  }
+
+  std::uint32_t first_;
+  detail::SharedValues<Value, Real, Access> values_;
+};
+
+/// The class of a kernel's blocks.
+template <NormStep step, NormType type, unsigned lanes, typename Access = DirectAccess>
+using BlockOfStep = std::tuple_element_t<
+    static_cast<int>(step),
+    std::tuple<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>, NormaliseChunk<type, lanes, Access>,
+               ChunkProducts<type, lanes, Access>, MergeProducts<type, Access>, GradientChunk<type, lanes, Access>,
+               ParameterGradients<type, Access>>>;
+
+}  // namespace nhwc::cuda

@@ -1,0 +1,139 @@
+// Group norm on a GPU: its arguments, and how the work is cut into blocks. Instance norm has one channel in each group.
+//
+// A sample is cut into chunks of rows, and a wide row into tiles of channels, never by groups: one channel in each
+// group makes as many blocks as all channels in one. A vector is 16 aligned bytes of memory. After so many vectors that
+// they hold whole rows, which is a period, the channels of a vector repeat, so that a thread that steps by periods
+// meets the same channels in each of its vectors, for any number of channels and any alignment of the first.
+//
+// Needs C++17 and no other library, CUDA's included.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <numeric>
+
+namespace nhwc::cuda {
+
+enum class NormType : std::uint8_t { float32, bfloat16, float16, float64 };
+constexpr int norm_types = 4;
+
+constexpr unsigned bytes_of(NormType type) { return type == NormType::float32 ? 4 : type == NormType::float64 ? 8 : 2; }
+
+constexpr unsigned norm_threads = 256;
+
+/// How blocks share an activation of `samples` dense matrices of `rows` x `channels`. Lengths along a row are in
+/// vectors.
+struct NormPlan {
+  std::uint64_t samples, rows;
+  std::uint32_t channels, groups;
+  std::uint32_t lanes;         ///< elements of a vector, or 1 if the tensors differ in alignment
+  std::uint32_t period;        ///< vectors until their channels repeat
+  std::uint32_t width, tiles;  ///< of a tile, and tiles of a period
+  std::uint32_t slots;         ///< vectors of a tile that a block takes at a time, a period apart
+  std::uint32_t chunk_rows, chunks;
+  std::uint32_t merged_groups;  ///< that one block merges
+
+  std::uint32_t channels_of_group() const { return channels / groups; }
+  /// The blocks that read or write activations.
+  std::uint64_t blocks() const { return samples * chunks * tiles; }
+  /// The blocks that merge the sums of chunks, each for some groups of a sample.
+  std::uint64_t merging_blocks() const { return samples * ((groups + merged_groups - 1) / merged_groups); }
+  /// The sums of all chunks, `of_each` for each channel.
+  std::uint64_t numbers_of_chunks(unsigned of_each) const { return samples * chunks * channels * of_each; }
+};
+
+constexpr unsigned channels_of_parameter_block = 8;
+
+/// @param is_aligned  whether all tensors have the same alignment to 16 bytes.
+inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32_t channels, std::uint32_t groups,
+                          NormType type, bool is_aligned, std::uint32_t processors) {
+  NormPlan plan{samples, rows, channels, groups, 1, channels, 1, 1, 1, 1, 1, 1};
+  const unsigned lanes = 16 / bytes_of(type);
+  const std::uint32_t period = channels / std::gcd(channels, lanes);
+  if (is_aligned && (channels % lanes == 0 || period <= norm_threads)) plan.lanes = lanes, plan.period = period;
+  // A period of several rows is not cut, so that each tile has all elements of its channels. Others are cut into runs
+  // of a kilobyte and less, which leaves several rows to a block.
+  const std::uint32_t widest = channels % plan.lanes != 0 ? norm_threads : plan.lanes == 1 ? norm_threads : 64;
+  plan.tiles = (plan.period + widest - 1) / widest;
+  plan.width = (plan.period + plan.tiles - 1) / plan.tiles;
+  if (plan.tiles > 1) plan.width += plan.width % 2;  // whole sectors of 32 bytes
+  plan.tiles = (plan.period + plan.width - 1) / plan.width;
+  plan.slots = norm_threads / plan.width;
+
+  // Eight blocks of a processor, unless a thread has little to do, or the sums would be much to write and read.
+  constexpr std::uint64_t blocks_of_a_processor = 8, least_steps = 8, least_rows = 192, most_elements = 1u << 30;
+  const std::uint64_t rows_of_step = std::uint64_t{plan.slots} * plan.period * plan.lanes / channels;
+  const std::uint64_t least = std::max(least_steps * rows_of_step, least_rows);
+  const std::uint64_t others = samples * plan.tiles;
+  const std::uint64_t wanted = (blocks_of_a_processor * processors + others - 1) / others;
+  const std::uint64_t chunks = std::max<std::uint64_t>(1, std::min(wanted, rows / least));
+  std::uint64_t chunk_rows = (rows + chunks - 1) / chunks;
+  chunk_rows = (chunk_rows + rows_of_step - 1) / rows_of_step * rows_of_step;
+  chunk_rows = std::min(chunk_rows, std::max<std::uint64_t>(1, most_elements / channels / rows_of_step * rows_of_step));
+  plan.chunk_rows = static_cast<std::uint32_t>(std::min(chunk_rows, rows));
+  plan.chunks = static_cast<std::uint32_t>((rows + plan.chunk_rows - 1) / plan.chunk_rows);
+  // Whole sectors of the chunks' sums.
+  plan.merged_groups = std::max<std::uint32_t>(1, 8 / plan.channels_of_group());
+  return plan;
+}
+
+/// Returns whether a grid may have so many blocks, and a chunk so many elements.
+inline bool can_launch(const NormPlan& plan) {
+  constexpr std::uint64_t most = (std::uint64_t{1} << 31) - 1;
+  return plan.blocks() <= most && plan.merging_blocks() <= most &&
+         std::uint64_t{plan.chunk_rows} * plan.channels < most;
+}
+
+/// What the kernels read and write. Statistics, scratch and sums are float, of float64 double; parameters have the type
+/// of the activation, or are float.
+struct NormArguments {
+  NormPlan plan;
+  const void *input, *grad, *weight, *bias;  ///< the last two may be null
+  void* out;                                 ///< the output, or the input's gradient
+  void *mean, *rstd, *variance;              ///< of each sample and group; the last may be null
+  void* chunk_sums;                          ///< scratch: `plan.numbers_of_chunks(3)`, backward 2
+  void* coefficients;                        ///< scratch: 3 for each sample and channel, backward 4
+  void* sample_sums;                         ///< scratch of the backward: 2 for each sample and channel
+  void *grad_weight, *grad_bias;             ///< may be null
+  bool has_float_parameters;
+  double eps;
+};
+
+/// The kernels, in the order in which a forward and a backward launch them. The last is for gradients of parameters.
+enum class NormStep : std::uint8_t {
+  chunk_moments,
+  merge_moments,
+  normalise,
+  chunk_products,
+  merge_products,
+  gradient,
+  parameter_gradients,
+};
+constexpr int norm_steps = 7;
+
+/// Returns whether the blocks of a kernel read activations, by vectors where that is possible.
+constexpr bool is_on_activations(NormStep step) {
+  return step == NormStep::chunk_moments || step == NormStep::normalise || step == NormStep::chunk_products ||
+         step == NormStep::gradient;
+}
+
+inline std::uint32_t blocks_of(NormStep step, const NormPlan& plan) {
+  if (is_on_activations(step)) return static_cast<std::uint32_t>(plan.blocks());
+  if (step != NormStep::parameter_gradients) return static_cast<std::uint32_t>(plan.merging_blocks());
+  return (plan.channels + channels_of_parameter_block - 1) / channels_of_parameter_block;
+}
+
+/// The shared memory of a block, which is at most 32 KB.
+inline std::uint32_t shared_bytes_of(NormStep step, const NormPlan& plan, NormType type) {
+  const std::uint32_t real = type == NormType::float64 ? 8 : 4, values = plan.slots * plan.width * plan.lanes;
+  switch (step) {
+    case NormStep::chunk_moments: return 4 * values * real;
+    case NormStep::chunk_products: return 2 * values * real;
+    case NormStep::merge_moments: return 4 * norm_threads * real;
+    case NormStep::merge_products:
+    case NormStep::parameter_gradients: return 2 * norm_threads * real;
+    default: return 0;
+  }
+}
+
+}  // namespace nhwc::cuda

@@ -1,0 +1,182 @@
+"""norm_model.cpp by ctypes: the GPU's kernels of group norm, planned for a GPU, run and counted on the CPU."""
+
+import ctypes
+import functools
+import math
+import os
+import subprocess
+import tempfile
+from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_uint, c_uint16, c_uint32, c_uint64, c_void_p
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from gpu_model import Counts
+from torch import Tensor
+
+import torch_nhwc as nhwc
+
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+FORWARD, BACKWARD, PARAMETERS = (0, 1, 2), (3, 4, 5), (6,)
+CXX = os.environ.get("CXX", "c++")
+ROOT = Path(__file__).parents[2]
+
+
+class Plan(Structure):
+    """As in cuda/norm_plan.h, like the next one; pointers are numbers."""
+
+    _fields_ = [("samples", c_uint64), ("rows", c_uint64), ("channels", c_uint32), ("groups", c_uint32)]
+    _fields_ += [("lanes", c_uint32), ("period", c_uint32), ("width", c_uint32), ("tiles", c_uint32)]
+    _fields_ += [("slots", c_uint32), ("chunk_rows", c_uint32), ("chunks", c_uint32), ("merged_groups", c_uint32)]
+
+    def blocks(self, step: int) -> int:
+        return library().norm_blocks_of(step, ctypes.byref(self))
+
+
+class Arguments(Structure):
+    _fields_ = [("plan", Plan), ("input", c_void_p), ("grad", c_void_p), ("weight", c_void_p), ("bias", c_void_p)]
+    _fields_ += [("out", c_void_p), ("mean", c_void_p), ("rstd", c_void_p), ("variance", c_void_p)]
+    _fields_ += [("chunk_sums", c_void_p), ("coefficients", c_void_p), ("sample_sums", c_void_p)]
+    _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p)]
+    _fields_ += [("has_float_parameters", c_bool), ("eps", c_double)]
+
+
+class Tally(Structure):
+    """Count how often each element is loaded and stored."""
+
+    _fields_ = [("begin", c_uint64), ("bytes", c_uint64), ("element_bytes", c_uint32)]
+    _fields_ += [("loads", POINTER(c_uint16)), ("stores", POINTER(c_uint16))]
+
+
+class Result(NamedTuple):
+    """What the kernels wrote, how often they loaded and stored each element, and what the accesses cost."""
+
+    tensors: dict[str, Tensor]
+    loads: dict[str, Tensor]
+    stores: dict[str, Tensor]
+    counts: dict[int, Counts]
+    moved_bytes: int
+    plan: Plan
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """Compile the model, once in a process."""
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{ROOT / 'csrc'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(__file__).with_suffix(".cpp")
+        subprocess.run([CXX, *flags, source, "-o", f"{folder}/norm_model.so"], check=True)
+        model = ctypes.CDLL(f"{folder}/norm_model.so")
+    model.plan_norm_model.argtypes = [c_uint64, c_uint64, c_uint32, c_uint32, c_int, c_int, c_uint32, POINTER(Plan)]
+    model.norm_blocks_of.argtypes = [c_int, POINTER(Plan)]
+    model.norm_blocks_of.restype = c_uint32
+    model.run_norm_model.argtypes = [c_int, c_int, POINTER(Arguments), c_uint, POINTER(c_uint64), c_int]
+    model.run_norm_model.argtypes += [POINTER(Counts), POINTER(c_uint64), POINTER(Tally), c_int]
+    return model
+
+
+def plan(
+    samples: int,
+    rows: int,
+    channels: int,
+    groups: int,
+    dtype: torch.dtype,
+    *,
+    is_aligned: bool = True,
+    processors: int = 132,
+) -> Plan | None:
+    """Return the plan, or None if it cannot be launched."""
+    planned = Plan()
+    sizes = (samples, rows, channels, groups, TYPES[dtype], is_aligned, processors)
+    return planned if library().plan_norm_model(*sizes, ctypes.byref(planned)) else None
+
+
+def placed(like: Tensor, offset: int = 0) -> Tensor:
+    """Return a copy in memory that begins so many elements after where a GPU's memory would begin."""
+    whole = torch.empty(like.numel() + (1024 // like.itemsize), dtype=like.dtype)
+    first = -whole.data_ptr() % 256 // like.itemsize + offset
+    return whole[first : first + like.numel()].view(like.shape).copy_(like)
+
+
+def poisoned(*shape: int, dtype: torch.dtype, offset: int = 0) -> Tensor:
+    return placed(torch.full(shape, math.nan, dtype=dtype), offset)
+
+
+def run(
+    input: Tensor,
+    groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    *,
+    grad: Tensor | None = None,
+    statistics: tuple[Tensor, Tensor] | None = None,
+    offsets: tuple[int, int, int] = (0, 0, 0),
+    processors: int = 2,
+    order: int = 0,
+    count: bool = False,
+) -> Result:
+    """Run the forward on `[samples, rows, channels]`, or with a gradient the backward.
+
+    `offsets` says by how many elements the memory of input, gradient and output is off an alignment, `order`
+    in which order the blocks run, `count` whether what accesses cost is counted.
+    """
+    samples, rows, channels = input.shape
+    dtype = input.dtype
+    real = torch.float64 if dtype == torch.float64 else torch.float32
+    used = offsets if grad is not None else (offsets[0], offsets[2])
+    is_aligned = len({offset * input.itemsize % 16 for offset in used}) == 1
+    planned = plan(samples, rows, channels, groups, dtype, is_aligned=is_aligned, processors=processors)
+    assert planned is not None
+    parameters = weight if weight is not None else bias if bias is not None else input
+    tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=dtype, offset=offsets[2])}
+    for name, tensor in (("weight", weight), ("bias", bias)):
+        if tensor is not None:
+            tensors[name] = placed(tensor)
+    if grad is None:
+        for name in ("mean", "rstd", "variance"):
+            tensors[name] = poisoned(samples, groups, dtype=real)
+        steps = FORWARD
+    else:
+        assert statistics is not None
+        tensors["grad"] = placed(grad, offsets[1])
+        tensors |= dict(zip(("mean", "rstd"), map(placed, statistics)))
+        tensors["sample_sums"] = poisoned(samples, 2, channels, dtype=real)
+        for name in ("grad_weight", "grad_bias"):
+            tensors[name] = poisoned(channels, dtype=parameters.dtype)
+        steps = BACKWARD + PARAMETERS
+    of_chunks, of_samples = (3, 3) if grad is None else (2, 4)
+    tensors["chunk_sums"] = poisoned(samples, planned.chunks, of_chunks, channels, dtype=real)
+    tensors["coefficients"] = poisoned(samples, of_samples, channels, dtype=real)
+    arguments = Arguments(plan=planned, eps=eps, has_float_parameters=parameters.dtype == torch.float32)
+    for name, tensor in tensors.items():
+        setattr(arguments, name, tensor.data_ptr())
+    memory = [number for tensor in tensors.values() for number in (tensor.data_ptr(), tensor.nbytes)]
+    activations = [name for name in ("input", "grad", "out") if name in tensors]
+    loads, stores = ({name: torch.zeros(input.shape, dtype=torch.int16) for name in activations} for _ in range(2))
+    tallies = [
+        Tally(
+            tensors[name].data_ptr(),
+            tensors[name].nbytes,
+            input.itemsize,
+            *(ctypes.cast(each[name].data_ptr(), POINTER(c_uint16)) for each in (loads, stores)),
+        )
+        for name in activations
+    ]
+    counts = {step: Counts() for step in steps}
+    moved_bytes = c_uint64()
+    for step in steps:
+        library().run_norm_model(
+            step,
+            TYPES[dtype],
+            ctypes.byref(arguments),
+            order,
+            (c_uint64 * len(memory))(*memory),
+            len(memory) // 2,
+            ctypes.byref(counts[step]) if count else None,
+            ctypes.byref(moved_bytes),
+            (Tally * len(tallies))(*tallies),
+            len(tallies),
+        )
+    return Result(tensors, loads, stores, counts, moved_bytes.value, planned)

@@ -1,0 +1,224 @@
+"""The GPU's kernels of group norm, every thread of every block run on the CPU: values, gradients, and costs."""
+
+import re
+
+import cuda_build
+import norm_model
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from norm_model import BACKWARD, FORWARD, ROOT, TYPES, Result
+from torch import Tensor
+
+LOW = (torch.bfloat16, torch.float16)
+# Samples, rows, channels, groups: vectors that fill rows or do not, one row, tiles of wide rows, periods of several
+# rows and too long for a block, more groups than a block merges, and groups wider than one.
+SHAPES = [
+    (2, 300, 24, 4),
+    (2, 77, 33, 3),
+    (3, 1, 8, 2),
+    (2, 50, 5, 5),
+    (1, 40, 1280, 32),
+    (2, 30, 513, 27),
+    (1, 90, 1, 1),
+]
+SHAPES += [(2, 64, 600, 1), (1, 1100, 16, 16), (5, 130, 12, 3), (1, 3000, 3, 1), (40, 20, 20, 10)]
+SHAPE_IDS = ["x".join(map(str, shape)) for shape in SHAPES]
+
+
+class Norm:
+    """A norm, its derivative in float64, and PyTorch's own in its dtype on contiguous activations."""
+
+    def __init__(
+        self,
+        shape: tuple[int, int, int, int],
+        dtype: torch.dtype,
+        mean: float = 0.0,
+        parameters: torch.dtype | None = None,
+    ) -> None:
+        samples, rows, channels, self.groups = shape
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(*sizes: int, dtype: torch.dtype = dtype) -> Tensor:
+            return torch.randn(sizes, generator=generator, dtype=torch.float64).to(dtype)
+
+        self.input = (draw(samples, rows, channels, dtype=torch.float64) + mean).to(dtype)
+        self.grad = draw(samples, rows, channels)
+        self.weight, self.bias = (draw(channels, dtype=parameters or dtype) for _ in range(2))
+
+    def pytorch(self, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Return the results on contiguous activations, computed in float64 or in the dtypes that they have."""
+        rows, weight, bias, grad = (
+            each.detach().to(dtype or each.dtype) for each in (self.input, self.weight, self.bias, self.grad)
+        )
+        input, weight, bias = (
+            each.requires_grad_() for each in (rows.transpose(1, 2).contiguous(), weight.clone(), bias.clone())
+        )
+        out = F.group_norm(input, self.groups, weight, bias)
+        out.backward(grad.transpose(1, 2).contiguous())
+        results = {"out": out.detach().transpose(1, 2), "grad_input": input.grad.transpose(1, 2)}
+        return results | {"grad_weight": weight.grad, "grad_bias": bias.grad}
+
+    def run(self, **options) -> tuple[dict[str, Tensor], Result, Result]:
+        forward = norm_model.run(self.input, self.groups, self.weight, self.bias, **options)
+        statistics = forward.tensors["mean"], forward.tensors["rstd"]
+        gradients = {"grad": self.grad, "statistics": statistics}
+        backward = norm_model.run(self.input, self.groups, self.weight, self.bias, **gradients, **options)
+        results = {name: backward.tensors[name] for name in ("grad_weight", "grad_bias")}
+        results |= {"out": forward.tensors["out"], "grad_input": backward.tensors["out"]}
+        return results, forward, backward
+
+    def check(self, **options) -> None:
+        """Expect at most twice PyTorch's error on contiguous, and each element read and written as often as it must."""
+        results, forward, backward = self.run(**options)
+        exact, theirs = self.pytorch(torch.float64), self.pytorch()
+        for name, result in results.items():
+            assert result.isfinite().all(), name
+            ours, bar = (error(each, exact[name]) for each in (result, theirs[name]))
+            # Of float64 there is nothing more exact; of a few elements PyTorch's results may be exact by chance.
+            room = 1e-13 if result.dtype == torch.float64 else torch.finfo(result.dtype).eps / 2
+            assert ours <= 2 * bar + room, (name, ours, bar)
+        for each in (forward.loads["input"], backward.loads["input"], backward.loads["grad"]):
+            assert each.eq(2).all()
+        for each in (forward.stores["out"], backward.stores["out"]):
+            assert each.eq(1).all()
+        for each in (forward.stores["input"], backward.stores["grad"], forward.loads["out"], backward.loads["out"]):
+            assert each.eq(0).all()
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm().clamp(min=1e-30)).item()
+
+
+all_dtypes = pytest.mark.parametrize("dtype", TYPES, ids=str)
+
+
+@all_dtypes
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_IDS)
+def test_values_and_gradients(shape, dtype):
+    Norm(shape, dtype).check()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_parameters_may_be_float_where_activations_are_not(dtype):
+    Norm((2, 77, 24, 4), dtype, parameters=torch.float32).check()
+
+
+# Aligned by no more than an element, all alike; and each in its own way, which leaves single elements.
+@all_dtypes
+@pytest.mark.parametrize("offsets", [(1, 1, 1), (3, 3, 3), (0, 1, 0), (1, 0, 2)], ids=str)
+def test_memory_of_any_alignment(offsets, dtype):
+    for shape in ((2, 77, 33, 3), (3, 50, 16, 4), (1, 1, 3, 1), (2, 3, 1, 1), (1, 30, 600, 4)):
+        Norm(shape, dtype).check(offsets=offsets)
+
+
+@pytest.mark.parametrize("mean", [10.0, 1e2, 1e3, 1e4])
+@pytest.mark.parametrize("groups", [1, 4, 32])
+def test_the_mean_may_be_ten_thousand_deviations(groups, mean):
+    Norm((2, 2000, 32, groups), torch.float32, mean).check()
+
+
+def test_the_first_rows_need_not_be_like_the_others():
+    norm = Norm((1, 4000, 8, 8), torch.float32, mean=1e4)
+    norm.input[:, :100] = 0
+    norm.check()
+    norm.input[:, 1:100] = norm.input[:, 100:199]
+    norm.check()
+
+
+def test_statistics():
+    norm = Norm((3, 500, 12, 3), torch.float32, mean=50)
+    tensors = norm_model.run(norm.input, 3).tensors
+    variance, mean = torch.var_mean(norm.input.double().view(3, 500, 3, 4), (1, 3), correction=0)
+    for name, expected in (("mean", mean), ("variance", variance), ("rstd", (variance + 1e-5).rsqrt())):
+        torch.testing.assert_close(tensors[name].double(), expected, rtol=1e-6, atol=0)
+
+
+def test_without_parameters():
+    norm = Norm((2, 100, 12, 3), torch.float32)
+    norm.weight, norm.bias = torch.ones(12), torch.zeros(12)
+    exact = norm.pytorch(torch.float64)
+    for weight, bias in ((None, None), (norm.weight, None), (None, norm.bias)):
+        forward = norm_model.run(norm.input, 3, weight, bias)
+        torch.testing.assert_close(forward.tensors["out"], exact["out"].float())
+        statistics = forward.tensors["mean"], forward.tensors["rstd"]
+        backward = norm_model.run(norm.input, 3, weight, grad=norm.grad, statistics=statistics)
+        torch.testing.assert_close(backward.tensors["out"], exact["grad_input"].float())
+
+
+def test_results_do_not_depend_on_the_order_of_blocks():
+    norm = Norm((3, 6000, 24, 4), torch.bfloat16)
+    results, forward, _ = norm.run(processors=64)
+    assert forward.plan.chunks == 8
+    for order in range(1, 4):
+        for name, result in norm.run(processors=64, order=order)[0].items():
+            assert torch.equal(result, results[name]), name
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_spoils_its_own_group(value):
+    norm = Norm((2, 1500, 16, 4), torch.float32)
+    for row in (0, 700):
+        input = norm.input.clone()
+        input[1, row, 5] = value
+        out = norm_model.run(input, 4, norm.weight, norm.bias).tensors["out"]
+        exact = F.group_norm(input.transpose(1, 2), 4, norm.weight, norm.bias).transpose(1, 2)
+        torch.testing.assert_close(out, exact, equal_nan=True)
+        assert out[1, :, 4:8].isnan().all()
+
+
+@all_dtypes
+def test_what_is_moved_is_little_more_than_what_must_be(dtype):
+    """Two reads and a write forward, four reads and a write backward."""
+    for shape in ((1, 8192, 32, 32), (1, 8192, 32, 8), (4, 1024, 48, 1), (1, 1000, 320, 32), (2, 2100, 33, 3)):
+        norm = Norm(shape, dtype)
+        _, forward, backward = norm.run(processors=8, count=True)
+        assert forward.moved_bytes <= 1.05 * 3 * norm.input.nbytes, shape
+        assert backward.moved_bytes <= 1.05 * 5 * norm.input.nbytes, shape
+
+
+@all_dtypes
+def test_no_access_to_shared_memory_waits_for_another(dtype):
+    for shape in SHAPES:
+        _, forward, backward = Norm(shape, dtype).run(count=True)
+        for step, counts in (forward.counts | backward.counts).items():
+            assert counts.shared_passes == counts.shared_passes_at_least, (shape, step)
+
+
+def test_one_channel_in_each_group_makes_as_many_blocks_as_thirty_two():
+    for samples, rows, channels in ((1, 64**3, 32), (2, 128**3, 32), (2, 512, 2048), (8, 4096, 320)):
+        for dtype in TYPES:
+            plans = [norm_model.plan(samples, rows, channels, channels // each, dtype) for each in (1, 32)]
+            for step in (FORWARD[0], FORWARD[2], BACKWARD[0], BACKWARD[2]):
+                assert plans[0].blocks(step) == plans[1].blocks(step)
+    plan = norm_model.plan(1, 64**3, 32, 32, torch.bfloat16)
+    assert plan.blocks(FORWARD[0]) >= 3 * 132
+
+
+def test_plans_of_any_size():
+    """Chunks that begin in whole steps, whose number fits into 32 bits; what no grid takes is refused."""
+    for samples, rows, channels in ((1, 2**36, 8), (3, 2**33 + 5, 3), (2**20, 2**14, 64), (1, 5, 2**30), (7, 1, 1)):
+        for dtype in TYPES:
+            for is_aligned in (True, False):
+                plan = norm_model.plan(samples, rows, channels, 1, dtype, is_aligned=is_aligned)
+                assert (plan.chunks - 1) * plan.chunk_rows < rows <= plan.chunks * plan.chunk_rows
+                assert plan.chunk_rows * channels < 2**31
+                assert plan.slots * plan.width <= 256
+                assert (plan.tiles - 1) * plan.width < plan.period <= plan.tiles * plan.width
+                assert plan.tiles == 1 or channels % plan.lanes == 0
+    assert norm_model.plan(2**32, 1, 8, 1, torch.float32) is None
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("architecture", ["80", "90", "100"])
+def test_the_kernels_stay_in_registers(architecture, tmp_path):
+    flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
+    report = cuda_build.nvcc(ROOT / "csrc/cuda/norm_kernels.cu", "c++17", architecture, *flags)
+    kernels = re.split("Compiling entry function ", report)[1:]
+    # Those on activations have a kernel of vectors and one of elements, the others one, for each type.
+    assert len(kernels) == len(TYPES) * (4 * 2 + 3)
+    for kernel in kernels:
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel
+        # Four blocks of 256 threads fill a processor's registers, and with doubles two.
+        most = 128 if "NormTypeE3" in kernel else 64
+        assert int(re.search(r"Used (\d+) registers", kernel)[1]) <= most, kernel
