@@ -115,5 +115,6 @@ TORCH_LIBRARY(nhwc, m) {
       "-> (Tensor, Tensor, Tensor)",
       compliant);
   m.def("cpu_capability() -> str", compliant);
+  m.def("runs_cuda_norms(Device device) -> bool", compliant);
   m.def("sentence(str reason) -> str", compliant);
 }

@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "cpu/dispatch.h"
+#include "cuda/norms.h"
 #include "in_place/sentences.h"
 
 namespace nhwc {
@@ -13,6 +14,7 @@ std::string sentence_kernel(c10::string_view reason) { return sentence_of(reason
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_FN(cpu::capability));
+  m.impl("runs_cuda_norms", TORCH_FN(cuda::runs_norms));
   m.impl("sentence", TORCH_FN(sentence_kernel));
 }
 

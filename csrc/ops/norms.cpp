@@ -1,4 +1,6 @@
 // Group norm, instance norm and batch norm on channels-last activations, under every dispatch key.
+#include "cuda/norms.h"
+
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/autocast_mode.h>
@@ -240,6 +242,31 @@ Normed norm_cpu(const Norm& norm, double momentum) {
   return {out, mean, rstd, norm.has_variance ? variance : at::Tensor()};
 }
 
+/// Returns the norm for the kernels of a GPU, if they run there, and all tensors are in its memory.
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, const at::Tensor& dense) {
+  for (const at::Tensor* each : norm.of_channels()) {
+    if (each->defined() && (each->device() != dense.device() || !each->is_contiguous())) return std::nullopt;
+  }
+  if (norm.is_batch_norm || dense.numel() == 0 || !cuda::runs_norms(dense.device())) return std::nullopt;
+  const cpu::GroupNormShape shape = norm.shape();
+  const cuda::GroupNorm found{shape.samples, shape.rows, shape.groups, dense, norm.weight, norm.bias, norm.eps};
+  return cuda::can_run(found) ? std::optional(found) : std::nullopt;
+}
+
+Normed norm_cuda(const Norm& norm, double momentum) {
+  norm.check_forward();
+  const at::Tensor dense = to_channels_last(norm.input);
+  const auto on_device = find_cuda_norm(norm, dense);
+  if (!on_device) return norm_by_pytorch(norm, momentum);
+  const auto statistics = [&] {
+    return at::empty({on_device->samples, on_device->groups}, dense.options().dtype(norm.type_of_statistics()));
+  };
+  const at::Tensor out = empty_channels_last(dense), mean = statistics(), rstd = statistics(),
+                   variance = norm.has_variance ? statistics() : at::Tensor();
+  cuda::group_norm(*on_device, out, mean, rstd, variance);
+  return {out, mean, rstd, variance};
+}
+
 Normed norm_meta(const Norm& norm, double) {
   norm.check_forward();
   const at::SymDimVector sizes = norm.sizes_of_statistics();
@@ -322,6 +349,25 @@ Results backward_elsewhere(const Norm& norm, const at::Tensor& grad, const at::T
       grad.contiguous(), norm.input.contiguous(), mean.to(type).contiguous(), rstd.to(type).contiguous(),
       optional_of(norm.weight), samples, channels, rows, groups, mask);
   return {mask[0] ? to_channels_last(grad_input) : grad_input, grad_weight, grad_bias};
+}
+
+Results backward_cuda(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
+                      Mask mask) {
+  norm.check_backward(grad, mean, rstd);
+  const at::Tensor dense = to_channels_last(norm.input);
+  const auto on_device = find_cuda_norm(norm, dense);
+  if (!on_device || !grad.is_cuda() || !mean.is_cuda() || !rstd.is_cuda()) {
+    return backward_elsewhere(norm, grad, mean, rstd, mask);
+  }
+  const auto parameter = [&](bool asked) {
+    const auto options = dense.options().dtype(norm.type_of_parameters());
+    return asked ? at::empty({dense.size(1)}, options) : at::Tensor();
+  };
+  const at::Tensor grad_input = mask[0] ? empty_channels_last(dense) : at::Tensor(), grad_weight = parameter(mask[1]),
+                   grad_bias = parameter(mask[2]);
+  cuda::group_norm_backward(*on_device, to_channels_last(grad), mean.contiguous(), rstd.contiguous(), grad_input,
+                            grad_weight, grad_bias);
+  return {grad_input, grad_weight, grad_bias};
 }
 
 // --- The operators, for each of these ---
@@ -555,6 +601,11 @@ void implement_compositions(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement<norm_cpu, backward_cpu>(m); }
+TORCH_LIBRARY_IMPL(nhwc, CUDA, m) {
+  m.impl("native_group_norm", TORCH_FN(group_norm<norm_cuda>));
+  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_cuda>));
+  m.impl("native_group_norm_backward", TORCH_FN((backward<backward_cuda, int64_t>)));
+}
 TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) { implement<norm_by_pytorch, backward_elsewhere>(m); }
 TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement<norm_meta, backward_meta>(m); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {

@@ -1,8 +1,10 @@
-"""The program of `make sanitize-cuda` under compute-sanitizer: every kind of element by every way, in little time.
+"""The program of `make sanitize-cuda` under compute-sanitizer: elements by every way, and norms, in little time.
 
 python test/ops/sanitized.py [device]
 """
 
+import itertools
+import os
 import sys
 from pathlib import Path
 
@@ -20,6 +22,8 @@ SHAPES += [(70, 30, 1, 1), (70, 1, 3, 3), (2, 1, 40, 41), (1, 256, 5, 5), (0, 3,
 # Longer than shared memory: in place they go by way of global memory. Odd lengths, and more filters than blocks.
 LONG = [((2, 4096, 5, 5), torch.float32), ((2, 5001, 5, 5), torch.float32), ((2, 1031, 5, 5), torch.complex128)]
 LONG += [((2, 70001, 2, 2), torch.uint8), ((150, 1024, 8, 8), torch.float32)]
+# Samples, channels, height, width, groups: vectors that fill rows or do not, wide rows, several chunks.
+NORMS = [(2, 24, 60, 60, 4), (2, 33, 7, 11, 3), (1, 1280, 5, 5, 32), (1, 513, 5, 5, 27), (3, 16, 64, 64, 16)]
 
 
 def main(device="cuda"):
@@ -36,9 +40,18 @@ def main(device="cuda"):
     nhwc.convert_weights_(weights, storage="reuse")
     for weight, fresh in zip(weights, expected):
         assert_same(weight, fresh)
+    os.environ["TORCH_NHWC_CUDA_NORMS"] = "1"
+    for (*shape, groups), dtype in itertools.product(NORMS, (torch.float32, torch.bfloat16, torch.float64)):
+        input = torch.randn(shape, device=device).to(dtype)
+        parameters = [torch.randn(shape[1], device=device).to(dtype).requires_grad_() for _ in range(2)]
+        dense = input.contiguous(memory_format=torch.channels_last).requires_grad_()
+        out = nhwc.functional.group_norm(dense, groups, *parameters)
+        out.backward(torch.randn_like(out))
+        expected = torch.nn.functional.group_norm(input, groups, *parameters)
+        torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
     if device != "cpu":
         torch.cuda.synchronize()
-    print("every conversion was right")
+    print("every conversion and norm was right")
 
 
 if __name__ == "__main__":

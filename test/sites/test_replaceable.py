@@ -75,19 +75,38 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
     assert reasons(nn.Sequential(nn.GroupNorm(2, 6).to("meta"))) == {"0": None}
 
 
-def test_layers_of_another_device_are_kept():
-    """The device of a layer without tensors is that of the model."""
+def on_gpu(*layers):
+    """Return a model whose tensors say that they are on a GPU."""
 
     class Elsewhere(torch.Tensor):
         @property
         def device(self):
             return torch.device("cuda")
 
-    model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.GELU(), nn.GroupNorm(1, 2), nn.BatchNorm2d(2))
-    for module in (model[0], model[2], model[3]):
+    model = nn.Sequential(nn.Conv2d(2, 2, 3), *layers)
+    for module in model:
         for name, parameter in module._parameters.items():
-            module._parameters[name] = parameter.detach().as_subclass(Elsewhere)
-    assert reasons(model) == dict.fromkeys("0123", Reason.OTHER_DEVICE)
+            module._parameters[name] = None if parameter is None else parameter.detach().as_subclass(Elsewhere)
+    return model
+
+
+def test_layers_of_another_device_are_kept():
+    """The device of a layer without tensors is that of the model."""
+    model = on_gpu(nn.GELU(), nn.GroupNorm(1, 2), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
+    assert reasons(model) == dict.fromkeys("01234", Reason.OTHER_DEVICE)
+
+
+def test_norms_of_a_gpu_are_replaced_where_its_kernels_run(monkeypatch):
+    monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda device: device.type == "cuda")
+    norms = (nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2, affine=True))
+    model = on_gpu(nn.GELU(), nn.BatchNorm2d(2), nn.AvgPool3d(2), *norms)
+    assert reasons(model) == dict.fromkeys("0123", Reason.OTHER_DEVICE) | dict.fromkeys("456")
+
+
+def test_norms_on_a_gpu_are_off():
+    """No result of a GPU is committed; a library without CUDA has no kernels to switch on."""
+    assert not nhwc.ops.runs_cuda_norms()
+    assert not nhwc.ops.runs_cuda_norms("cpu")
 
 
 def test_layers_inside_of_a_wrapper_are_kept_with_its_reason():

@@ -27,6 +27,7 @@ __all__ = [
     "cpu_capability",
     "mismatched_layouts",
     "plan_weights",
+    "runs_cuda_norms",
     "sentence",
     "set_strides_",
 ]
@@ -205,6 +206,22 @@ def cpu_capability() -> str:
         True
     """
     return torch.ops.nhwc.cpu_capability()
+
+
+def runs_cuda_norms(device: torch.device | str = "cuda") -> bool:
+    """Return whether group norm and instance norm in channels-last run on kernels of this library on a GPU.
+
+    The environment variable `TORCH_NHWC_CUDA_NORMS` decides: 1 is yes where the library was built for CUDA, 0 is no.
+    Without it they run where they were measured, which is nowhere yet.
+
+    Raises:
+        ValueError: The variable has another value.
+
+    Example:
+        >>> torch_nhwc.ops.runs_cuda_norms("cuda")
+        False
+    """
+    return torch.ops.nhwc.runs_cuda_norms(torch.device(device))
 
 
 def _as_list(

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
+from torch_nhwc import ops
 from torch_nhwc.nn.class_swap import original_class
 from torch_nhwc.nn.replacements import (
     Replacement,
@@ -76,9 +77,11 @@ def walk_layers(model: nn.Module) -> Found:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
     device = next((tensor.device for tensor in tensors if tensor is not None), None)
-    if device is not None and device.type not in MEASURED_DEVICES:  # that of layers without tensors, too
+    if device is not None:  # that of layers without tensors, too
         layers = [
-            each._replace(reason=Reason.OTHER_DEVICE) if each.reason is None and not _tensors_of(each.module) else each
+            each._replace(reason=_reason_of_device(device, each.module))
+            if each.reason is None and not _tensors_of(each.module)
+            else each
             for each in layers
         ]
     return Found(model, sites, {*kinds}, tensors, layers)
@@ -195,7 +198,15 @@ def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
     if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
     tensors = _tensors_of(module)
-    return Reason.OTHER_DEVICE if tensors and tensors[0].device.type not in MEASURED_DEVICES else None
+    return _reason_of_device(tensors[0].device, module) if tensors else None
+
+
+def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
+    """Return `OTHER_DEVICE` where it is not known what a layer loses on a device, or nothing replaces it there."""
+    if device.type in MEASURED_DEVICES:
+        return None
+    is_norm = isinstance(layer, nn.GroupNorm | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    return None if is_norm and ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
 
 
 # The devices whose losses and faults are known; a meta tensor stands for one on a CPU.

@@ -1,0 +1,139 @@
+#include "cuda/norms.h"
+
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstdlib>
+#include <initializer_list>
+#include <limits>
+#include <string_view>
+#include <vector>
+
+#include "cuda/norm_kernels.h"
+
+namespace nhwc::cuda {
+namespace {
+
+// The compute capabilities, as 90 for sm_90, of which a result in benchmarks/results shows the kernels right and faster
+// than PyTorch's round trip. None yet: they have not run on a GPU.
+const std::vector<int> measured_architectures = {};
+
+NormType type_of(at::ScalarType type) {
+  switch (type) {
+    case at::kFloat: return NormType::float32;
+    case at::kBFloat16: return NormType::bfloat16;
+    case at::kHalf: return NormType::float16;
+    default: return NormType::float64;
+  }
+}
+
+const void* read(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+void* written(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+
+bool are_aligned_alike(std::initializer_list<const void*> pointers) {
+  const auto offset = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16; };
+  return std::all_of(pointers.begin(), pointers.end(),
+                     [&](const void* each) { return offset(each) == offset(*pointers.begin()); });
+}
+
+/// Returns a number of the current device.
+int attribute(cudaDeviceAttr which) {
+  int device = 0, value = 0;
+  C10_CUDA_CHECK(cudaGetDevice(&device));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+  return value;
+}
+
+NormPlan plan_of(const GroupNorm& norm, bool is_aligned) {
+  return plan_norm(norm.samples, norm.rows, static_cast<std::uint32_t>(norm.input.size(1)),
+                   static_cast<std::uint32_t>(norm.groups), type_of(norm.input.scalar_type()), is_aligned,
+                   attribute(cudaDevAttrMultiProcessorCount));
+}
+
+NormArguments arguments_of(const GroupNorm& norm, bool is_aligned) {
+  NormArguments arguments{};
+  arguments.plan = plan_of(norm, is_aligned);
+  arguments.input = read(norm.input);
+  arguments.weight = read(norm.weight);
+  arguments.bias = read(norm.bias);
+  const at::Tensor& parameter = norm.weight.defined() ? norm.weight : norm.bias;
+  arguments.has_float_parameters = parameter.defined() && parameter.scalar_type() == at::kFloat;
+  arguments.eps = norm.eps;
+  return arguments;
+}
+
+void launch(std::initializer_list<NormStep> steps, const GroupNorm& norm, const NormArguments& arguments) {
+  const auto stream = c10::cuda::getCurrentCUDAStream();
+  for (const NormStep step : steps) {
+    C10_CUDA_CHECK(kernels::launch(step, type_of(norm.input.scalar_type()), arguments, stream));
+  }
+}
+
+}  // namespace
+
+bool runs_norms(at::Device device) {
+  const char* set = std::getenv("TORCH_NHWC_CUDA_NORMS");
+  const std::string_view choice = set ? set : "";
+  TORCH_CHECK_VALUE(choice.empty() || choice == "0" || choice == "1",
+                    "TORCH_NHWC_CUDA_NORMS: expected 1 (norms run on our kernels) or 0 (they do not), got ", choice);
+  if (!device.is_cuda() || choice == "0" || (choice.empty() && measured_architectures.empty())) return false;
+  if (choice == "1") return true;
+  c10::cuda::OptionalCUDAGuard guard;
+  if (device.has_index()) guard.set_device(device);
+  const int architecture =
+      10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+  return std::find(measured_architectures.begin(), measured_architectures.end(), architecture) !=
+         measured_architectures.end();
+}
+
+bool can_run(const GroupNorm& norm) {
+  const c10::cuda::CUDAGuard guard(norm.input.device());
+  return norm.input.size(1) <= std::numeric_limits<std::int32_t>::max() && can_launch(plan_of(norm, true)) &&
+         can_launch(plan_of(norm, false));
+}
+
+void group_norm(const GroupNorm& norm, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
+                const at::Tensor& variance) {
+  const c10::cuda::CUDAGuard guard(norm.input.device());
+  NormArguments arguments = arguments_of(norm, are_aligned_alike({read(norm.input), read(out)}));
+  const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
+  const NormPlan& plan = arguments.plan;
+  const at::Tensor sums = scratch(plan.numbers_of_chunks(3)), coefficients = scratch(plan.samples * plan.channels * 3);
+  arguments.out = written(out);
+  arguments.mean = written(mean);
+  arguments.rstd = written(rstd);
+  arguments.variance = written(variance);
+  arguments.chunk_sums = written(sums);
+  arguments.coefficients = written(coefficients);
+  launch({NormStep::chunk_moments, NormStep::merge_moments, NormStep::normalise}, norm, arguments);
+}
+
+void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
+  const c10::cuda::CUDAGuard guard(norm.input.device());
+  const at::Tensor& out = grad_input.defined() ? grad_input : norm.input;
+  NormArguments arguments = arguments_of(norm, are_aligned_alike({read(norm.input), read(grad), read(out)}));
+  const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
+  const NormPlan& plan = arguments.plan;
+  const at::Tensor chunk_sums = scratch(plan.numbers_of_chunks(2)),
+                   coefficients = scratch(plan.samples * plan.channels * 4),
+                   sample_sums = scratch(plan.samples * plan.channels * 2);
+  arguments.grad = read(grad);
+  arguments.out = written(grad_input);
+  arguments.mean = const_cast<void*>(read(mean));
+  arguments.rstd = const_cast<void*>(read(rstd));
+  arguments.chunk_sums = written(chunk_sums);
+  arguments.coefficients = written(coefficients);
+  arguments.sample_sums = written(sample_sums);
+  arguments.grad_weight = written(grad_weight);
+  arguments.grad_bias = written(grad_bias);
+  launch({NormStep::chunk_products, NormStep::merge_products}, norm, arguments);
+  if (grad_input.defined()) launch({NormStep::gradient}, norm, arguments);
+  if (grad_weight.defined() || grad_bias.defined()) launch({NormStep::parameter_gradients}, norm, arguments);
+}
+
+}  // namespace nhwc::cuda
