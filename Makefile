@@ -15,7 +15,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench bench-peers matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -91,6 +91,13 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/count_accesses.py
 	$(bin)/python benchmarks/report.py
 
+# The other ways to run a model, in an environment that has OpenVINO and ONNX Runtime next to what is here: two hours.
+bench-peers: export PYTHONPATH := $(CURDIR)
+bench-peers: $(VENV)/peers/has-peers
+	$(VENV)/peers/bin/python benchmarks/bench_peers.py
+	$(VENV)/peers/bin/python benchmarks/profile_peers.py
+	$(bin)/python benchmarks/report.py
+
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.
 matrix: $(addprefix matrix-,$(MATRIX))
 
@@ -131,6 +138,11 @@ $(VENV)/installed: pyproject.toml tools/make_environment.py tools/requirements.p
 # An extra, all of it; for $(VENV)/installed what could be had will do.
 $(VENV)/has-%: $(VENV)/installed
 	$(bin)/python tools/requirements.py $*
+	touch $@
+
+$(VENV)/peers/has-peers: $(VENV)/has-test $(VENV)/built
+	$(bin)/python tools/make_environment.py $(VENV)/peers --torch $(TORCH)
+	$(VENV)/peers/bin/python tools/requirements.py peers
 	touch $@
 
 $(VENV)/built: $(VENV)/installed $(sources)

@@ -22,6 +22,7 @@ import cuda_models
 import machine
 import torch
 from jobs import JOBS, memcpy
+from machine import forget_peak, resident
 from models import MODELS, SOURCES, moved_of, weights_of
 from stopwatch import in_turns
 
@@ -30,12 +31,6 @@ from torch_nhwc.running.calls import seconds
 PROCESSES = multiprocessing.get_context("forkserver")
 PRELOADED = ["diffusers", "monai.networks.nets.unet", "torch_nhwc", "transformers", "diffusers.models"]
 PROCESSES.set_forkserver_preload(PRELOADED)
-
-
-def resident(field: str) -> int:
-    """Return a size of this process in bytes: VmRSS is what is resident, VmHWM the most that ever was."""
-    status = Path("/proc/self/status").read_text()
-    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
 
 
 def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[str, float | None]:
@@ -48,7 +43,7 @@ def run_here(model_name: str, source: str, job_name: str, folder: Path) -> dict[
             weight.sum()  # resident, whatever it came from
         job: Callable[[], object] = memcpy(model) if job_name == "memcpy" else lambda: JOBS[job_name](model)
     moved = moved_of(weights)
-    Path("/proc/self/clear_refs").write_text("5")  # the highest resident set counts from here
+    forget_peak()
     before = resident("VmRSS")
     try:
         milliseconds: float | None = seconds(job) * 1e3

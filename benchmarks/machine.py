@@ -79,6 +79,17 @@ def bounds() -> dict[str, str]:
     return {name: os.environ[name] for name in names if os.environ.get(name)}
 
 
+def resident(field: str) -> int:
+    """Return a size of this process in bytes: VmRSS is what is resident, VmHWM the most that ever was."""
+    status = Path("/proc/self/status").read_text()
+    return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(field))
+
+
+def forget_peak() -> None:
+    """Make VmHWM count from here."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def huge_pages() -> str:
     """Return whether a program gets huge pages: always, never, or on request (madvise)."""
     setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
@@ -117,8 +128,8 @@ def earlier_results(out: Path) -> list[dict]:
 
 
 def case_of(row: dict) -> tuple[str, ...]:
-    """Return what a result of a model is about: the model, and its dtype and mode or where its weights are from."""
-    return tuple(row[key] for key in ("model", "source", "dtype", "mode") if key in row)
+    """Return what a result of a model is about: the model, its dtype and mode or its weights' source, and the peer."""
+    return tuple(row[key] for key in ("model", "source", "dtype", "mode", "peer") if key in row)
 
 
 def add(out: Path, script: str, rows: Iterable[dict], order: Callable[[dict], Any], **how: object) -> None:

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +24,7 @@ import bench_layers
 import bench_layouts
 import bench_models
 import bench_overhead
+import bench_peers
 import bench_tune
 import bench_weights
 import cuda_models
@@ -31,7 +33,10 @@ import cuda_weights
 import layer_cases
 import layout_models
 import machine
+import peers
+import profile_peers
 import report_layers
+import report_peers
 import report_tune
 import shapes
 import shared_copy
@@ -362,6 +367,148 @@ def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch):
     measured["results"][0] |= {"best": "full", "over": {"full": {"ratio": 0.5, "low": 0.4, "high": 0.6}}}
     assert "| 4 cases: 95 % intervals over the best policy, wholly below 0.97 | none |" in report_tune.bars(measured)
     assert "| first float32 inference | no |" in report_tune.bars(measured)
+
+
+def same_process(monkeypatch):
+    """Let every peer run in this process, where each is what the functions of its process work on."""
+
+    @contextmanager
+    def process():
+        current = []
+
+        def call(function, *arguments):
+            if current:
+                bench_peers.Prepared.current = current[0]
+            result = function(*arguments)
+            current[:] = [bench_peers.Prepared.current] if function is bench_peers.prepare else current
+            return result
+
+        yield call
+
+    monkeypatch.setattr(bench_peers, "process", process)
+
+
+def test_peers_are_measured_in_turns_and_reported(tmp_path, monkeypatch):
+    def raising(model, x, mode, budget):
+        raise NotImplementedError("Summary:\nit has no such operator")
+
+    few = {name: peers.PEERS[name] for name in ("contiguous", "model.to", "ours", "ours by tune")}
+    few["OpenVINO"] = peers.Peer(raising, peers.INFERENCE)
+    model = layout_models.LayoutModel(lambda: nn.Sequential(tiny(), nn.Dropout(0.9)), (1, 3, 8, 8))
+    for module in (bench_peers, report_peers):
+        monkeypatch.setattr(module, "PEERS", few)
+    monkeypatch.setattr(bench_peers, "MODELS", {"first": model, "second": model})
+    fault = "group norm of shifted data"
+    same_process(monkeypatch)
+    out = tmp_path / "peers-cpu.json"
+    both = [(name, mode) for name in ("second", "first", fault) for mode in layout_models.MODES]
+    bench_peers.run(both, few, 0.05, 0, out)
+    there = {machine.case_of(row) for row in read(out)["results"]}
+    bench_peers.run(both, few, 0.05, 0, out, there - {("first", "training", "ours")})
+    measured = read(out)
+    assert [row["model"] for row in measured["results"]] == ["first"] * 9 + ["second"] * 9 + [fault] * 9
+    for row in measured["results"]:
+        if row["peer"] == "OpenVINO":
+            assert row["failure"] == "NotImplementedError: it has no such operator"
+            continue
+        assert ("gradients" in row["differences"]) is (row["mode"] == "training")
+        assert ("over" in row) is (row["model"] != fault)
+        assert row["model"] == fault or max(row["differences"].values()) < 1e-5
+    ours, base = (
+        next(row for row in measured["results"] if (row["model"], row["peer"]) == (fault, peer))
+        for peer in ("model.to", "contiguous")
+    )
+    assert report_peers.is_wrong(ours, base)
+    assert "| contiguous | inference | 2 of 2 | " in report_peers.costs(measured)
+    assert "| first | inference | OpenVINO | NotImplementedError: it has no such operator |" in report_peers.failures(
+        measured
+    )
+    for mode in layout_models.MODES:
+        assert "| second | 1x3x8x8 | " in report_peers.speeds(measured, mode)
+
+
+def test_the_readme_says_which_way_is_the_fastest_and_which_are_wrong():
+    def row(model, mode, peer, ratio=None, **others):
+        over = {"ratio": ratio, "low": ratio - 0.1, "high": ratio + 0.1} if ratio else None
+        timed = {"over": over, "seconds": 2.0, "times": {"median": 100.0}} if over else {}
+        return {"model": model, "mode": mode, "peer": peer, "shape": [1, 2], **timed, **others}
+
+    fault = "group norm of shifted data"
+    results = [
+        *(row(model, "inference", "contiguous", 1.0) for model in ("a", "b")),
+        row("a", "inference", "OpenVINO", 2.0),
+        row("a", "inference", "compile", 1.5),
+        row("a", "inference", "compile max-autotune", 1.6),
+        row("a", "inference", "ours", 1.2),
+        row("b", "inference", "OpenVINO", failure="RuntimeError: no such operator"),
+        row("b", "inference", "ours", 1.8),
+        row(fault, "inference", "contiguous", differences={"output": 2e-5}),
+        row(fault, "inference", "model.to", differences={"output": 3e-2}),
+        row(fault, "inference", "ours", differences={"output": 1e-4}),
+        row(fault, "inference", "torch.nn.utils", failure="BrokenProcessPool: it died"),
+    ]
+    lines = report_peers.compared({"quick": False, "results": results}).splitlines()
+    cells = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2:]}
+    assert cells["inference, times as fast as contiguous"] == [
+        *(
+            "-",
+            "-",
+            "**1.50** (1.50; 1 model)",
+            "**2.00** (2.00; 1 model)",
+            "-",
+            "**1.47** (1.20 to 1.80; 2 models)",
+            "-",
+        )
+    ]
+    assert cells["fastest of all in"] == ["-", "-", "-", "a (inference)", "-", "b (inference)", "-"]
+    assert cells["wrong where PyTorch has faults"] == ["1 of 1", "1 of 1", "-", "-", "-", "0 of 1", "-"]
+    assert "**BrokenProcessPool**" in report_peers.faults({"results": results})
+    speeds = report_peers.speeds({"quick": False, "results": results}, "inference").splitlines()
+    assert speeds[2:] == [
+        "| a | 1x2 | 100 | 1.50 (1.40 to 1.60) | 1.60 (1.50 to 1.70) | 1.20 (1.10 to 1.30) | **2.00** (1.90 to 2.10) |",
+        "| b | 1x2 | 100 | - | - | **1.80** (1.70 to 1.90) | RuntimeError |",
+    ]
+
+
+def test_the_milliseconds_of_a_call_have_causes(tmp_path, monkeypatch):
+    names = (
+        "aten::mkldnn_convolution",
+        "InstanceNormalization",
+        "MVN",
+        "nhwc::native_group_norm",
+        "FusedConv",
+        "Concat",
+    )
+    convolutions, norms, others = profile_peers.CONVOLUTIONS, profile_peers.NORMS, profile_peers.OTHERS
+    assert [*map(profile_peers.cause_of, names)] == [convolutions, norms, norms, norms, convolutions, others]
+    line = "onednn_verbose,v1,primitive,exec,cpu,{},jit:uni,undef,src:f32::blocked:abcd::f0,,,{},0.5"
+    kinds = [("reorder", "8x3x3x3"), ("reorder", "1x8x6x6"), ("convolution", "8x3x3x3")]
+    found = profile_peers.reorders([line.format(*kind) for kind in kinds] + ["other"], {"8x3x3x3"})
+    assert found == {profile_peers.WEIGHTS: 0.5, profile_peers.FORMATS: 0.5}
+
+    model = layout_models.LayoutModel(lambda: nn.Sequential(tiny(), nn.BatchNorm2d(4), nn.ReLU()), (2, 3, 32, 32))
+    monkeypatch.setattr(profile_peers, "MODELS", {"first": model})
+    monkeypatch.setattr(bench_peers, "MODELS", {"first": model})
+    monkeypatch.setattr(
+        profile_peers, "PROFILES", {name: profile_peers.PROFILES[name] for name in ("contiguous", "ours")}
+    )
+    monkeypatch.setattr(profile_peers, "process", lambda: nullcontext(lambda function, *given: function(*given)))
+    profile_peers.run(["first"], tmp_path / "causes.json")
+    measured = read(tmp_path / "causes.json")
+    assert [row["peer"] for row in measured["results"]] == ["contiguous", "ours"]
+    for row in measured["results"]:
+        assert all(row["causes"][cause] > 0 for cause in (convolutions, norms, profile_peers.ACTIVATIONS))
+    assert "| first | ours | " in profile_peers.as_table(measured)
+
+
+UNREPAIRED = "antialiased resize to one column"  # a function, which no conversion of layers replaces
+
+
+@pytest.mark.parametrize("fault", peers.FAULTS)
+def test_faults_are_computed_right_by_ours(fault, tmp_path):
+    bench_peers.reference(fault, "training", tmp_path)
+    found = bench_peers.prepare(fault, "training", "ours", 0.0, tmp_path)["differences"]
+    assert report_peers.is_wrong({"differences": found}, None) is (fault == UNREPAIRED)
 
 
 @pytest.mark.parametrize("name", some_of(layout_models.MODELS, "unet2d", "segresnet3d", "poolformer"))
