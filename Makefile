@@ -15,7 +15,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench bench-peers matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -97,6 +97,23 @@ bench-peers: $(VENV)/peers/has-peers
 	$(VENV)/peers/bin/python benchmarks/bench_peers.py
 	$(VENV)/peers/bin/python benchmarks/profile_peers.py
 	$(bin)/python benchmarks/report.py
+
+# A wheel for the torch of the environment, and the sources, in dist/. Libraries that torch brings are not copied into the
+# wheel: a second one in a process would have threads and tensors of its own.
+wheel: $(VENV)/has-wheel $(VENV)/built
+	rm -rf build/wheel
+	TORCH_NHWC_LABEL=1 $(bin)/python -m build --no-isolation --wheel --outdir build/wheel
+	$(bin)/python -m auditwheel repair build/wheel/*.whl --wheel-dir dist \
+	  --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libgomp.so.*' --exclude 'libcudart.so.*'
+	$(bin)/python -m build --no-isolation --sdist
+
+# Those of all supported versions, one after the other in one folder, and their checksums.
+wheels:
+	for version in $(sort $(TORCH) $(MATRIX)); do \
+	  rm -rf .matrix/wheels && $(MAKE) wheel VENV=.matrix/wheels TORCH=$$version || exit 1; \
+	done
+	rm -rf .matrix/wheels
+	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 # The other supported versions of torch, each in an environment of its own; they download CUDA builds.
 matrix: $(addprefix matrix-,$(MATRIX))

@@ -8,6 +8,8 @@ Environment:
     CUDA_HOME: The CUDA toolkit, if it is not found automatically.
     TORCH_CUDA_ARCH_LIST: As everywhere with torch. Unset and without a visible GPU, the architectures of
         tools/cuda_toolkit.py that the toolkit supports.
+    TORCH_NHWC_LABEL: 1 adds the torch's version to the package's as a local label, as `make wheel` does. Wheels for two
+        versions of torch then have two names.
     MAX_JOBS: The number of compilers that run at a time.
 """
 
@@ -74,6 +76,7 @@ def first_line(*command: str) -> str:
     return next((line for line in lines if "release" in line), lines[0] if lines else "unknown")
 
 
+HAS_LABEL = switch("TORCH_NHWC_LABEL", "the version names the torch", "it does not") == "1"
 HOME = find_cuda_toolkit()
 WITH_CUDA = wants_cuda(HOME)
 WARNINGS_ARE_ERRORS = switch("TORCH_NHWC_WERROR", "warnings are errors", "they are not") == "1"
@@ -141,5 +144,9 @@ setup(
     license="BSD-3-Clause",  # here, because the form in pyproject.toml changed between versions of setuptools
     ext_modules=[extension()],
     cmdclass={"build_ext": BuildExtension},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp310"},
+        # PEP 440 allows one plus sign.
+        "egg_info": {"tag_build": f"+torch{torch.__version__.replace('+', '.')}" if HAS_LABEL else ""},
+    },
 )

@@ -3,9 +3,11 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -25,14 +27,19 @@ def wheel(tmp_path_factory):
     """Build a wheel from a copy of the sources, with the objects of the last build."""
     folder = tmp_path_factory.mktemp("wheel")
     command = [*PIP, "wheel", "--no-build-isolation", "--no-deps", "--wheel-dir", folder, ROOT]
-    subprocess.run(command, check=True)
+    subprocess.run(command, check=True, env=os.environ | {"TORCH_NHWC_LABEL": "1"})
     (path,) = folder.glob("*.whl")
     return path
 
 
-def test_one_wheel_serves_every_python(wheel):
-    assert wheel.name.startswith(f"torch_nhwc-{nhwc.__version__}-cp310-abi3-linux")
-    names = zipfile.ZipFile(wheel).namelist()
+def test_one_wheel_serves_every_python_and_names_its_torch(wheel):
+    version = f"{nhwc.__version__}+torch{torch.__version__.replace('+', '.')}"
+    assert wheel.name.startswith(f"torch_nhwc-{version}-cp310-abi3-linux")
+    archive = zipfile.ZipFile(wheel)
+    names = archive.namelist()
+    (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
+    assert f"\nVersion: {version}\n" in metadata
+    assert "\nRequires-Python: >=3.10\n" in metadata
     for name in ("libtorch_nhwc.abi3.so", "build_info.json", "py.typed", "include/torch_nhwc/ops.h"):
         assert f"torch_nhwc/{name}" in names
     assert not [name for name in names if name.startswith(("test", "csrc", "benchmarks", "tools"))]
@@ -56,6 +63,40 @@ assert pathlib.Path(folder, "torch_nhwc", "filter_transpose.h").exists()
     subprocess.run([python, "-c", script], check=True, cwd=tmp_path, env=environment)
 
 
+@pytest.mark.exhaustive
+def test_an_audited_wheel_runs_on_many_systems_and_brings_no_library_of_torch(wheel, tmp_path):
+    pytest.importorskip("auditwheel")
+    # `make wheel` says which libraries are left out.
+    (options,) = re.findall(r"^wheel:.*?auditwheel repair .*?\\\n(.*?)\n", (ROOT / "Makefile").read_text(), re.S | re.M)
+    command = [sys.executable, "-m", "auditwheel", "repair", wheel, "--wheel-dir", tmp_path, *shlex.split(options)]
+    subprocess.run(command, check=True)
+    (audited,) = tmp_path.glob("*-cp310-abi3-manylinux_*.whl")
+    libraries = [name for name in zipfile.ZipFile(audited).namelist() if ".so" in name]
+    assert libraries == ["torch_nhwc/libtorch_nhwc.abi3.so"]
+
+
+def test_an_sdist_has_all_that_a_build_needs(tmp_path):
+    command = [
+        sys.executable,
+        "setup.py",
+        "--quiet",
+        "egg_info",
+        "--egg-base",
+        tmp_path,
+        "sdist",
+        "--dist-dir",
+        tmp_path,
+    ]
+    subprocess.run(command, check=True, cwd=ROOT)
+    (sdist,) = tmp_path.glob(f"torch?nhwc-{nhwc.__version__}.tar.gz")  # by the version of setuptools
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    needed = [ROOT / name for name in ("LICENSE", "README.md", "pyproject.toml", "setup.py", "tools/cuda_toolkit.py")]
+    needed += [path for path in (ROOT / "csrc").rglob("*") if path.is_file()]
+    needed += [path for path in (ROOT / "torch_nhwc").rglob("*") if path.suffix in (".py", ".h", ".cmake", ".typed")]
+    assert not {str(path.relative_to(ROOT)) for path in needed} - names
+
+
 def import_copy(package):
     environment = os.environ | {"PYTHONPATH": str(package.parent)}
     command = [sys.executable, "-c", "import torch_nhwc"]
@@ -67,6 +108,7 @@ def test_a_library_for_another_torch_ends_in_one_sentence_naming_both(package_co
     record = package_copy / "build_info.json"
     record.write_text(json.dumps(json.loads(record.read_text()) | {key: other}))
     run = import_copy(package_copy)
+    assert ("type `pip install torch==2.99.0`, or" in run.stderr) == (key == "torch")
     built = other if key == "torch" else f"{nhwc.cpp_extension.build_info()['torch']} with CUDA {other}"
     assert (
         run.stderr.strip()

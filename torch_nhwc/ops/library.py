@@ -66,8 +66,9 @@ def load() -> None:
     same_cuda = built["cuda"] in (None, torch.version.cuda)
     if not (same_version and same_cuda):
         with_cuda = "" if same_cuda else f" with CUDA {built['cuda']}"
+        install = "" if same_version else f"`pip install torch=={built['torch'].split('+')[0]}`, or "
         raise ImportError(
             f"torch_nhwc was built for torch {built['torch']}{with_cuda}, but torch {torch.__version__} is imported "
-            f"here: type {REBUILD}"
+            f"here: type {install}{REBUILD}"
         )
     torch.ops.load_library(library_path())  # type: ignore[no-untyped-call, unused-ignore]
