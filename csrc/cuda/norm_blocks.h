@@ -249,6 +249,13 @@ class NormChunk : public NormBlock<type, Access> {
     const char* element = static_cast<const char*>(tensor) + place(vector) + lane * bytes;
     return Element::to_real(access_.template load<Element_>(element));
   }
+  /// What the backward reads.
+  struct Both {
+    Vector grad, input;
+  };
+  NHWC_HOST_DEVICE Both load_both(std::uint32_t vector) const {
+    return {load(norm_.grad, vector), load(norm_.input, vector)};
+  }
   NHWC_HOST_DEVICE void store(std::uint32_t vector, unsigned lane, Real value) const {
     access_.store(static_cast<char*>(norm_.out) + place(vector) + lane * bytes, Element::to_bits(value));
   }
@@ -417,7 +424,7 @@ template <NormType type, unsigned lanes, typename Access = DirectAccess>
 class ChunkProducts : NormChunk<type, lanes, Access> {
   using Base = NormChunk<type, lanes, Access>;
   using Base::norm_, Base::plan_, Base::sample_;
-  using typename Base::Real, typename Base::Vector;
+  using typename Base::Real;
   using Value = detail::Products<Real>;
 
  public:
@@ -435,10 +442,6 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
   }
 
  private:
-  struct Both {
-    Vector grad, input;
-  };
-
   NHWC_HOST_DEVICE void accumulate(std::uint32_t thread, Value (&of_lanes)[lanes]) const {
     Real mean[lanes];
     NHWC_UNROLL
@@ -450,16 +453,14 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
       of_lanes[lane].sum += grad;
       of_lanes[lane].product += grad * (value - mean[lane]);
     };
-    const auto use = [&](std::uint32_t, const Both& loaded) {
+    const auto use = [&](std::uint32_t, const typename Base::Both& loaded) {
       NHWC_UNROLL
       for (unsigned lane = 0; lane < lanes; ++lane) {
         add(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
       }
     };
     this->template walk<2>(
-        thread,
-        [&](std::uint32_t vector) { return Both{this->load(norm_.grad, vector), this->load(norm_.input, vector)}; },
-        use, use,
+        thread, [&](std::uint32_t vector) { return this->load_both(vector); }, use, use,
         [&](std::uint32_t vector, unsigned edge) {
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) {
@@ -520,7 +521,7 @@ template <NormType type, unsigned lanes, typename Access = DirectAccess>
 class GradientChunk : NormChunk<type, lanes, Access> {
   using Base = NormChunk<type, lanes, Access>;
   using Base::norm_;
-  using typename Base::Real, typename Base::Vector;
+  using typename Base::Real;
 
  public:
   NHWC_HOST_DEVICE GradientChunk(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
@@ -534,10 +535,6 @@ class GradientChunk : NormChunk<type, lanes, Access> {
   }
 
  private:
-  struct Both {
-    Vector grad, input;
-  };
-
   NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
     Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes];
     NHWC_UNROLL
@@ -551,15 +548,13 @@ class GradientChunk : NormChunk<type, lanes, Access> {
     const auto gradient = [&](unsigned lane, Real grad, Real value) {
       return of_grad[lane] * grad + (of_input[lane] * (value - mean[lane]) + shift[lane]);
     };
-    const auto use = [&](std::uint32_t vector, const Both& loaded) {
+    const auto use = [&](std::uint32_t vector, const typename Base::Both& loaded) {
       this->store(vector, [&](unsigned lane) {
         return gradient(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
       });
     };
     this->template walk<2>(
-        thread,
-        [&](std::uint32_t vector) { return Both{this->load(norm_.grad, vector), this->load(norm_.input, vector)}; },
-        use, use,
+        thread, [&](std::uint32_t vector) { return this->load_both(vector); }, use, use,
         [&](std::uint32_t vector, unsigned edge) {
           const Real grad = this->load(norm_.grad, vector, edge), value = this->load(norm_.input, vector, edge);
           NHWC_UNROLL
