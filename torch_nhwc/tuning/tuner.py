@@ -424,8 +424,9 @@ class Race:
         return each.is_faster or each.is_slower or each.high < each.low * (1 + _CLOSE)
 
     def _has_lost(self, name: str, best: str) -> bool:
-        is_slower = len(self._ratios(name, best)) >= 3 and self.compare(name, best).is_slower
-        return is_slower or self._is_far_ahead(best, name)
+        # Two samples may follow each other, in rounds of opposite order, and share a disturbance.
+        is_slower = self.compare(name, best).is_slower or self._is_far_ahead(best, name)
+        return is_slower and len(self._ratios(name, best)) >= 3
 
     def _is_far_ahead(self, name: str, other: str) -> bool:
         """Return whether a candidate is far faster than another one in each of two rounds or more."""
