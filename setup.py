@@ -13,6 +13,7 @@ Environment:
     MAX_JOBS: The number of compilers that run at a time.
 """
 
+import copy
 import json
 import os
 import platform
@@ -35,6 +36,7 @@ except ModuleNotFoundError as error:
 from torch.utils import cpp_extension
 
 ROOT = Path(__file__).parent.resolve()
+FOLDERS_OF_MANY = ("cpu", "ops", "convolution")
 sys.path.insert(0, str(ROOT / "tools"))
 
 from cuda_toolkit import find_cuda_toolkit, known_architectures  # noqa: E402
@@ -93,6 +95,27 @@ class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
         # Wheels, editable and in-place builds share objects. Builds with other flags do not: each would undo the other.
         flavour = ("cuda" if WITH_CUDA else "cpu") + ("-werror" if WARNINGS_ARE_ERRORS else "")
         self.build_temp = str(ROOT / "build" / f"objects-torch-{torch.__version__}-{flavour}")
+
+    def build_extension(self, ext) -> None:
+        """Compile the sources of a folder as one: alone, each would take most of its time for torch's headers."""
+        units, groups = [], {name: [] for name in (*FOLDERS_OF_MANY, "others")}
+        for source in map(Path, ext.sources):
+            folder = source.parent.name
+            # A source for one instruction set chooses it for all that follows.
+            if source.suffix == ".cu" or folder == "isa":
+                units.append(str(source))
+            else:
+                groups[folder if folder in groups else "others"].append(source)
+        for name, sources in groups.items():
+            unit = Path(os.path.relpath(self.build_temp), f"{name}.cpp")
+            text = "".join(f'#include "{source.relative_to("csrc")}"\n' for source in sources)
+            if not unit.exists() or unit.read_text() != text:
+                unit.parent.mkdir(parents=True, exist_ok=True)
+                unit.write_text(text)
+            units.append(str(unit))
+        ext = copy.copy(ext)  # the sources of an sdist stay what they are
+        ext.sources = units
+        super().build_extension(ext)
 
     def run(self) -> None:
         super().run()

@@ -1,6 +1,5 @@
 #include "cpu/grouped.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
@@ -9,6 +8,7 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
+#include "cpu/threads.h"
 
 namespace nhwc::cpu {
 namespace {
@@ -16,9 +16,6 @@ namespace {
 constexpr int64_t most_columns = 64, most_rows = 16;  // of a block, which is one thread's
 constexpr int64_t ring_bytes = 16384;                 // half of a first-level cache
 constexpr int64_t pixel_bytes = 128;                  // two cache lines
-constexpr int64_t products_worth_a_thread = 1 << 18, elements_worth_a_thread = 1 << 15;
-
-const GroupedKernels& kernels_of(at::ScalarType type) { return of_type(grouped_kernels(), type); }
 
 /// A tap of the kernel along an axis, and where it reads.
 struct Tap {
@@ -72,9 +69,9 @@ Axis gradient_axis(const ConvolutionSizes& sizes, int axis) {
 int64_t divide_up(int64_t size, int64_t part) { return (size + part - 1) / part; }
 
 /// Equal ranges of at most `most` positions.
-class Blocks {
+class Ranges {
  public:
-  Blocks(int64_t size, int64_t most) : size_(size), count_(divide_up(size, most)) {}
+  Ranges(int64_t size, int64_t most) : size_(size), count_(divide_up(size, most)) {}
   int64_t count() const { return count_; }
   int64_t begin(int64_t block) const { return size_ * block / count_; }
 
@@ -207,7 +204,7 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
   for (const auto& taps : depth.phases) most_taps = std::max<int64_t>(most_taps, taps.size());
   // A row of the source stays while rows of the output read it.
   const int64_t ring = std::min(height.reach(), height.source);
-  const Blocks rows(height.out, most_rows), columns(width.positions(0), most_columns);
+  const Ranges rows(height.out, most_rows), columns(width.positions(0), most_columns);
   std::vector<Window> windows;
   int64_t row_size = 0;
   for (int64_t block = 0; block < columns.count(); ++block) {
@@ -219,7 +216,7 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
   // A pixel's panels, until they fill some cache lines, are read and written one after the other.
   const int64_t at_once = std::clamp<int64_t>(
       std::min(pixel_bytes / (panel_groups_ * inputs_ * element), ring_bytes / (ring_size * number + 1)), 1, panels());
-  const Blocks panel_blocks(panels(), at_once);
+  const Ranges panel_blocks(panels(), at_once);
   const int64_t scratch_size = at_once * ring_size + sums_size;
   const at::Tensor scratch = at::empty({at::get_num_threads(), scratch_size * number}, at::kByte);
 
@@ -282,6 +279,7 @@ void Convolution::run(const at::Tensor& source, const at::Tensor& weights, const
     }
   };
 
+  constexpr int64_t products_worth_a_thread = 1 << 18;
   const int64_t products =
       most_rows * std::min(most_columns, width.out) * at_once * panel_groups_ * outputs_ * inputs_ * taps();
   const int64_t blocks = samples_ * depth.out * rows.count() * columns.count() * panel_blocks.count();
@@ -312,7 +310,7 @@ at::Tensor numbers_for(const GroupedKernels& kernels, int64_t count) {
 void grouped_forward(const ConvolutionSizes& sizes, const at::Tensor& input, const at::Tensor& weight,
                      const at::Tensor& bias, const at::Tensor& out) {
   if (out.numel() == 0) return;
-  const GroupedKernels& kernels = kernels_of(input.scalar_type());
+  const GroupedKernels& kernels = of_type(grouped_kernels(), input.scalar_type());
   const Convolution convolution(kernels, sizes, false);
   const at::Tensor weights = numbers_for(kernels, weight.numel()), biases = numbers_for(kernels, out.size(1)).zero_();
   if (bias.defined()) kernels.cast(bias.const_data_ptr(), 1, bias.numel(), 0, biases.mutable_data_ptr(), 0);
@@ -334,7 +332,7 @@ void grouped_forward(const ConvolutionSizes& sizes, const at::Tensor& input, con
 void grouped_input_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& weight,
                             const at::Tensor& grad_input) {
   if (grad_input.numel() == 0) return;
-  const GroupedKernels& kernels = kernels_of(grad.scalar_type());
+  const GroupedKernels& kernels = of_type(grouped_kernels(), grad.scalar_type());
   const Convolution convolution(kernels, sizes, true);
   const at::Tensor weights = numbers_for(kernels, weight.numel());
   const at::Tensor zeros = numbers_for(kernels, grad_input.size(1)).zero_();

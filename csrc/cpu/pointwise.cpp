@@ -1,19 +1,16 @@
 #include "cpu/pointwise.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Parallel.h>
 
 #include <algorithm>
 
 #include "cpu/dispatch.h"
+#include "cpu/threads.h"
 
 namespace nhwc::cpu {
 namespace {
 
-constexpr int64_t numbers_worth_a_thread = 1 << 15;
 constexpr int64_t pixels_of_range = 4096;  // whose products are summed apart, however many threads there are
-
-const PointwiseKernels& kernels_of(at::ScalarType type) { return of_type(pointwise_kernels(), type); }
 
 int64_t pixels_of(const at::Tensor& activation) {
   return activation.numel() / std::max<int64_t>(1, activation.size(1));
@@ -29,8 +26,8 @@ void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tens
   const int64_t inputs = input.size(1), outputs = out.size(1);
   const at::Tensor weights = weight.to(at::kFloat).contiguous();
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({outputs}, weights.options());
-  const auto multiply = kernels_of(input.scalar_type()).multiply;
-  at::parallel_for(0, pixels_of(out), numbers_worth_a_thread / (inputs + outputs), [&](int64_t begin, int64_t end) {
+  const auto multiply = of_type(pointwise_kernels(), input.scalar_type()).multiply;
+  at::parallel_for(0, pixels_of(out), elements_worth_a_thread / (inputs + outputs), [&](int64_t begin, int64_t end) {
     multiply(pixel_of(input, begin), end - begin, inputs, outputs, weights.const_data_ptr<float>(),
              biases.const_data_ptr<float>(), const_cast<char*>(pixel_of(out, begin)));
   });
@@ -45,8 +42,8 @@ void pointwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& 
   const int64_t ranges = std::max<int64_t>(1, (pixels + pixels_of_range - 1) / pixels_of_range);
   const auto options = grad.options().dtype(at::kFloat);
   const at::Tensor sums = at::zeros({ranges, rows, columns}, options), few_sums = at::zeros({ranges, rows}, options);
-  const auto accumulate = kernels_of(grad.scalar_type()).accumulate;
-  at::parallel_for(0, ranges, numbers_worth_a_thread / pixels_of_range, [&](int64_t begin, int64_t end) {
+  const auto accumulate = of_type(pointwise_kernels(), grad.scalar_type()).accumulate;
+  at::parallel_for(0, ranges, elements_worth_a_thread / pixels_of_range, [&](int64_t begin, int64_t end) {
     for (int64_t range = begin; range < end; ++range) {
       const int64_t first = range * pixels_of_range, count = std::min(pixels_of_range, pixels - first);
       accumulate(pixel_of(few, first), pixel_of(many, first), count, columns, rows,

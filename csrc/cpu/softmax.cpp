@@ -1,18 +1,16 @@
 #include "cpu/softmax.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cstring>
 
 #include "cpu/dispatch.h"
+#include "cpu/threads.h"
 
 namespace nhwc::cpu {
 namespace {
 
 // Few enough that all tiles of a step are in a first-level cache, and that the lines of the next tile arrive meanwhile.
 constexpr int64_t numbers_of_tile = 1024;
-constexpr int64_t numbers_worth_a_thread = 1 << 15;
 
 static_assert(most_softmax_channels * softmax_pixels <= numbers_of_tile);
 
@@ -40,7 +38,7 @@ class Pixels {
   template <typename Compute>
   void for_each_tile(const Compute& compute) const {
     const int64_t tiles = (count_ + of_tile_ - 1) / of_tile_;
-    at::parallel_for(0, tiles, numbers_worth_a_thread / numbers_of_tile, [&](int64_t begin, int64_t end) {
+    at::parallel_for(0, tiles, elements_worth_a_thread / numbers_of_tile, [&](int64_t begin, int64_t end) {
       for (int64_t first = begin * of_tile_; first < std::min(count_, end * of_tile_); first += of_tile_) {
         compute(first, std::min(of_tile_, count_ - first));
       }

@@ -25,9 +25,6 @@ constexpr int64_t positions_of_block = 256, most_channels = 128, most_sums = 1 <
 constexpr int64_t channels_of_groups = 64;  // of several small groups in one task
 constexpr int64_t enough_tasks = 16, blocks_worth_a_range = 4;
 constexpr int64_t outputs_worth_stacking = 16;
-constexpr int64_t products_worth_a_thread = 1 << 19;
-
-const WeightGradientKernels& kernels_of(at::ScalarType type) { return of_type(weight_gradient_kernels(), type); }
 
 int64_t quotient(int64_t of, int64_t by) { return (of + by - 1) / by; }
 int64_t multiple(int64_t of, int64_t by) { return quotient(of, by) * by; }
@@ -44,7 +41,7 @@ struct Split {
 /// One axis of a block: some outputs, and the positions of the input that are packed for them. These are all between
 /// the first and the last or, where that is fewer, those of each tap. In a stacked axis, the input of all taps is at
 /// one position.
-struct Axis {
+struct BlockAxis {
   int64_t input, kernel, stride, padding, dilation;
   Split outputs;
   bool is_stacked = false;
@@ -118,7 +115,7 @@ class WeightGradient {
   const int64_t taps_;
 
   Split groups_, inputs_, outputs_;           // of tasks
-  std::vector<Axis> axes_;                    // of blocks
+  std::vector<BlockAxis> axes_;               // of blocks
   Split ranges_{1, 1};                        // of blocks
   int64_t lines_ = 1;                         // of the kernel, which are stacked
   int64_t width_;                             // numbers of a position of a plane: channels, of all these lines
@@ -131,7 +128,7 @@ class WeightGradient {
 WeightGradient::WeightGradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& input,
                                const at::Tensor& grad_weight, const at::Tensor& grad_bias)
     : sizes_(sizes),
-      kernels_(kernels_of(input.scalar_type())),
+      kernels_(of_type(weight_gradient_kernels(), input.scalar_type())),
       element_(input.element_size()),
       number_(std::max<int64_t>(element_, sizeof(float))),
       grad_(static_cast<const char*>(grad.const_data_ptr())),
@@ -156,7 +153,7 @@ WeightGradient::WeightGradient(const ConvolutionSizes& sizes, const at::Tensor& 
   }
   axes_.insert(axes_.begin(), {sizes.samples, 1, 1, 0, 1, outputs(sizes.samples)});
   int64_t blocks = 1;
-  for (const Axis& axis : axes_) blocks *= axis.outputs.parts;
+  for (const BlockAxis& axis : axes_) blocks *= axis.outputs.parts;
   const int64_t tasks = groups_.parts * inputs_.parts * outputs_.parts;
   ranges_ = Split(blocks, std::max(blocks_worth_a_range, quotient(blocks, quotient(enough_tasks, tasks))));
 
@@ -217,7 +214,7 @@ Box WeightGradient::box(int64_t index) const {
 /// Packs one line of the input, with zeros for the padding.
 void WeightGradient::pack_row(const char* from, int64_t first_output, char* to) const {
   const int64_t channels = sizes_.groups * sizes_.inputs, position = width_ * number_;
-  const Axis& axis = axes_[3];
+  const BlockAxis& axis = axes_[3];
   const int64_t length = axis.length(), step = axis.input_step();
   for (int64_t segment = 0; segment < axis.segments(); ++segment, to += length * position) {
     const int64_t first = axis.input_of(first_output, segment * length);
@@ -354,6 +351,7 @@ void WeightGradient::compute() const {
   // Registers are loaded and stored beyond the last number.
   const int64_t packed =
       groups_.size * (outputs_padded_ * capacity_ + planes(largest.inputs) * plane_) + 2 * kernels_.lanes;
+  constexpr int64_t products_worth_a_thread = 1 << 19;
   const int64_t grain = quotient(products_worth_a_thread, most_sums * capacity_ * ranges_.size);
   const auto allocate = [&](int64_t numbers) { return c10::GetCPUAllocator()->allocate(numbers * number_); };
   const auto pointer = [](const c10::DataPtr& memory) { return static_cast<char*>(memory.get()); };

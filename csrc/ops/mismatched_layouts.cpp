@@ -13,7 +13,7 @@ bool differ(const at::Tensor& weight, const at::Tensor& companion) {
   return are_comparable && !are_same_places(companion, weight.strides());
 }
 
-std::vector<int64_t> mismatched_layouts(at::TensorList weights, at::TensorList companions) {
+std::vector<int64_t> mismatched_layouts_kernel(at::TensorList weights, at::TensorList companions) {
   TORCH_CHECK(weights.size() == companions.size(), "nhwc::mismatched_layouts: expected a weight for each of ",
               companions.size(), " companions, got ", weights.size());
   std::vector<int64_t> differing;
@@ -25,6 +25,8 @@ std::vector<int64_t> mismatched_layouts(at::TensorList weights, at::TensorList c
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("mismatched_layouts", TORCH_FN(mismatched_layouts)); }
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
+  m.impl("mismatched_layouts", TORCH_FN(mismatched_layouts_kernel));
+}
 
 }  // namespace nhwc

@@ -156,7 +156,7 @@ const Formula unfold = {
 
 // Both are linear: tangents are padded like values.
 template <const auto& op(), const Formula& formula>
-at::Tensor autograd(c10::DispatchKeySet keys, const at::Tensor& input, at::IntArrayRef pad) {
+at::Tensor with_autograd(c10::DispatchKeySet keys, const at::Tensor& input, at::IntArrayRef pad) {
   at::Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -199,8 +199,8 @@ TORCH_LIBRARY_IMPL(nhwc, Meta, m) {
          [](const at::Tensor& grad, at::IntArrayRef pad) { return empty_padded(grad, pad, -1); });
 }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {
-  m.impl("native_pad_circular", TORCH_FN((autograd<native_pad_circular, fold>)));
-  m.impl("native_pad_circular_backward", TORCH_FN((autograd<native_pad_circular_backward, unfold>)));
+  m.impl("native_pad_circular", TORCH_FN((with_autograd<native_pad_circular, fold>)));
+  m.impl("native_pad_circular_backward", TORCH_FN((with_autograd<native_pad_circular_backward, unfold>)));
 }
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { m.impl("pad_circular", TORCH_FN(pad_circular)); }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) {

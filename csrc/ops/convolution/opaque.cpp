@@ -14,13 +14,13 @@
 namespace nhwc {
 namespace {
 
-using Sizes = at::SymIntArrayRef;
+using SymInts = at::SymIntArrayRef;
 using Mask = std::array<bool, 3>;
-using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using ThreeGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-Call call_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, Sizes stride, Sizes padding,
-             Sizes dilation, bool is_transposed, Sizes output_padding, const c10::SymInt& groups) {
-  const auto own = [](Sizes sizes) { return at::SymDimVector(sizes.begin(), sizes.end()); };
+Call call_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, SymInts stride,
+             SymInts padding, SymInts dilation, bool is_transposed, SymInts output_padding, const c10::SymInt& groups) {
+  const auto own = [](SymInts sizes) { return at::SymDimVector(sizes.begin(), sizes.end()); };
   Call call = {input,        weight, bias, own(stride), own(padding), own(dilation), groups, own(output_padding),
                is_transposed};
   call.is_compiled = true;
@@ -46,16 +46,16 @@ void check(const char* name, const Call& call, const at::Tensor& grad, bool is_o
               at::SymIntArrayRef(kernels::output_sizes(call)));
 }
 
-at::Tensor forward(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, Sizes stride,
-                   Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups) {
+at::Tensor forward(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, SymInts stride,
+                   SymInts padding, SymInts dilation, bool transposed, SymInts output_padding, c10::SymInt groups) {
   const Call call = call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
   check("nhwc::convolution_by_kernels", call, {}, /*is_of_weight=*/false);
   return kernels::forward(call);
 }
 
-Gradients backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, Sizes stride,
-                   Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups,
-                   Mask output_mask) {
+ThreeGradients backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight, SymInts stride,
+                        SymInts padding, SymInts dilation, bool transposed, SymInts output_padding, c10::SymInt groups,
+                        Mask output_mask) {
   const Call call = call_of(input, weight, {}, stride, padding, dilation, transposed, output_padding, groups);
   check("nhwc::convolution_by_kernels_backward", call, grad, /*is_of_weight=*/!output_mask[0]);
   auto [of_input, of_weight, of_bias] = kernels::gradients(call, grad, output_mask);
@@ -72,14 +72,15 @@ const auto& backward_operator() {
   return op;
 }
 
-at::Tensor forward_autograd(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, Sizes stride,
-                            Sizes padding, Sizes dilation, bool transposed, Sizes output_padding, c10::SymInt groups) {
+at::Tensor forward_autograd(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                            SymInts stride, SymInts padding, SymInts dilation, bool transposed, SymInts output_padding,
+                            c10::SymInt groups) {
   return by_all_kernels(call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups));
 }
 
-Gradients backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
-                            const at::Tensor& weight, Sizes stride, Sizes padding, Sizes dilation, bool transposed,
-                            Sizes output_padding, c10::SymInt groups, Mask output_mask) {
+ThreeGradients backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
+                                 const at::Tensor& weight, SymInts stride, SymInts padding, SymInts dilation,
+                                 bool transposed, SymInts output_padding, c10::SymInt groups, Mask output_mask) {
   const std::array<at::Tensor, 3> inputs = {grad, input, weight};
   if (needs_gradient(inputs) || has_tangent(inputs)) {
     const auto found = composed_gradients(
