@@ -81,8 +81,8 @@ void transpose_filters(const typename Way::From* source, typename Way::To* desti
   const bool streams = stores == Stores::non_temporal &&
                        can_stream<sizeof(typename Way::To), register_bytes>(destination, rows, columns);
 #if NHWC_HAS_SHUFFLES && NHWC_X86_LEVEL >= 2
-  constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
-  if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {
+  constexpr int to_size = sizeof(typename Way::To);
+  if constexpr (is_shuffled(to_size)) {
     if (stores == Stores::non_temporal && !streams && serves_streaming(rows, columns, to_size)) {
       transpose_streamed<register_bytes>({from, to, filters, rows, columns, columns, rows, false}, way);
       return finish_stream();

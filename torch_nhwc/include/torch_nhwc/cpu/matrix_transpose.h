@@ -4,6 +4,7 @@
 //   one side of up to 27         strips: tiles of all of the short side, one after the other along the long side
 //   ... whose lines collide      the same, in parts through a buffer in cache
 //   ... both sides very short    many matrices together are one long strip
+//   ... with a cast              the same, from a buffer in cache that the elements are cast to
 //   both sides longer            square tiles
 //   past the caches, if large    the same, into a buffer in cache whose lines are then streamed out
 //   no network for this element  plain loops
@@ -34,6 +35,12 @@ struct Keep {
   NHWC_ALWAYS_INLINE void operator()(const char* source, char* destination, Index count) const {
     std::memcpy(destination, source, static_cast<std::size_t>(count) * sizeof(Element));
   }
+};
+
+/// An element of which only the size matters.
+template <int size>
+struct Opaque {
+  char bytes[size];
 };
 
 /// Elements that are cast, one by one or, if the cast supports it, many at a time.
@@ -97,25 +104,11 @@ constexpr int longest_short_side = 27;
 // The same by the size of elements: those of 16 bytes are rare, and squares serve them well.
 constexpr int longest_strip_of(int size) { return size < 16 ? longest_short_side : 16; }
 
-/// Loads a tile's registers from `count` rows that are `step` bytes apart, or from consecutive elements.
-template <int count, bool is_dense, typename Way, typename Vector>
-NHWC_ALWAYS_INLINE void load_tile(Vector* tile, const Way& way, const char* source, [[maybe_unused]] Index step) {
-  using To = typename Way::To;
-  constexpr Index elements = sizeof(Vector) / sizeof(To);
-  if constexpr (std::is_same_v<Way, Keep<To>>) {
+/// Loads a tile's registers from `count` rows that are `step` bytes apart.
+template <int count, typename Vector>
+NHWC_ALWAYS_INLINE void load_tile(Vector* tile, const char* source, Index step) {
 #pragma GCC unroll 32
-    for (int v = 0; v < count; ++v, source += is_dense ? sizeof(Vector) : step) {
-      std::memcpy(&tile[v], source, sizeof(Vector));
-    }
-  } else {
-    alignas(64) char cast[count * sizeof(Vector)];
-    if constexpr (is_dense) {
-      way(source, cast, count * elements);
-    } else {
-      for (int v = 0; v < count; ++v) way(source + v * step, cast + v * sizeof(Vector), elements);
-    }
-    load_tile<count, true>(tile, Keep<To>{}, cast, 0);
-  }
+  for (int v = 0; v < count; ++v, source += step) std::memcpy(&tile[v], source, sizeof(Vector));
 }
 
 /// Stores a tile's registers to `count` rows that are `step` bytes apart.
@@ -138,13 +131,12 @@ NHWC_ALWAYS_INLINE void store_tile(const Vector* tile, char* destination, Index 
 }
 
 /// Transposes tiles along the long side. The last one overlaps the one before it.
-template <typename Way, int width, int tile_columns, bool is_wide>
-void transpose_strips(const Matrices& matrices, const Way& way) {
-  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
-  using Tile = Register<to_size, width>;
+template <int size, int width, int tile_columns, bool is_wide>
+void transpose_strips(const Matrices& matrices) {
+  using Tile = Register<size, width>;
   const Index length = is_wide ? matrices.columns : matrices.rows;
-  const Index source_step = matrices.source_pitch * from_size;
-  const Index destination_step = is_wide ? width : matrices.destination_pitch * to_size;
+  const Index source_step = is_wide ? matrices.source_pitch * size : width;
+  const Index destination_step = is_wide ? width : matrices.destination_pitch * size;
   const bool non_temporal = matrices.non_temporal;
   const char* source = matrices.source;
   char* destination = matrices.destination;
@@ -153,31 +145,30 @@ void transpose_strips(const Matrices& matrices, const Way& way) {
       if (begin > length - Tile::elements) begin = length - Tile::elements;
       const Index dense = begin * tile_columns;
       typename Tile::Vector tile[tile_columns];
-      load_tile<tile_columns, !is_wide>(tile, way, source + (is_wide ? begin : dense) * from_size, source_step);
+      load_tile<tile_columns>(tile, source + (is_wide ? begin : dense) * size, source_step);
       transpose_tile<Tile, tile_columns, is_wide>(tile);
-      store_tile<tile_columns>(tile, destination + (is_wide ? dense : begin) * to_size, destination_step, non_temporal);
+      store_tile<tile_columns>(tile, destination + (is_wide ? dense : begin) * size, destination_step, non_temporal);
     }
-    source += length * tile_columns * from_size;
-    destination += length * tile_columns * to_size;
+    source += length * tile_columns * size;
+    destination += length * tile_columns * size;
   }
 }
 
 /// `transpose_strips` for the short side of these matrices, which is at least 2 and at most `longest_short_side`.
-template <typename Way, int width, int... offset>
+template <int size, int width, int... offset>
 auto strips_of(const Matrices& matrices, std::integer_sequence<int, offset...>) {
-  using Function = void (*)(const Matrices&, const Way&);
-  static constexpr Function tall[] = {transpose_strips<Way, width, offset + 2, false>...};
-  static constexpr Function wide[] = {transpose_strips<Way, width, offset + 2, true>...};
+  using Function = void (*)(const Matrices&);
+  static constexpr Function tall[] = {transpose_strips<size, width, offset + 2, false>...};
+  static constexpr Function wide[] = {transpose_strips<size, width, offset + 2, true>...};
   return (matrices.is_wide() ? wide : tall)[matrices.short_side() - 2];
 }
-template <typename Way, int width>
+template <int size, int width>
 auto strips_of(const Matrices& matrices) {
-  constexpr int longest = longest_strip_of(sizeof(typename Way::To));
-  return strips_of<Way, width>(matrices, std::make_integer_sequence<int, longest - 1>{});
+  return strips_of<size, width>(matrices, std::make_integer_sequence<int, longest_strip_of(size) - 1>{});
 }
 
-// A part is at least one register long, for all short sides and all elements up to twice as large as their casts.
-static_assert(buffer_bytes / (longest_short_side * 2 * 16) >= 64 / 16 && buffer_bytes / (longest_short_side * 2) >= 64);
+// A part is at least one register long, for all short sides and all elements.
+static_assert(buffer_bytes / (longest_short_side * 16) >= 64 / 16 && buffer_bytes / longest_short_side >= 64);
 
 /// Returns the size of the fewest parts of at most `room` elements that `length` splits into, a multiple of 64 if that
 /// fits.
@@ -188,14 +179,12 @@ inline Index even_part(Index length, Index room) {
 }
 
 /// Transposes strips in parts: distant rows are gathered or scattered by linear copies from or to a buffer.
-template <typename Way, int width>
-void transpose_in_parts(const Matrices& matrices, const Way& way) {
-  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+template <int size, int width>
+void transpose_in_parts(const Matrices& matrices) {
   const bool is_wide = matrices.is_wide();
   const Index short_side = matrices.short_side(), long_side = matrices.long_side();
-  const Index size = is_wide ? from_size : to_size;
   const Index part = even_part(long_side, buffer_bytes / (short_side * size));
-  const auto transpose = strips_of<Way, width>(matrices);
+  const auto transpose = strips_of<size, width>(matrices);
   alignas(64) char buffer[buffer_bytes];
   const auto copy_rows = [&](const char* from, Index from_pitch, char* to, Index to_pitch) {
     for (Index row = 0; row < short_side; ++row) {
@@ -209,15 +198,15 @@ void transpose_in_parts(const Matrices& matrices, const Way& way) {
       if (begin > long_side - part) begin = long_side - part;
       const Index dense = begin * short_side;
       if (is_wide) {
-        copy_rows(source + begin * from_size, matrices.source_pitch, buffer, part);
-        transpose({buffer, destination + dense * to_size, 1, short_side, part, part, short_side, false}, way);
+        copy_rows(source + begin * size, matrices.source_pitch, buffer, part);
+        transpose({buffer, destination + dense * size, 1, short_side, part, part, short_side, false});
       } else {
-        transpose({source + dense * from_size, buffer, 1, part, short_side, short_side, part, false}, way);
-        copy_rows(buffer, part, destination + begin * to_size, matrices.destination_pitch);
+        transpose({source + dense * size, buffer, 1, part, short_side, short_side, part, false});
+        copy_rows(buffer, part, destination + begin * size, matrices.destination_pitch);
       }
     }
-    source += short_side * long_side * from_size;
-    destination += short_side * long_side * to_size;
+    source += short_side * long_side * size;
+    destination += short_side * long_side * size;
   }
 }
 
@@ -232,43 +221,40 @@ NHWC_ALWAYS_INLINE void copy_piece(const char* from, char* to, Index bytes, bool
 }
 
 /// Transposes dense matrices that are shorter than a register: rows of many matrices form long strips in a buffer.
-template <typename Way, int width>
-void transpose_together(const Matrices& matrices, const Way& way) {
-  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
+template <int size, int width>
+void transpose_together(const Matrices& matrices) {
   // Pieces are moved as whole registers, in ascending order, so that each overwrites what the one before it wrote
   // beyond its end; the buffer's rows have room for that.
-  constexpr Index room = width / to_size;
-  constexpr Index larger = from_size < to_size ? to_size : from_size;
+  constexpr Index room = width / size;
   const bool is_wide = matrices.is_wide();
   const Index short_side = matrices.short_side(), long_side = matrices.long_side();
-  const Index size = is_wide ? from_size : to_size, piece = long_side * size;
-  const Index together = buffer_bytes / (short_side * piece);
-  const auto transpose = strips_of<Way, width>(matrices);
-  alignas(64) char buffer[buffer_bytes + longest_short_side * room * larger];
+  const Index piece = long_side * size, together = buffer_bytes / (short_side * piece);
+  const auto transpose = strips_of<size, width>(matrices);
+  alignas(64) char buffer[buffer_bytes + longest_short_side * width];
   for (Index first = 0; first < matrices.count; first += together) {
     const Index count = first + together < matrices.count ? together : matrices.count - first;
-    const char* source = matrices.source + first * short_side * long_side * from_size;
-    char* destination = matrices.destination + first * short_side * long_side * to_size;
+    const char* source = matrices.source + first * short_side * piece;
+    char* destination = matrices.destination + first * short_side * piece;
     const Index strip = count * long_side, pitch = strip + room;
     if (strip < room) {
       Matrices rest = matrices;
       rest.source = source, rest.destination = destination, rest.count = matrices.count - first;
-      return transpose_by_loops(rest, way);
+      return transpose_by_loops(rest, Keep<Opaque<size>>{});
     }
-    if (!is_wide) transpose({source, buffer, 1, strip, short_side, short_side, pitch, false}, way);
+    if (!is_wide) transpose({source, buffer, 1, strip, short_side, short_side, pitch, false});
     Index dense = 0;
-    const Index last_with_room = count * short_side * piece - room * size;
+    const Index last_with_room = count * short_side * piece - width;
     for (Index matrix = 0; matrix < count; ++matrix) {
       for (Index row = 0; row < short_side; ++row, dense += piece) {
         char* in_buffer = buffer + row * pitch * size + matrix * piece;
         if (is_wide) {
-          copy_piece<room * from_size>(source + dense, in_buffer, piece, dense <= last_with_room);
+          copy_piece<width>(source + dense, in_buffer, piece, dense <= last_with_room);
         } else {
-          copy_piece<room * to_size>(in_buffer, destination + dense, piece, dense <= last_with_room);
+          copy_piece<width>(in_buffer, destination + dense, piece, dense <= last_with_room);
         }
       }
     }
-    if (is_wide) transpose({buffer, destination, 1, short_side, strip, pitch, short_side, false}, way);
+    if (is_wide) transpose({buffer, destination, 1, short_side, strip, pitch, short_side, false});
   }
 }
 
@@ -280,6 +266,60 @@ inline bool lines_collide(Index lines, Index pitch) {
   Index in_first_set = 0;
   for (Index line = 0; line < lines; ++line) in_first_set += line * pitch % way_bytes < line_bytes;
   return in_first_set >= ways;
+}
+
+/// Transposes matrices whose short side is one of strips.
+template <int size, int width>
+void transpose_narrow(const Matrices& matrices) {
+  if (matrices.long_side() < width / size) return transpose_together<size, width>(matrices);
+  const Index pitch = (matrices.is_wide() ? matrices.source_pitch : matrices.destination_pitch) * size;
+  const bool collide = !matrices.non_temporal && lines_collide(matrices.short_side(), pitch);
+  return collide ? transpose_in_parts<size, width>(matrices) : strips_of<size, width>(matrices)(matrices);
+}
+
+/// Casts narrow matrices to a buffer in cache, and transposes them from there: many small ones at once, or one in
+/// parts.
+template <int width, typename Way>
+void cast_narrow(const Matrices& matrices, const Way& way) {
+  constexpr Index from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To), line = 64 / to_size;
+  const Index rows = matrices.rows, columns = matrices.columns, size = rows * columns;
+  const Index long_side = matrices.long_side(), pitch = matrices.destination_pitch;
+  const bool is_wide = matrices.is_wide(), non_temporal = matrices.non_temporal;
+  // Parts are longer than the longest strip, so that they are wide or tall as the whole is. The last one may be almost
+  // twice as long.
+  const Index part = buffer_bytes / (matrices.short_side() * to_size) / line * line;
+  alignas(64) char buffer[2 * buffer_bytes];
+  const char* source = matrices.source;
+  char* destination = matrices.destination;
+  if (long_side < 2 * part && matrices.source_pitch == columns) {
+    const Index fit = buffer_bytes / (size * to_size), together = fit > 1 ? fit : 1;
+    for (Index left = matrices.count; left > 0; left -= together) {
+      const Index count = left < together ? left : together;
+      way(source, buffer, count * size);
+      transpose_narrow<to_size, width>({buffer, destination, count, rows, columns, columns, pitch, non_temporal});
+      source += count * size * from_size;
+      destination += count * size * to_size;
+    }
+    return;
+  }
+  for (Index matrix = 0; matrix < matrices.count; ++matrix) {
+    for (Index begin = 0, length = part; begin < long_side; begin += length) {
+      if (long_side - begin < 2 * part) length = long_side - begin;
+      if (is_wide) {
+        for (Index row = 0; row < rows; ++row) {
+          way(source + (row * matrices.source_pitch + begin) * from_size, buffer + row * length * to_size, length);
+        }
+        char* to = destination + begin * rows * to_size;
+        transpose_narrow<to_size, width>({buffer, to, 1, rows, length, length, rows, non_temporal});
+      } else {
+        way(source + begin * columns * from_size, buffer, length * columns);
+        char* to = destination + begin * to_size;
+        transpose_narrow<to_size, width>({buffer, to, 1, length, columns, columns, pitch, non_temporal});
+      }
+    }
+    source += size * from_size;
+    destination += size * to_size;
+  }
 }
 
 /// Transposes square tiles, one row in each register. Blocks of whole cache lines are read and written at once. They
@@ -300,7 +340,14 @@ void transpose_squares(const Matrices& matrices, const Way& way) {
       for (Index column = first_column; column < columns && column < first_column + line; column += side) {
         if (column > columns - side) column = columns - side;
         typename Tile::Vector tile[side];
-        load_tile<side, false>(tile, way, source + row * source_step + column * from_size, source_step);
+        const char* from = source + row * source_step + column * from_size;
+        if constexpr (std::is_same_v<Way, Keep<typename Way::To>>) {
+          load_tile<side>(tile, from, source_step);
+        } else {
+          alignas(64) char cast[side * width];
+          for (Index v = 0; v < side; ++v) way(from + v * source_step, cast + v * width, side);
+          load_tile<side>(tile, cast, width);
+        }
         transpose_tile<Tile, side, false>(tile);
         store_tile<side>(tile, destination + column * destination_step + row * to_size, destination_step, false);
       }
@@ -403,10 +450,12 @@ void transpose_streamed(const Matrices& matrices, const Way& way) {
       const Index first = begin * (is_wide ? 1 : columns), pieces = is_linear ? 1 : columns;
       const Index bytes = is_linear ? rows * block_columns * to_size : length * to_size;
       const Matrices block = {source + first * from_size, buffer, 1, block_rows, block_columns, columns, pitch, false};
-      if (is_strip) {
-        strips_of<Way, width>(block)(block, way);
-      } else {
+      if (!is_strip) {
         transpose_squares<Way, square_width>(block, way);
+      } else if constexpr (std::is_same_v<Way, Keep<typename Way::To>>) {
+        strips_of<to_size, width>(block)(block);
+      } else {
+        cast_narrow<width>(block, way);
       }
       for (Index piece = 0; piece < pieces; ++piece) {
         ahead = stream_out(buffer + piece * pitch * to_size,
@@ -430,15 +479,15 @@ constexpr bool is_shuffled(int size) { return NHWC_HAS_SHUFFLES && size <= 16 &&
 template <int width, typename Way>
 void transpose(const Matrices& matrices, const Way& way) {
 #if NHWC_HAS_SHUFFLES
-  constexpr int from_size = sizeof(typename Way::From), to_size = sizeof(typename Way::To);
-  // The buffers are large enough for casts to elements of half the size, not for narrower ones.
-  if constexpr (is_shuffled(to_size) && from_size <= 2 * to_size) {
-    constexpr int square_width = to_size * 16 < width ? to_size * 16 : width;
-    if (matrices.short_side() > longest_strip_of(to_size)) return transpose_squares<Way, square_width>(matrices, way);
-    if (matrices.long_side() < width / to_size) return transpose_together<Way, width>(matrices, way);
-    const Index pitch = matrices.is_wide() ? matrices.source_pitch * from_size : matrices.destination_pitch * to_size;
-    const bool collide = !matrices.non_temporal && lines_collide(matrices.short_side(), pitch);
-    return collide ? transpose_in_parts<Way, width>(matrices, way) : strips_of<Way, width>(matrices)(matrices, way);
+  constexpr int size = sizeof(typename Way::To);
+  if constexpr (is_shuffled(size)) {
+    constexpr int square_width = size * 16 < width ? size * 16 : width;
+    if (matrices.short_side() > longest_strip_of(size)) return transpose_squares<Way, square_width>(matrices, way);
+    if constexpr (std::is_same_v<Way, Keep<typename Way::To>>) {
+      return transpose_narrow<size, width>(matrices);
+    } else {
+      return cast_narrow<width>(matrices, way);
+    }
   }
 #endif
   transpose_by_loops(matrices, way);
