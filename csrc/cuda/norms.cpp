@@ -7,10 +7,9 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdlib>
 #include <initializer_list>
 #include <limits>
-#include <string_view>
+#include <optional>
 #include <vector>
 
 #include "cuda/norm_kernels.h"
@@ -76,12 +75,9 @@ void launch(std::initializer_list<NormStep> steps, const GroupNorm& norm, const 
 }  // namespace
 
 bool runs_norms(at::Device device) {
-  const char* set = std::getenv("TORCH_NHWC_CUDA_NORMS");
-  const std::string_view choice = set ? set : "";
-  TORCH_CHECK_VALUE(choice.empty() || choice == "0" || choice == "1",
-                    "TORCH_NHWC_CUDA_NORMS: expected 1 (norms run on our kernels) or 0 (they do not), got ", choice);
-  if (!device.is_cuda() || choice == "0" || (choice.empty() && measured_architectures.empty())) return false;
-  if (choice == "1") return true;
+  const std::optional<bool> chosen = norm_switch();
+  if (!device.is_cuda() || chosen.has_value()) return device.is_cuda() && *chosen;
+  if (measured_architectures.empty()) return false;
   c10::cuda::OptionalCUDAGuard guard;
   if (device.has_index()) guard.set_device(device);
   const int architecture =

@@ -4,10 +4,25 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <cstdlib>
+#include <optional>
+#include <string_view>
+
 namespace nhwc::cuda {
 
-/// Returns whether the kernels run on a device: where `TORCH_NHWC_CUDA_NORMS` is 1, and unless it is 0 on architectures
-/// on which they were measured. Raises for other values.
+/// Returns what `TORCH_NHWC_CUDA_NORMS` says, if it is set. Raises for other values than 0 and 1.
+inline std::optional<bool> norm_switch() {
+  const char* set = std::getenv("TORCH_NHWC_CUDA_NORMS");
+  const std::string_view choice = set ? set : "";
+  TORCH_CHECK_VALUE(choice.empty() || choice == "0" || choice == "1",
+                    "TORCH_NHWC_CUDA_NORMS: expected 1 (norms on a GPU run on this library's kernels), 0 (they do "
+                    "not), or nothing (they do where they were measured), got '",
+                    choice, "'");
+  return choice.empty() ? std::nullopt : std::optional(choice == "1");
+}
+
+/// Returns whether the kernels run on a device: where the switch is 1, and unless it is 0 on architectures on which
+/// they were measured.
 bool runs_norms(at::Device device);
 
 /// A norm of `samples` dense matrices of `rows` x channels. All tensors are on one device, the parameters and their

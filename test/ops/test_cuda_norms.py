@@ -78,6 +78,23 @@ def test_memory_that_is_not_aligned(offset, device):
     torch.testing.assert_close(nhwc.functional.group_norm(input, 4), F.group_norm(input.contiguous(), 4))
 
 
+def test_opcheck():
+    for device in ("cpu", "cuda"):
+        arguments = (torch.device(device),)
+        torch.library.opcheck(torch.ops.nhwc.runs_cuda_norms.default, arguments, test_utils=("test_schema",))
+
+
+@pytest.mark.parametrize("value", ["2", "yes", "-1"])
+def test_another_value_of_the_switch_is_an_error_that_lists_those_it_has(value, monkeypatch, device):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", value)
+    message = rf"^TORCH_NHWC_CUDA_NORMS: expected 1 \(.*\), 0 \(.*\), or nothing \(.*\), got '{value}'$"
+    for asked in ("cpu", "cuda"):
+        with pytest.raises(ValueError, match=message):
+            nhwc.ops.runs_cuda_norms(asked)
+    monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS")
+    assert not nhwc.ops.runs_cuda_norms(device)
+
+
 @pytest.mark.cuda
 def test_norms_are_captured_in_a_graph():
     input = torch.randn(2, 32, 16, 16, 16, device="cuda").to(memory_format=torch.channels_last_3d)
@@ -101,9 +118,6 @@ def test_switched_off_they_are_pytorchs(monkeypatch):
     out = nhwc.functional.group_norm(input, 8)
     assert out.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(out, F.group_norm(input.contiguous(), 8))
-    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "yes")
-    with pytest.raises(ValueError, match=r"expected 1 .* or 0"):
-        nhwc.ops.runs_cuda_norms()
 
 
 @pytest.mark.cuda
