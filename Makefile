@@ -134,6 +134,8 @@ test-cuda: $(VENV)/built
 bench-cuda: $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py --device cuda
 	$(bin)/python benchmarks/bench_models.py --device cuda
+	$(bin)/python benchmarks/bench_layers.py --device cuda
+	$(bin)/python benchmarks/bench_layouts.py --device cuda
 	$(bin)/python benchmarks/bench_counters.py
 	$(bin)/python benchmarks/report.py
 

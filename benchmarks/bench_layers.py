@@ -1,15 +1,16 @@
 """Every layer that preserves channels-last: ours and PyTorch's on channels-last, and PyTorch's on contiguous.
 
-    python benchmarks/bench_layers.py [--case NAME ...] [--threads N] [--seconds S] [--out FILE]
+    python benchmarks/bench_layers.py [--device cpu|cuda] [--case NAME ...] [--threads N] [--seconds S] [--out FILE]
 
 The three take turns in one process: forward, and forward with backward, which computes the gradients of the input and
 of the parameters from a gradient in the output's format. Milliseconds, minimum and median; ratios and bars are of
-minima. A layer that fails has the text of its error in place of a time.
+minima. A layer that fails has the text of its error in place of a time. On a GPU, norms alone: cuda_layers.py.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
 
+import cuda_layers
 import machine
 import torch
 from layer_cases import (
@@ -21,31 +22,14 @@ from layer_cases import (
     STOCK_OVER_OURS,
     Case,
     bars,
+    inputs,
+    name_of,
 )
 from layout_models import channels_last
 from stopwatch import Stopwatch, interleaved
-from torch import Tensor
 
 DTYPES = (torch.float32, torch.bfloat16)
 FEWEST, MOST = 3, 300
-
-
-def name_of(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def inputs(case: Case, dtype: torch.dtype, way: str) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """Return the input in a way's format, the parameters and the target, with the same values each time."""
-    torch.manual_seed(0)
-    x = torch.randn(case.shape, dtype=dtype)
-    parameters = [torch.randn(shape, dtype=dtype) for shape in case.parameters]
-    if way != "contiguous":
-        x = channels_last(x)
-        parameters = [channels_last(each) if each.dim() > 2 else each for each in parameters]
-    targets = [torch.randint(case.shape[1], (case.shape[0], *case.shape[2:]))] if case.target else []
-    for each in (x, *parameters):
-        each.requires_grad_()
-    return x, parameters, targets
 
 
 def job(case: Case, dtype: torch.dtype, way: str, mode: str) -> Callable[[], object]:
@@ -128,15 +112,21 @@ def run(cases: Sequence[Case], seconds: float, dtypes: Sequence[torch.dtype] = D
 
 
 def main() -> None:
-    parser = machine.parser(__doc__, machine.RESULTS / "layers-cpu.json")
+    parser = machine.parser(__doc__, None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--case", nargs="*", default=[], metavar="NAME", help="a part of the names of cases")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement; 0 is for a look")
     arguments = parser.parse_args()
-    chosen = [case for case in CASES if not arguments.case or any(part in case.name for part in arguments.case)]
+    out = arguments.out or machine.RESULTS / f"layers-{arguments.device}.json"
+    cases = CASES if arguments.device == "cpu" else cuda_layers.CASES
+    chosen = [case for case in cases if not arguments.case or any(part in case.name for part in arguments.case)]
+    if arguments.device == "cuda":
+        machine.switch_norms_on()
+        return cuda_layers.run(chosen, arguments.seconds, out)
     torch.set_num_threads(arguments.threads)
     how = {"quick": arguments.seconds == 0, "threads": arguments.threads, "seconds": arguments.seconds}
-    machine.write(arguments.out, "bench_layers.py", run(chosen, arguments.seconds), **how)
+    machine.write(out, "bench_layers.py", run(chosen, arguments.seconds), **how)
 
 
 if __name__ == "__main__":

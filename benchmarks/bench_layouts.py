@@ -1,6 +1,7 @@
 """Whole models in three layouts: contiguous, channels-last, and channels-last with replaced layers.
 
-    python benchmarks/bench_layouts.py [--model NAME ...] [--dtype NAME ...] [--seconds S] [--out FILE]
+    python benchmarks/bench_layouts.py [--device cpu|cuda] [--model NAME ...] [--dtype NAME ...] [--seconds S]
+        [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
 forward, a mean of squares, and backward. Times are milliseconds, minimum and median. The results of models that are
@@ -8,7 +9,7 @@ not measured again stay in the file, if they were taken on the same machine with
 is missing is left out.
 
 Rows of bfloat16 also have the model in float32. Where oneDNN does not take bfloat16, PyTorch's convolutions take
-minutes in it, so only the model with replaced layers is measured in bfloat16.
+minutes in it, so only the model with replaced layers is measured in bfloat16. On a GPU: cuda_layouts.py.
 
 To measure a machine with AVX-512 as one without, name another file and set what bounds each library:
 
@@ -18,33 +19,20 @@ To measure a machine with AVX-512 as one without, name another file and set what
 """
 
 import copy
-from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import cuda_layouts
 import machine
 import torch
-from layout_models import MODELS, LayoutModel, channels_last
+from layout_models import CONTIGUOUS, MODELS, PRESERVED, STEPS, Copies, LayoutModel, layouts, replaced
 from stopwatch import in_turns, summary
-from torch import Tensor, nn
 
-import torch_nhwc as nhwc
 from torch_nhwc.running.calls import seconds
 
-CONTIGUOUS, FULL, PRESERVED = "contiguous", "full", "preserved"
 IN_FLOAT32 = {f"{layout} float32": layout for layout in (CONTIGUOUS, PRESERVED)}
 FEWEST, MOST = 3, 15
-Copies = dict[str, tuple[nn.Module, Tensor]]
-
-
-def layouts(measured: LayoutModel, model: nn.Module, x: Tensor) -> Copies:
-    """Return the copies of a model, each with its input. Latents stay contiguous, since no hook converts them."""
-    converted = {name: copy.deepcopy(model) for name in (FULL, PRESERVED)}
-    for name, each in converted.items():
-        nhwc.convert_(each, preserve=name == PRESERVED)
-    given = x if measured.decodes else channels_last(x)
-    return {CONTIGUOUS: (model, x), **{name: (each, given) for name, each in converted.items()}}
 
 
 def copies(measured: LayoutModel, dtype: torch.dtype, mode: str) -> Copies:
@@ -65,31 +53,11 @@ def takes_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def replaced(before: nn.Module, after: nn.Module) -> dict[str, int]:
-    """Count the layers of each class that have another class after the conversion."""
-    pairs = zip(before.modules(), after.modules(), strict=True)
-    return dict(Counter(type(a).__name__ for a, b in pairs if type(a) is not type(b)))
-
-
-def inference(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
-    with torch.no_grad():
-        return measured.call(model, x)
-
-
-def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
-    """Take a step without the optimizer's part, and return the loss."""
-    loss = measured.call(model, x).float().square().mean()
-    loss.backward()
-    model.zero_grad(set_to_none=True)
-    return loss.detach()
-
-
 def measure(name: str, dtype: torch.dtype, mode: str, budget: float) -> dict[str, object]:
     """Measure every layout of a model in one dtype and mode, and the largest difference of its results."""
     measured = MODELS[name]
     made = copies(measured, dtype, mode)
-    step = training if mode == "training" else inference
-    steps = {layout: partial(step, measured, *each) for layout, each in made.items()}
+    steps = {layout: partial(STEPS[mode], measured, *each) for layout, each in made.items()}
     computed, took = {}, {}
     for layout, run in steps.items():
         torch.manual_seed(0)
@@ -143,14 +111,19 @@ def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path) -
 
 
 def main() -> None:
-    parser = machine.parser(__doc__, machine.RESULTS / "layouts-cpu.json")
-    parser.add_argument("--model", nargs="*", default=list(MODELS), choices=list(MODELS))
+    parser = machine.parser(__doc__, None)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--model", nargs="*", choices=list(MODELS), help="all, or on a GPU those of cuda_layouts.py")
     parser.add_argument("--dtype", nargs="*", default=default_dtypes(), choices=["float32", "bfloat16"])
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each model, dtype and mode; 0 is for a look at what comes out"
     )
     arguments = parser.parse_args()
-    run(arguments.model, arguments.dtype, arguments.seconds, arguments.out)
+    out = arguments.out or machine.RESULTS / f"layouts-{arguments.device}.json"
+    if arguments.device == "cuda":
+        machine.switch_norms_on()
+        return cuda_layouts.run(arguments.model or list(cuda_layouts.MODELS), arguments.seconds, out)
+    run(arguments.model or list(MODELS), arguments.dtype, arguments.seconds, out)
 
 
 if __name__ == "__main__":

@@ -78,6 +78,21 @@ def launches(model: Point, job: str) -> int | None:
     return counted and counted["kernels"] + counted["copies"]
 
 
+def norm_bandwidth(row: Point) -> float | None:
+    """Return the bandwidth of the bytes that our norm must move, over that of a copy, which moves two for each."""
+    of_copy = over(row, "copy", "ours")
+    return of_copy and of_copy * row["moves"] / 2
+
+
+def norm_bars(layers: Sequence[Point]) -> list[list[str]]:
+    large = [row for row in layers if row["bytes"] >= 64e6]
+    round_trips = [over(row, "stock_channels_last", "ours") for row in layers]
+    return [
+        at_least("norms of 64 MB and more: bandwidth over a copy", 0.8, map(norm_bandwidth, large)),
+        at_least("norms of any size: PyTorch's round trip through contiguous over ours", 1, round_trips),
+    ]
+
+
 def counter_bar(results: Sequence[dict]) -> list[str]:
     """Return the bar for how far the model is from the hardware."""
     values = [
@@ -129,6 +144,34 @@ def models(measured: Sequence[Point]) -> str:
     return table([*head, "ours", "`convert_weights_`", "its extra MB", "our extra MB", "launches"], rows)
 
 
+def layers(measured: Sequence[Point]) -> str:
+    rows = []
+    for row in measured:
+        values = [norm_bandwidth(row), over(row, "stock_channels_last", "ours"), over(row, "contiguous", "ours")]
+        shape, ours = "x".join(map(str, row["shape"])), row["times"].get("ours")
+        rows.append(
+            [f"`{row['layer']}`, {row['arguments']}", shape, row["dtype"], row["mode"], f"{row['bytes'] / 1e6:.1f}"]
+            + [f"{ours['median']:.0f}" if ours else "fails", *map(cell, values)]
+        )
+    head = ["norm", "shape", "dtype", "pass", "MB", "ours, us", "bandwidth / `copy_`", "PyTorch's round trip / ours"]
+    return table([*head, "PyTorch on contiguous / ours"], rows)
+
+
+def layouts(measured: Sequence[Point]) -> str:
+    names = {"contiguous": "contiguous", "full": "channels-last", "preserved": "ours", "compiled": "compiled"}
+    rows = []
+    for row in measured:
+        contiguous = row["times"]["contiguous"]["median"]
+        cells = [
+            f"{times['median']:.1f} ms ({contiguous / times['median']:.2f}x), {row['extra_bytes'][layout] / 1e9:.2f} GB"
+            if (times := row["times"].get(layout))
+            else "fails"
+            for layout in names
+        ]
+        rows.append([f"`{row['model']}`", "x".join(map(str, row["shape"])), row["mode"], *cells])
+    return table(["model, bfloat16 autocast", "input", "", *names.values()], rows)
+
+
 def accesses(folder: Path) -> str:
     """Return the table of what the kernels' accesses cost by the model."""
     results = json.loads((folder / "accesses-model.json").read_text())["results"]
@@ -154,6 +197,7 @@ def origin(measured: dict) -> str:
 def failures(files: dict[str, dict]) -> set[str]:
     """Return the texts of all errors."""
     measured = files["weights"]["results"] + [each for m in files["models"]["results"] for each in m["device"].values()]
+    measured += files["layers"]["results"] + files["layouts"]["results"]
     errors = {f"{job}: {error}" for each in measured for job, error in each["errors"].items()}
     unreadable = files["counters"].get("unreadable")
     return errors | ({unreadable} if unreadable else set())
@@ -161,15 +205,17 @@ def failures(files: dict[str, dict]) -> set[str]:
 
 def section(folder: Path) -> str:
     """Return the section of docs/performance.md."""
-    files = {which: load(folder, which) for which in ("weights", "models", "counters")}
+    files = {which: load(folder, which) for which in ("weights", "models", "counters", "layers", "layouts")}
     results = {which: measured["results"] for which, measured in files.items()}
     if not any(results.values()):
         return "Nothing has been measured yet."
     bars = [*weight_bars(results["weights"]), *model_bars(results["models"]), counter_bar(results["counters"])]
+    bars += norm_bars(results["layers"])
     parts = [origin(measured) for measured in files.values() if measured["results"]]
     parts += [table(["case, medians", "bar", "measured", "met"], bars)]
     parts += [f"Failed: {error}" for error in sorted(failures(files))]
-    parts += [make(results[which]) for which, make in (("weights", weights), ("models", models)) if results[which]]
+    tables = {"weights": weights, "models": models, "layers": layers, "layouts": layouts}
+    parts += [make(results[which]) for which, make in tables.items() if results[which]]
     return "\n\n".join(parts)
 
 

@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
+from layout_models import channels_last
 from machine import second_level_bytes
 from torch import Tensor
 from torch.nn import functional as stock
@@ -43,6 +44,24 @@ class Case(NamedTuple):
     def of(self, functions: ModuleType) -> Call:
         """Return the call of our functions or of PyTorch's."""
         return partial(self.call, functions)
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def inputs(case: Case, dtype: torch.dtype, way: str, device: str = "cpu") -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the input in a way's format, the parameters and the target, with the same values each time."""
+    torch.manual_seed(0)
+    x = torch.randn(case.shape, dtype=dtype, device=device)
+    parameters = [torch.randn(shape, dtype=dtype, device=device) for shape in case.parameters]
+    if way != "contiguous":
+        x = channels_last(x)
+        parameters = [channels_last(each) if each.dim() > 2 else each for each in parameters]
+    targets = [torch.randint(case.shape[1], (case.shape[0], *case.shape[2:]), device=device)] if case.target else []
+    for each in (x, *parameters):
+        each.requires_grad_()
+    return x, parameters, targets
 
 
 def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:

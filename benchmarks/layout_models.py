@@ -1,15 +1,20 @@
 """Whole models on activations, small enough that a step takes a fraction of a second: how each is made and called."""
 
+import copy
 import importlib
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import torch_nhwc as nhwc
 from torch_nhwc.running.comparison import tensors_in
 
 MODES = ("inference", "training")
+CONTIGUOUS, FULL, PRESERVED = "contiguous", "full", "preserved"
+Copies = dict[str, tuple[nn.Module, Tensor]]
 
 
 class LayoutModel(NamedTuple):
@@ -48,6 +53,37 @@ def first_tensor(output: Any) -> Tensor:
 def channels_last(x: Tensor) -> Tensor:
     """Return the same values in canonical channels-last strides, even if one channel or one voxel leaves a choice."""
     return x.movedim(1, -1).contiguous().movedim(-1, 1)
+
+
+def layouts(measured: LayoutModel, model: nn.Module, x: Tensor) -> Copies:
+    """Return the copies of a model, each with its input. Latents stay contiguous, since no hook converts them."""
+    converted = {name: copy.deepcopy(model) for name in (FULL, PRESERVED)}
+    for name, each in converted.items():
+        nhwc.convert_(each, preserve=name == PRESERVED)
+    given = x if measured.decodes else channels_last(x)
+    return {CONTIGUOUS: (model, x), **{name: (each, given) for name, each in converted.items()}}
+
+
+def replaced(before: nn.Module, after: nn.Module) -> dict[str, int]:
+    """Count the layers of each class that have another class after the conversion."""
+    pairs = zip(before.modules(), after.modules(), strict=True)
+    return dict(Counter(type(a).__name__ for a, b in pairs if type(a) is not type(b)))
+
+
+def inference(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return measured.call(model, x)
+
+
+def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
+    """Take a step without the optimizer's part, and return the loss."""
+    loss = measured.call(model, x).float().square().mean()
+    loss.backward()
+    model.zero_grad(set_to_none=True)
+    return loss.detach()
+
+
+STEPS = dict(zip(MODES, (inference, training)))
 
 
 def classifier(name: str, **config: Any) -> Callable[[], nn.Module]:
@@ -111,13 +147,16 @@ video_autoencoder = network(
 segresnet3d = network(
     "monai.networks.nets.segresnet", "SegResNet", spatial_dims=3, init_filters=16, in_channels=1, out_channels=2
 )
-dynunet3d = network(
-    "monai.networks.nets.dynunet",
-    "DynUNet",
-    *(3, 1, 2, [3] * 4, [1, 2, 2, 2], [2, 2, 2]),
-    norm_name="instance",
-    filters=[16, 32, 64, 128],
-)
+
+
+def dynunet(*filters: int) -> Callable[[], nn.Module]:
+    """Return what makes a 3D DynUNet with instance norm and so many filters at each level."""
+    halvings = [2] * (len(filters) - 1)
+    sizes = ([3] * len(filters), [1, *halvings], halvings)
+    return network("monai.networks.nets.dynunet", "DynUNet", 3, 1, 2, *sizes, norm_name="instance", filters=filters)
+
+
+dynunet3d = dynunet(16, 32, 64, 128)
 unet3d_bn = network("monai.networks.nets.unet", "UNet", 3, 1, 2, (16, 32, 64), (2, 2), num_res_units=2, norm="batch")
 basic_unet3d = network("monai.networks.nets.basic_unet", "BasicUNet", 3, 1, 2, features=(16, 16, 32, 64, 128, 16))
 attention_unet3d = network("monai.networks.nets.attentionunet", "AttentionUnet", 3, 1, 2, (16, 32, 64), (2, 2))

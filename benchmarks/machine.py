@@ -5,12 +5,14 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from torch_nhwc import ops
 from torch_nhwc.cli import describe_environment
 
 ROOT = Path(__file__).parent.parent
@@ -108,6 +110,13 @@ def gpu() -> dict[str, object]:
         "L2 bytes": properties.L2_cache_size,
         "memory bytes": properties.total_memory,
     }
+
+
+def switch_norms_on() -> None:
+    """Make norms on a GPU run on this library's kernels; end the process where it has none."""
+    os.environ["TORCH_NHWC_CUDA_NORMS"] = "1"
+    if not ops.runs_cuda_norms():
+        sys.exit("this library was built without CUDA: build it on a machine with a CUDA build of torch and nvcc")
 
 
 def driver() -> str:

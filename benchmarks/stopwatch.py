@@ -9,7 +9,8 @@ cache holds them: `sets_beyond_cache` says how many.
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
@@ -28,6 +29,10 @@ class Stopwatch:
     def cache_bytes(self) -> int:
         """Return how large a cache the sets of memory have to exceed."""
         return 64 << 10
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        """Return a context in which jobs are made: a backward runs on the stream on which its forward ran."""
+        return nullcontext()
 
     def record(self, calls: Sequence[Call]) -> Call:
         """Return a function that makes all calls, one after the other."""
@@ -70,10 +75,18 @@ class CudaStopwatch(Stopwatch):
     def cache_bytes(self) -> int:
         return torch.cuda.get_device_properties("cuda").L2_cache_size
 
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """The stream on which graphs are captured."""
+        return torch.cuda.Stream()
+
+    def on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.stream)
+
     def record(self, calls: Sequence[Call]) -> Call:
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream()
+        graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize()
-        with torch.cuda.stream(stream):
+        with self.on_stream():
             calls[0]()  # nothing is to be loaded or compiled during the capture
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """Every benchmark runs once on tiny cases, and the report reads what it writes; those of a GPU also on a fake one."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -27,6 +28,8 @@ import bench_overhead
 import bench_peers
 import bench_tune
 import bench_weights
+import cuda_layers
+import cuda_layouts
 import cuda_models
 import cuda_report
 import cuda_weights
@@ -41,6 +44,8 @@ import report_tune
 import shapes
 import shared_copy
 from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
+
+import torch_nhwc as nhwc
 
 POINTS = [
     cuda_weights.Point((4, 8, 3, 3), torch.float32),
@@ -175,23 +180,37 @@ def fake_gpu(monkeypatch):
     monkeypatch.setattr(shared_copy, "variants", lambda: {"shared_copy": lambda out, source: out.copy_(source)})
     monkeypatch.setattr(bench_counters, "read_counters", lambda: "ncu is missing")
     monkeypatch.setattr(bench_counters, "CASES", [((4, 8, 3, 3), torch.float32)])
+    monkeypatch.setattr(nn.Module, "compile", lambda self: None)
+
+
+def with_norms():
+    return nn.Sequential(
+        nn.Conv3d(1, 32, 3), nn.GroupNorm(8, 32), nn.ReLU(), nn.InstanceNorm3d(32), nn.Conv3d(32, 2, 1)
+    )
 
 
 def run_all(folder, models, monkeypatch):
-    """Do what `make bench-cuda` does, into a folder, and return the times of weights and of models."""
+    """Do what `make bench-cuda` does, into a folder, and return what each script wrote."""
     monkeypatch.setattr(cuda_weights, "LARGE", 0)
     monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     cuda_weights.run(2, False, folder / "weights-cuda.json")
     cuda_models.run(models, 2, folder / "models-cuda.json")
     monkeypatch.setattr(sys, "argv", ["bench_counters.py", "--out", str(folder / "counters-cuda.json")])
     bench_counters.main()
-    return read(folder / "weights-cuda.json"), read(folder / "models-cuda.json")["results"]
+    norms = [case._replace(shape=(*case.shape[:2], *(8 for _ in case.shape[2:]))) for case in cuda_layers.CASES]
+    kinds = {(case.layer, len(case.shape)): case for case in norms}
+    cuda_layers.run(list(kinds.values()), 0, folder / "layers-cuda.json")
+    monkeypatch.setattr(cuda_layouts, "MODELS", {"tiny": layout_models.LayoutModel(with_norms, (1, 1, 8, 8, 8))})
+    cuda_layouts.run(["tiny"], 0, folder / "layouts-cuda.json")
+    names = ("weights", "models", "layers", "layouts")
+    return {name: read(folder / f"{name}-cuda.json") for name in names}
 
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkeypatch):
     assert cuda_report.section(tmp_path) == "Nothing has been measured yet."
-    measured, models = run_all(tmp_path, tiny_models, monkeypatch)
+    written = run_all(tmp_path, tiny_models, monkeypatch)
+    measured, models = written["weights"], written["models"]["results"]
     for point, row in zip(POINTS, measured["results"], strict=True):
         jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy", "shared_copy"}
         assert row["times"].keys() == jobs | {"eager_two_steps" if point.to else "eager_contiguous"}
@@ -203,6 +222,20 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
         assert all(each["errors"] == {} for each in row["device"].values())
         assert ("module.to" in row["wall"]) == (row["model"] == TINY)
         assert row["wall"]["ours, listed"]["extra_bytes"] == 0
+    norms, layouts = written["layers"]["results"], written["layouts"]["results"]
+    assert {(row["layer"], len(row["shape"])) for row in norms} == {
+        (layer, rank) for layer in layer_cases.NORMS for rank in (4, 5)
+    }
+    assert len(norms) == 4 * 3 * 2  # of each dtype, forward and backward
+    for row in norms:
+        assert row["times"].keys() == {"ours", "stock_channels_last", "contiguous", "copy"}
+        assert_times(row["times"])
+        assert row["differences"]["ours"] < (1e-4 if row["dtype"] == "float32" else 0.05)
+    assert [row["mode"] for row in layouts] == ["inference", "training"]
+    for row in layouts:
+        assert row["times"].keys() == row["extra_bytes"].keys() == {"contiguous", "full", "preserved", "compiled"}
+        assert row["replaced"] == {"Conv3d": 2, "GroupNorm": 1, "InstanceNorm3d": 1}
+        assert max(row["differences"].values()) < 0.05
     assert measured["command"] == "python benchmarks/bench_weights.py --device cuda"
     assert {"commit", "processor", "cores", "capability", "environment"} <= measured["machine"].keys()
     text = cuda_report.section(tmp_path)
@@ -210,16 +243,21 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
     assert "Failed: ncu is missing" in text
     assert "| launches for a model, every model: in place | at most 6 | not measured | not measured |" in text
     assert "| in place, every model: extra device memory, bytes | at most 0 | 0.00 | yes |" in text
+    assert "| norms of 64 MB and more: bandwidth over a copy | at least 0.8 | not measured | not measured |" in text
+    assert "| `instance_norm`, affine | 1x32x8x8x8 | bfloat16 | backward | 0.0 |" in text
+    assert text.count("| `tiny` | 1x1x8x8x8 |") == 2
 
 
 @pytest.mark.cuda
 def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
     with_compile = cuda_weights.Point((64, 64, 3, 3), torch.float32, with_compile=True)
     monkeypatch.setattr(sys.modules[__name__], "POINTS", [*POINTS, with_compile])
-    measured, models = run_all(tmp_path, tiny_models, monkeypatch)
-    assert all(row["errors"] == {} for row in measured["results"])
-    assert "compiled_clone" in measured["results"][-1]["times"]
-    for row in models:
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
+    written = run_all(tmp_path, tiny_models, monkeypatch)
+    assert all(row["errors"] == {} for name in ("weights", "layers", "layouts") for row in written[name]["results"])
+    assert "compiled_clone" in written["weights"]["results"][-1]["times"]
+    assert all(row["replaced"] == {"GroupNorm": 1, "InstanceNorm3d": 1} for row in written["layouts"]["results"])
+    for row in written["models"]["results"]:
         assert row["launches"]["ours"]["kernels"] + row["launches"]["ours"]["copies"] <= 6
     assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
 
@@ -342,6 +380,16 @@ def test_decoders_are_measured_in_inference_and_missing_packages_are_left_out(tm
     assert "missing is left out: no such library" in capsys.readouterr().out
     (row,) = read(tmp_path / "layouts.json")["results"]
     assert (row["model"], row["mode"], row["replaced"]) == ("decoder", "inference", {"Conv3d": 1})
+
+
+def test_norms_on_a_gpu_are_measured_where_the_library_has_them(monkeypatch):
+    monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda: os.environ.get("TORCH_NHWC_CUDA_NORMS") == "1")
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")
+    machine.switch_norms_on()
+    assert nhwc.ops.runs_cuda_norms()
+    monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda: False)
+    with pytest.raises(SystemExit, match="built without CUDA"):
+        machine.switch_norms_on()
 
 
 def test_bounds_of_instruction_sets_are_noted(monkeypatch):
@@ -517,3 +565,12 @@ def test_every_model_of_the_layouts_is_made(name):
         pytest.importorskip("dynamic_network_architectures")
     with torch.device("meta"):
         assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())
+
+
+@pytest.mark.parametrize("name", cuda_layouts.MODELS)
+def test_the_models_of_a_gpu_take_their_inputs(name):
+    if name == "residual_encoder_unet3d":
+        pytest.importorskip("dynamic_network_architectures")
+    measured = cuda_layouts.MODELS[name]
+    with torch.device("meta"):
+        assert measured.call(measured.make(), torch.empty(measured.shape)).dim() in (2, 4, 5)
