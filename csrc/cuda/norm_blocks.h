@@ -774,12 +774,43 @@ class ParameterGradients : NormBlock<type, Access> {
   detail::SharedValues<Value, Real, Access> values_;
 };
 
+/// A block that does all steps for a tile of whole groups: their sums, in runs of groups that are merged, and the pass
+/// that writes. What one step leaves in global memory, the next one of the same block reads after a barrier.
+template <typename Sums, typename Merge, typename Write, typename Access>
+class WholeBlock {
+ public:
+  NHWC_HOST_DEVICE WholeBlock(const NormArguments& arguments, std::uint32_t block, char* shared, Access access = {})
+      : arguments_(arguments), block_(block), shared_(shared), access_(access) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    const NormPlan& plan = arguments_.plan;
+    const std::uint32_t merges_of_sample = (plan.groups + plan.merged_groups - 1) / plan.merged_groups;
+    const std::uint32_t first = block_ % plan.tiles * plan.merges, left = merges_of_sample - first;
+    Sums(arguments_, block_, shared_, access_).run(all);
+    for (std::uint32_t i = 0; i < (left < plan.merges ? left : plan.merges); ++i) {
+      Merge(arguments_, block_ / plan.tiles * merges_of_sample + first + i, shared_, access_).run(all);
+    }
+    Write(arguments_, block_, shared_, access_).run(all);
+  }
+
+ private:
+  const NormArguments& arguments_;
+  std::uint32_t block_;
+  char* shared_;
+  Access access_;
+};
+
 /// The class of a kernel's blocks.
 template <NormStep step, NormType type, unsigned lanes, typename Access = DirectAccess>
 using BlockOfStep = std::tuple_element_t<
     static_cast<int>(step),
     std::tuple<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>, NormaliseChunk<type, lanes, Access>,
                ChunkProducts<type, lanes, Access>, MergeProducts<type, Access>, GradientChunk<type, lanes, Access>,
-               ParameterGradients<type, Access>>>;
+               ParameterGradients<type, Access>,
+               WholeBlock<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>,
+                          NormaliseChunk<type, lanes, Access>, Access>,
+               WholeBlock<ChunkProducts<type, lanes, Access>, MergeProducts<type, Access>,
+                          GradientChunk<type, lanes, Access>, Access>>>;
 
 }  // namespace nhwc::cuda

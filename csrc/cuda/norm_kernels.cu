@@ -11,9 +11,13 @@ namespace {
 
 extern __shared__ Quad shared_memory[];
 
-// Four blocks of a processor, with 64 registers for a thread, and with doubles two.
+// Four blocks of a processor, with 64 registers for a thread; of those that do all steps three, and with doubles two.
+constexpr int blocks_of_processor(NormStep step, NormType type) {
+  return type == NormType::float64 ? 2 : step >= NormStep::whole_forward ? 3 : 4;
+}
+
 template <NormStep step, NormType type, unsigned lanes>
-__global__ void __launch_bounds__(norm_threads, type == NormType::float64 ? 2 : 4)
+__global__ void __launch_bounds__(norm_threads, blocks_of_processor(step, type))
     run_block(const __grid_constant__ NormArguments arguments) {
   const BlockOfStep<step, type, lanes> block(arguments, blockIdx.x, reinterpret_cast<char*>(shared_memory));
   block.run([](const auto& phase) {

@@ -31,9 +31,11 @@ struct NormPlan {
   std::uint32_t width, tiles;  ///< of a tile, and tiles of a period
   std::uint32_t slots;         ///< vectors of a tile that a block takes at a time, a period apart
   std::uint32_t chunk_rows, chunks;
-  std::uint32_t merged_groups;  ///< that one block merges
+  std::uint32_t merged_groups;  ///< that one block merges, or a block that does all steps merges at a time
+  std::uint32_t merges;         ///< of a block that does all steps for whole groups; 0 if each step has a kernel
 
   std::uint32_t channels_of_group() const { return channels / groups; }
+  bool is_whole() const { return merges > 0; }
   /// The blocks that read or write activations.
   std::uint64_t blocks() const { return samples * chunks * tiles; }
   /// The blocks that merge the sums of chunks, each for some groups of a sample.
@@ -44,13 +46,20 @@ struct NormPlan {
 
 constexpr unsigned channels_of_parameter_block = 8;
 
-/// @param is_aligned  whether all tensors have the same alignment to 16 bytes.
-inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32_t channels, std::uint32_t groups,
-                          NormType type, bool is_aligned, std::uint32_t processors) {
-  NormPlan plan{samples, rows, channels, groups, 1, channels, 1, 1, 1, 1, 1, 1};
+/// The offset of tensors that differ in it.
+constexpr std::uint32_t differing_offsets = 16;
+
+/// Returns a plan that cuts samples into chunks, with a kernel for each step.
+/// @param offset  by how many bytes all tensors are off an alignment to 16.
+inline NormPlan plan_norm_in_chunks(std::uint64_t samples, std::uint64_t rows, std::uint32_t channels,
+                                    std::uint32_t groups, NormType type, std::uint32_t offset,
+                                    std::uint32_t processors) {
+  NormPlan plan{samples, rows, channels, groups, 1, channels, 1, 1, 1, 1, 1, 1, 0};
   const unsigned lanes = 16 / bytes_of(type);
   const std::uint32_t period = channels / std::gcd(channels, lanes);
-  if (is_aligned && (channels % lanes == 0 || period <= norm_threads)) plan.lanes = lanes, plan.period = period;
+  if (offset != differing_offsets && (channels % lanes == 0 || period <= norm_threads)) {
+    plan.lanes = lanes, plan.period = period;
+  }
   // A period of several rows is not cut, so that each tile has all elements of its channels. Others are cut into runs
   // of a kilobyte and less, which leaves several rows to a block.
   const std::uint32_t widest = channels % plan.lanes != 0 ? norm_threads : plan.lanes == 1 ? norm_threads : 64;
@@ -77,6 +86,39 @@ inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32
   return plan;
 }
 
+/// Returns a plan of blocks that do all steps for a tile of whole groups, which they read once from memory and then
+/// from the first-level cache. Where that is more than a block should read, the plan is in chunks.
+inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32_t channels, std::uint32_t groups,
+                          NormType type, std::uint32_t offset, std::uint32_t processors) {
+  const NormPlan in_chunks = plan_norm_in_chunks(samples, rows, channels, groups, type, offset, processors);
+  NormPlan plan = in_chunks;
+  constexpr std::uint64_t most_bytes = 32 << 10, sector_bytes = 32, bytes_of_banks = 128;
+  const std::uint64_t bytes = bytes_of(type), bytes_of_vector = plan.lanes * bytes;
+  const std::uint64_t channels_of_banks = bytes_of_banks / (type == NormType::float64 ? 8 : 4);
+  // Whole groups in whole sectors, as many as have their sums in different banks of shared memory, if the rows are few.
+  const std::uint64_t least = std::lcm(plan.channels_of_group() * bytes, sector_bytes) / bytes_of_vector;
+  std::uint64_t width = std::max<std::uint64_t>(1, channels_of_banks / (least * plan.lanes)) * least;
+  if (rows > most_bytes) return in_chunks;
+  if (width * bytes_of_vector * rows > most_bytes) width = least;
+  // Only rows that begin with a vector can be cut.
+  const bool can_cut = channels % plan.lanes == 0 && (plan.lanes == 1 || offset == 0);
+  const bool is_cut = can_cut && width < plan.period;
+  if (!is_cut) width = plan.period;
+  if (width > norm_threads || rows * (is_cut ? width * bytes_of_vector : channels * bytes) > most_bytes) {
+    return in_chunks;
+  }
+  plan.width = static_cast<std::uint32_t>(width);
+  plan.tiles = (plan.period + plan.width - 1) / plan.width;
+  plan.slots = norm_threads / plan.width;
+  plan.chunk_rows = static_cast<std::uint32_t>(rows);
+  plan.chunks = 1;
+  const std::uint32_t groups_of_tile = is_cut ? plan.width * plan.lanes / plan.channels_of_group() : groups;
+  plan.merged_groups = std::max<std::uint32_t>(1, channels_of_banks / plan.channels_of_group());
+  while (is_cut && groups_of_tile % plan.merged_groups != 0) --plan.merged_groups;
+  plan.merges = (groups_of_tile + plan.merged_groups - 1) / plan.merged_groups;
+  return plan;
+}
+
 /// Returns whether a grid may have so many blocks, and a chunk so many elements.
 inline bool can_launch(const NormPlan& plan) {
   constexpr std::uint64_t most = (std::uint64_t{1} << 31) - 1;
@@ -99,7 +141,8 @@ struct NormArguments {
   double eps;
 };
 
-/// The kernels, in the order in which a forward and a backward launch them. The last is for gradients of parameters.
+/// The kernels, in the order in which a forward and a backward launch them. That for gradients of parameters follows
+/// them, and then those that do all three steps of a forward or a backward.
 enum class NormStep : std::uint8_t {
   chunk_moments,
   merge_moments,
@@ -108,13 +151,15 @@ enum class NormStep : std::uint8_t {
   merge_products,
   gradient,
   parameter_gradients,
+  whole_forward,
+  whole_backward,
 };
-constexpr int norm_steps = 7;
+constexpr int norm_steps = 9;
 
 /// Returns whether the blocks of a kernel read activations, by vectors where that is possible.
 constexpr bool is_on_activations(NormStep step) {
   return step == NormStep::chunk_moments || step == NormStep::normalise || step == NormStep::chunk_products ||
-         step == NormStep::gradient;
+         step == NormStep::gradient || step == NormStep::whole_forward || step == NormStep::whole_backward;
 }
 
 inline std::uint32_t blocks_of(NormStep step, const NormPlan& plan) {
@@ -130,6 +175,8 @@ inline std::uint32_t shared_bytes_of(NormStep step, const NormPlan& plan, NormTy
     case NormStep::chunk_moments: return 4 * values * real;
     case NormStep::chunk_products: return 2 * values * real;
     case NormStep::merge_moments: return 4 * norm_threads * real;
+    case NormStep::whole_forward: return 4 * std::max(values, norm_threads) * real;
+    case NormStep::whole_backward: return 2 * std::max(values, norm_threads) * real;
     case NormStep::merge_products:
     case NormStep::parameter_gradients: return 2 * norm_threads * real;
     default: return 0;

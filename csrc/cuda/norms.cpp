@@ -33,10 +33,12 @@ NormType type_of(at::ScalarType type) {
 const void* read(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
 void* written(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
 
-bool are_aligned_alike(std::initializer_list<const void*> pointers) {
+/// Returns by how many bytes all pointers are off an alignment to 16.
+std::uint32_t offset_of(std::initializer_list<const void*> pointers) {
   const auto offset = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16; };
-  return std::all_of(pointers.begin(), pointers.end(),
-                     [&](const void* each) { return offset(each) == offset(*pointers.begin()); });
+  const auto first = offset(*pointers.begin());
+  const bool is_same = std::all_of(pointers.begin(), pointers.end(), [&](auto each) { return offset(each) == first; });
+  return is_same ? static_cast<std::uint32_t>(first) : differing_offsets;
 }
 
 /// Returns a number of the current device.
@@ -47,15 +49,15 @@ int attribute(cudaDeviceAttr which) {
   return value;
 }
 
-NormPlan plan_of(const GroupNorm& norm, bool is_aligned) {
+NormPlan plan_of(const GroupNorm& norm, std::uint32_t offset) {
   return plan_norm(norm.samples, norm.rows, static_cast<std::uint32_t>(norm.input.size(1)),
-                   static_cast<std::uint32_t>(norm.groups), type_of(norm.input.scalar_type()), is_aligned,
+                   static_cast<std::uint32_t>(norm.groups), type_of(norm.input.scalar_type()), offset,
                    attribute(cudaDevAttrMultiProcessorCount));
 }
 
-NormArguments arguments_of(const GroupNorm& norm, bool is_aligned) {
+NormArguments arguments_of(const GroupNorm& norm, std::uint32_t offset) {
   NormArguments arguments{};
-  arguments.plan = plan_of(norm, is_aligned);
+  arguments.plan = plan_of(norm, offset);
   arguments.input = read(norm.input);
   arguments.weight = read(norm.weight);
   arguments.bias = read(norm.bias);
@@ -88,14 +90,14 @@ bool runs_norms(at::Device device) {
 
 bool can_run(const GroupNorm& norm) {
   const c10::cuda::CUDAGuard guard(norm.input.device());
-  return norm.input.size(1) <= std::numeric_limits<std::int32_t>::max() && can_launch(plan_of(norm, true)) &&
-         can_launch(plan_of(norm, false));
+  return norm.input.size(1) <= std::numeric_limits<std::int32_t>::max() && can_launch(plan_of(norm, 0)) &&
+         can_launch(plan_of(norm, differing_offsets));
 }
 
 void group_norm(const GroupNorm& norm, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variance) {
   const c10::cuda::CUDAGuard guard(norm.input.device());
-  NormArguments arguments = arguments_of(norm, are_aligned_alike({read(norm.input), read(out)}));
+  NormArguments arguments = arguments_of(norm, offset_of({read(norm.input), read(out)}));
   const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
   const NormPlan& plan = arguments.plan;
   const at::Tensor sums = scratch(plan.numbers_of_chunks(3)), coefficients = scratch(plan.samples * plan.channels * 3);
@@ -105,6 +107,7 @@ void group_norm(const GroupNorm& norm, const at::Tensor& out, const at::Tensor& 
   arguments.variance = written(variance);
   arguments.chunk_sums = written(sums);
   arguments.coefficients = written(coefficients);
+  if (plan.is_whole()) return launch({NormStep::whole_forward}, norm, arguments);
   launch({NormStep::chunk_moments, NormStep::merge_moments, NormStep::normalise}, norm, arguments);
 }
 
@@ -112,7 +115,7 @@ void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at
                          const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
   const c10::cuda::CUDAGuard guard(norm.input.device());
   const at::Tensor& out = grad_input.defined() ? grad_input : norm.input;
-  NormArguments arguments = arguments_of(norm, are_aligned_alike({read(norm.input), read(grad), read(out)}));
+  NormArguments arguments = arguments_of(norm, offset_of({read(norm.input), read(grad), read(out)}));
   const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
   const NormPlan& plan = arguments.plan;
   const at::Tensor chunk_sums = scratch(plan.numbers_of_chunks(2)),
@@ -127,8 +130,12 @@ void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at
   arguments.sample_sums = written(sample_sums);
   arguments.grad_weight = written(grad_weight);
   arguments.grad_bias = written(grad_bias);
-  launch({NormStep::chunk_products, NormStep::merge_products}, norm, arguments);
-  if (grad_input.defined()) launch({NormStep::gradient}, norm, arguments);
+  if (plan.is_whole() && grad_input.defined()) {
+    launch({NormStep::whole_backward}, norm, arguments);
+  } else {
+    launch({NormStep::chunk_products, NormStep::merge_products}, norm, arguments);
+    if (grad_input.defined()) launch({NormStep::gradient}, norm, arguments);
+  }
   if (grad_weight.defined() || grad_bias.defined()) launch({NormStep::parameter_gradients}, norm, arguments);
 }
 

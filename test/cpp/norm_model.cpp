@@ -75,10 +75,11 @@ RunBlock find(std::size_t kind, std::index_sequence<kinds...>) {
 
 extern "C" {
 
-/// Plans a norm, and returns whether it can be launched.
+/// Plans a norm, perhaps in chunks even if blocks could do all steps, and returns whether it can be launched.
 int plan_norm_model(std::uint64_t samples, std::uint64_t rows, std::uint32_t channels, std::uint32_t groups, int type,
-                    int is_aligned, std::uint32_t processors, NormPlan* plan) {
-  *plan = plan_norm(samples, rows, channels, groups, static_cast<NormType>(type), is_aligned != 0, processors);
+                    std::uint32_t offset, std::uint32_t processors, int in_chunks, NormPlan* plan) {
+  const auto make = in_chunks ? plan_norm_in_chunks : plan_norm;
+  *plan = make(samples, rows, channels, groups, static_cast<NormType>(type), offset, processors);
   return can_launch(*plan);
 }
 

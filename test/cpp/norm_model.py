@@ -18,6 +18,8 @@ import torch_nhwc as nhwc
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 FORWARD, BACKWARD, PARAMETERS = (0, 1, 2), (3, 4, 5), (6,)
+WHOLE_FORWARD, WHOLE_BACKWARD = (7,), (8,)
+DIFFERING = 16  # the offset of tensors that differ in it
 CXX = os.environ.get("CXX", "c++")
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +30,11 @@ class Plan(Structure):
     _fields_ = [("samples", c_uint64), ("rows", c_uint64), ("channels", c_uint32), ("groups", c_uint32)]
     _fields_ += [("lanes", c_uint32), ("period", c_uint32), ("width", c_uint32), ("tiles", c_uint32)]
     _fields_ += [("slots", c_uint32), ("chunk_rows", c_uint32), ("chunks", c_uint32), ("merged_groups", c_uint32)]
+    _fields_ += [("merges", c_uint32)]
+
+    @property
+    def is_whole(self) -> bool:
+        return self.merges > 0
 
     def blocks(self, step: int) -> int:
         return library().norm_blocks_of(step, ctypes.byref(self))
@@ -68,7 +75,8 @@ def library() -> ctypes.CDLL:
         source = Path(__file__).with_suffix(".cpp")
         subprocess.run([CXX, *flags, source, "-o", f"{folder}/norm_model.so"], check=True)
         model = ctypes.CDLL(f"{folder}/norm_model.so")
-    model.plan_norm_model.argtypes = [c_uint64, c_uint64, c_uint32, c_uint32, c_int, c_int, c_uint32, POINTER(Plan)]
+    sizes = [c_uint64, c_uint64, c_uint32, c_uint32]
+    model.plan_norm_model.argtypes = [*sizes, c_int, c_uint32, c_uint32, c_int, POINTER(Plan)]
     model.norm_blocks_of.argtypes = [c_int, POINTER(Plan)]
     model.norm_blocks_of.restype = c_uint32
     model.run_norm_model.argtypes = [c_int, c_int, POINTER(Arguments), c_uint, POINTER(c_uint64), c_int]
@@ -83,12 +91,13 @@ def plan(
     groups: int,
     dtype: torch.dtype,
     *,
-    is_aligned: bool = True,
+    offset: int = 0,
     processors: int = 132,
+    in_chunks: bool = False,
 ) -> Plan | None:
     """Return the plan, or None if it cannot be launched."""
     planned = Plan()
-    sizes = (samples, rows, channels, groups, TYPES[dtype], is_aligned, processors)
+    sizes = (samples, rows, channels, groups, TYPES[dtype], offset, processors, in_chunks)
     return planned if library().plan_norm_model(*sizes, ctypes.byref(planned)) else None
 
 
@@ -116,18 +125,21 @@ def run(
     processors: int = 2,
     order: int = 0,
     count: bool = False,
+    in_chunks: bool = False,
 ) -> Result:
     """Run the forward on `[samples, rows, channels]`, or with a gradient the backward.
 
     `offsets` says by how many elements the memory of input, gradient and output is off an alignment, `order`
-    in which order the blocks run, `count` whether what accesses cost is counted.
+    in which order the blocks run, `count` whether what accesses cost is counted, `in_chunks` whether there is a kernel
+    for each step in any case.
     """
     samples, rows, channels = input.shape
     dtype = input.dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
     used = offsets if grad is not None else (offsets[0], offsets[2])
-    is_aligned = len({offset * input.itemsize % 16 for offset in used}) == 1
-    planned = plan(samples, rows, channels, groups, dtype, is_aligned=is_aligned, processors=processors)
+    off = {offset * input.itemsize % 16 for offset in used}
+    offset = off.pop() if len(off) == 1 else DIFFERING
+    planned = plan(samples, rows, channels, groups, dtype, offset=offset, processors=processors, in_chunks=in_chunks)
     assert planned is not None
     parameters = weight if weight is not None else bias if bias is not None else input
     tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=dtype, offset=offsets[2])}
@@ -137,7 +149,7 @@ def run(
     if grad is None:
         for name in ("mean", "rstd", "variance"):
             tensors[name] = poisoned(samples, groups, dtype=real)
-        steps = FORWARD
+        steps = WHOLE_FORWARD if planned.is_whole else FORWARD
     else:
         assert statistics is not None
         tensors["grad"] = placed(grad, offsets[1])
@@ -145,7 +157,7 @@ def run(
         tensors["sample_sums"] = poisoned(samples, 2, channels, dtype=real)
         for name in ("grad_weight", "grad_bias"):
             tensors[name] = poisoned(channels, dtype=parameters.dtype)
-        steps = BACKWARD + PARAMETERS
+        steps = (WHOLE_BACKWARD if planned.is_whole else BACKWARD) + PARAMETERS
     of_chunks, of_samples = (3, 3) if grad is None else (2, 4)
     tensors["chunk_sums"] = poisoned(samples, planned.chunks, of_chunks, channels, dtype=real)
     tensors["coefficients"] = poisoned(samples, of_samples, channels, dtype=real)
