@@ -10,6 +10,7 @@
 // once, so that an order of streams that is wrong goes unnoticed.
 //
 // The library is also loaded in the place of libcuda.so.1, whose functions PyTorch looks for without calling them.
+#include <cuda/norm_blocks.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch_nhwc/cuda/launch_plan.h>
@@ -38,7 +39,7 @@ static_assert(CUDART_VERSION / 1000 == 13, "other major versions have other stru
 namespace {
 
 constexpr int devices = 2, processors = 4;
-constexpr std::size_t plain_shared_bytes = 48 << 10, opt_in_shared_bytes = 227 << 10;
+constexpr std::size_t opt_in_shared_bytes = 227 << 10;
 
 [[noreturn]] void die(const char* sentence) {
   std::fprintf(stderr, "emulated CUDA: %s\n", sentence);
@@ -119,7 +120,7 @@ Emulation emulation;
 
 struct LaunchRecord {
   std::uint64_t stream;
-  std::int32_t device, elements, is_long;
+  std::int32_t device, elements, is_long;  // of a norm's kernel: -1 less its step instead of the elements
   std::uint32_t weights, blocks, shared_bytes;
 };
 
@@ -355,11 +356,9 @@ Memory memory_around(const void* pointer, int device) {
   return *memory;
 }
 
-// Loads from the one memory and stores to the other, and to the tile. What one thread stores as a word another may load
-// as a byte, which C++ allows by way of memcpy only.
-struct CheckedAccess {
-  Memory source, destination;
-  std::size_t tile_bytes;
+// What one thread stores as a word another may load as a byte, which C++ allows by way of memcpy only.
+struct SharedAccess {
+  std::size_t shared_bytes;
 
   template <typename Value>
   static void check(const Memory& memory, const void* pointer) {
@@ -367,6 +366,24 @@ struct CheckedAccess {
     if (byte < memory.begin || byte + sizeof(Value) > memory.end) die("a kernel leaves its memory");
     if (reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Value) != 0) die("a kernel's access is misaligned");
   }
+  template <typename Value>
+  Value load_shared(const char* shared, std::uint32_t offset) const {
+    if (offset + sizeof(Value) > shared_bytes) die("a kernel leaves its shared memory");
+    Value value;
+    std::memcpy(&value, shared + offset, sizeof(Value));
+    return value;
+  }
+  template <typename Value>
+  void store_shared(char* shared, std::uint32_t offset, const Value& value) const {
+    if (offset + sizeof(Value) > shared_bytes) die("a kernel leaves its shared memory");
+    std::memcpy(shared + offset, &value, sizeof(Value));
+  }
+};
+
+// Loads from the one memory and stores to the other, and to the tile.
+struct CheckedAccess : SharedAccess {
+  Memory source, destination;
+
   template <typename Value>
   Value load(const void* from) const {
     check<Value>(source, from);
@@ -379,24 +396,30 @@ struct CheckedAccess {
     check<Value>(destination, to);
     std::memcpy(to, &value, sizeof(Value));
   }
+};
+
+// Loads and stores any memory of a device.
+struct DeviceAccess : SharedAccess {
+  int device;
+
   template <typename Value>
-  Value load_shared(const char* tile, std::uint32_t offset) const {
-    if (offset + sizeof(Value) > tile_bytes) die("a kernel leaves its shared memory");
+  Value load(const void* from) const {
+    check<Value>(memory_around(from, device), from);
     Value value;
-    std::memcpy(&value, tile + offset, sizeof(Value));
+    std::memcpy(&value, from, sizeof(Value));
     return value;
   }
   template <typename Value>
-  void store_shared(char* tile, std::uint32_t offset, const Value& value) const {
-    if (offset + sizeof(Value) > tile_bytes) die("a kernel leaves its shared memory");
-    std::memcpy(tile + offset, &value, sizeof(Value));
+  void store(void* to, const Value& value) const {
+    check<Value>(memory_around(to, device), to);
+    std::memcpy(to, &value, sizeof(Value));
   }
 };
 
 template <Elements elements>
 void run_tile(const Work& work, const Filters& filters, std::uint32_t index, char* shared) {
-  const CheckedAccess access{memory_around(filters.source, work.device),
-                             memory_around(filters.destination, work.device), work.shared_bytes};
+  const CheckedAccess access{
+      {work.shared_bytes}, memory_around(filters.source, work.device), memory_around(filters.destination, work.device)};
   const Tile<elements, CheckedAccess> tile(filters, index, shared, access);
   for (unsigned thread = 0; thread < threads_of_a_block; ++thread) tile.load(thread);
   for (unsigned thread = 0; thread < threads_of_a_block; ++thread) tile.store(thread);
@@ -444,6 +467,47 @@ bool parse(const std::string& name, Kernel& kernel) {
   return true;
 }
 
+// A launch of one of a norm's kernels.
+struct NormWork {
+  NormArguments arguments;
+  int device;
+  unsigned blocks, shared_bytes;
+};
+
+template <NormStep step, NormType type, bool is_vector>
+void run_norm(const NormWork& work) {
+  constexpr unsigned lanes = is_vector ? 16 / bytes_of(type) : 1;
+  const auto quads = std::make_unique<Quad[]>(work.shared_bytes / sizeof(Quad) + 1);
+  const DeviceAccess access{{work.shared_bytes}, work.device};
+  for (std::uint32_t block = 0; block < work.blocks; ++block) {
+    const BlockOfStep<step, type, lanes, DeviceAccess> each(work.arguments, block, reinterpret_cast<char*>(quads.get()),
+                                                            access);
+    each.run([](const auto& phase) {
+      for (unsigned thread = 0; thread < norm_threads; ++thread) phase(thread);
+    });
+  }
+}
+
+using RunNorm = void (*)(const NormWork&);
+
+template <std::size_t... kinds>
+RunNorm find_norm(std::size_t kind, std::index_sequence<kinds...>) {
+  static constexpr RunNorm all[] = {
+      run_norm<static_cast<NormStep>(kinds / 8), static_cast<NormType>(kinds / 2 % 4), (kinds % 2 != 0)>...};
+  return all[kind];
+}
+
+// Of its mangled name: ...9run_blockILNS0_8NormStepE0ELNS0_8NormTypeE1ELj8EEEvNS0_13NormArgumentsE.
+RunNorm parse_norm(const std::string& name, int& step) {
+  const char* arguments = std::strstr(name.c_str(), "run_blockILNS0_8NormStepE");
+  int type = 0, lanes = 0;
+  if (!arguments ||
+      std::sscanf(arguments, "run_blockILNS0_8NormStepE%dELNS0_8NormTypeE%dELj%d", &step, &type, &lanes) != 3) {
+    return nullptr;
+  }
+  return find_norm(step * 8 + type * 2 + (lanes > 1), std::make_index_sequence<norm_steps * 8>());
+}
+
 }  // namespace
 
 API void __cudaRegisterFunction(void** module, const char* function, char* device_function, const char* name,
@@ -470,9 +534,22 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
   const Lock lock(runtime().mutex);
   const std::string& name = runtime().kernels[function];
   Kernel kernel;
-  if (!parse(name, kernel)) return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
+  int step = 0;
+  const RunNorm run_norm = parse_norm(name, step);
+  if (!run_norm && !parse(name, kernel)) {
+    return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
+  }
   if (emulation.launches_that_work == 0) return fail(cudaErrorLaunchFailure);
   if (emulation.launches_that_work > 0) --emulation.launches_that_work;
+
+  if (run_norm) {
+    if (shared_bytes > plain_shared_bytes || grid.x == 0 || block.x != norm_threads) return fail(cudaErrorInvalidValue);
+    const NormWork work{*static_cast<const NormArguments*>(arguments[0]), current_device, grid.x,
+                        static_cast<unsigned>(shared_bytes)};
+    launches().push_back(
+        {reinterpret_cast<std::uintptr_t>(stream), current_device, -1 - step, 0, 0, grid.x, work.shared_bytes});
+    return submit(stream, [=] { run_norm(work); });
+  }
 
   const auto agreed = runtime().shared_bytes.find({current_device, function});
   const std::size_t most = agreed != runtime().shared_bytes.end() ? agreed->second : plain_shared_bytes;

@@ -13,6 +13,7 @@ from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 import pytest
 import reference
 import torch
+import torch.nn.functional as F  # noqa: N812
 from exactness import CASTS
 from reference import ALL_DTYPES, DTYPES, FORMATS, canonical_strides, channels_last_of, random_weight
 from torch import nn
@@ -483,3 +484,129 @@ def test_a_device_that_fails_takes_only_its_own_weights_with_it(memory):
     assert nhwc.convert_weights_(weights)[1] == Outcome.UNCHANGED
     for weight, each in zip(weights, expected):
         reference.assert_same(of_host(weight), each)
+
+
+def take_steps():
+    """Return the steps of the norms' launches since the last call, by their numbers in cuda/norm_plan.h."""
+    return [-1 - launch.elements for launch in take_launches()]
+
+
+# Norms: one channel in each group and more, rows that fill vectors or do not, chunks and single rows.
+NORMS = [((2, 32, 9, 9, 9), 32), ((2, 24, 40, 40), 4), ((3, 33, 7, 5), 3), ((4, 640, 2, 2), 32), ((5, 8, 1, 1), 2)]
+
+
+@pytest.fixture
+def norms_on(monkeypatch):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
+
+
+class NormCall:
+    """A call of group norm, or with one channel in each group of instance norm, and what it has to return."""
+
+    def __init__(self, shape, groups, dtype=torch.float32, device="cuda"):
+        torch.manual_seed(0)
+        memory_format = FORMATS[len(shape)]
+        host = [torch.randn(shape), torch.randn(shape[1]), torch.randn(shape[1])]
+        host = [each.to(dtype) for each in host]
+        grad = torch.randn(shape).to(dtype)
+        exact = [each.double().requires_grad_() for each in host]
+        out = F.group_norm(exact[0], groups, *exact[1:])
+        self.expected = [out.detach(), *torch.autograd.grad(out, exact, grad.double())]
+        host[0], grad = (each.to(memory_format=memory_format) for each in (host[0], grad))
+        self.tensors = [each.to(device).requires_grad_() for each in host]
+        self.groups, self.dtype, self.memory_format, self.grad = groups, dtype, memory_format, grad.to(device)
+
+    def __call__(self):
+        if self.groups == self.tensors[0].shape[1]:
+            input, weight, bias = self.tensors
+            return nhwc.functional.instance_norm(input, weight=weight, bias=bias)
+        return nhwc.functional.group_norm(self.tensors[0], self.groups, *self.tensors[1:])
+
+    def backward(self, out):
+        return torch.autograd.grad(out, self.tensors, self.grad)
+
+    def check(self, *results):
+        room = {torch.float64: 1e-10, torch.float32: 1e-4}.get(self.dtype, 2e-2)
+        for result, expected in zip(results, self.expected):
+            assert (result.dtype, result.device) == (self.dtype, self.tensors[0].device)
+            assert (of_host(result).double() - expected).norm() <= room * expected.norm()
+        for result in results[:2]:
+            assert result.is_contiguous(memory_format=self.memory_format)
+
+
+@pytest.mark.usefixtures("norms_on")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "groups"), NORMS, ids=str)
+def test_norms_and_their_gradients(shape, groups, dtype):
+    call = NormCall(shape, groups, dtype)
+    out = call()
+    call.check(out, *call.backward(out))
+    assert take_steps() in ([0, 1, 2, 3, 4, 5, 6], [7, 8, 6])
+
+
+@pytest.mark.usefixtures("norms_on")
+@pytest.mark.parametrize(("side", "forward", "of_input"), [(40, [0, 1, 2], [3, 4, 5]), (9, [7], [8])])
+def test_gradients_of_norms_that_nobody_needs_are_not_computed(side, forward, of_input):
+    call = NormCall((2, 24, side, side), 4)
+    out = call()
+    assert take_steps() == forward
+    input, *parameters = call.tensors
+    (gradient,) = torch.autograd.grad(out, [input], call.grad, retain_graph=True)
+    assert take_steps() == of_input
+    gradients = torch.autograd.grad(out, parameters, call.grad)
+    assert take_steps() == [3, 4, 6]
+    call.check(out, gradient, *gradients)
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_norms_run_on_the_current_stream_of_their_device():
+    call, stream = NormCall((2, 24, 9, 9), 4, device="cuda:1"), torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        out = call()
+        assert torch.cuda.current_device() == 0
+        call.check(out, *call.backward(out))
+    assert {(launch.device, launch.stream) for launch in take_launches()} == {(1, stream.cuda_stream)}
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_norms_are_recorded_in_a_graph():
+    call, stream = NormCall((2, 24, 9, 9), 4), torch.cuda.Stream()
+    with torch.cuda.stream(stream), Graph(stream) as graph:
+        out = call()
+        gradients = call.backward(out)
+    for _ in range(2):
+        graph.replay()
+        call.check(out, *gradients)
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_a_norm_whose_launch_fails_raises():
+    call = NormCall((2, 24, 9, 9), 4)
+    emulation.launches_that_work = 0
+    with pytest.raises(RuntimeError, match="launch failure"):
+        call()
+    emulation.launches_that_work = -1
+    call.check(call())
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_norms_of_a_model_are_replaced():
+    model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8), nn.InstanceNorm3d(8, affine=True), nn.GELU())
+    plain, volume = copy.deepcopy(model), torch.randn(2, 8, 5, 5, 5)
+    nhwc.convert_(model.to("cuda"), preserve=True)
+    names = [type(layer).__name__.startswith("Preserving") for layer in model]
+    assert names == [False, True, True, False]
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
+    for layer, expected in zip(model[1:3], plain[1:3]):
+        torch.testing.assert_close(of_host(layer(on_device)), expected(volume))
+
+
+def test_norms_are_pytorchs_unless_they_are_switched_on(monkeypatch):
+    call = NormCall((2, 24, 9, 9), 4)
+    for value in (None, "0"):
+        monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS", raising=False)
+        if value:
+            monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", value)
+        assert not nhwc.ops.runs_cuda_norms()
+        with pytest.raises(RuntimeError, match="not supported"):
+            call()

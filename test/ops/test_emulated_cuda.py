@@ -39,7 +39,8 @@ def runtime(tmp_path_factory: pytest.TempPathFactory) -> Path:
     driver = (f'extern "C" int {name}() {{ return {not_supported}; }}\n' for name in sorted(names))
     (folder / "driver.cpp").write_text("".join(driver))
     flags = ["-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"]
-    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", "-isystem", toolkit / "include"]
+    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{cuda_build.ROOT / 'csrc'}"]
+    flags += ["-isystem", toolkit / "include"]
     sources = [HERE.parent / "cpp/emulated_cuda.cpp", folder / "driver.cpp"]
     subprocess.run([CXX, *flags, *sources, "-o", folder / "libcuda.so.1"], check=True)
     return folder / "libcuda.so.1"
