@@ -16,6 +16,7 @@ import machine
 import torch
 from layout_models import CONTIGUOUS, PRESERVED, STEPS, LayoutModel, dynunet, layouts, replaced
 from stopwatch import STOPWATCHES, Stopwatch, in_turns, summary
+from torch import Tensor, nn
 
 COMPILED = "compiled"
 FEWEST, MOST = 5, 50
@@ -34,6 +35,18 @@ MODELS = {
 }
 
 
+class Autocast(nn.Module):
+    """A model whose forward runs in bfloat16 autocast, and not its backward, as PyTorch advises."""
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, x: Tensor) -> object:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model(x)
+
+
 def copies(measured: LayoutModel, mode: str, device: str) -> layout_models.Copies:
     """Return what is measured, on a device."""
     torch.manual_seed(0)
@@ -41,10 +54,9 @@ def copies(measured: LayoutModel, mode: str, device: str) -> layout_models.Copie
     x = torch.randn(measured.shape, device=device)
     made = layouts(measured, model, x)
     made[COMPILED] = (copy.deepcopy(model), x)
-    for each, _ in made.values():  # the forward alone: PyTorch advises against autocast around the backward
-        each.forward = torch.autocast(device, torch.bfloat16)(each.forward)
-    made[COMPILED][0].compile()
-    return made
+    casting = {layout: (Autocast(each, device), given) for layout, (each, given) in made.items()}
+    casting[COMPILED][0].compile()
+    return casting
 
 
 def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[str, object]:

@@ -567,6 +567,12 @@ def test_every_model_of_the_layouts_is_made(name):
         assert any(parameter.dim() in (4, 5) for parameter in layout_models.MODELS[name].make().parameters())
 
 
+def test_a_model_of_a_gpu_is_compiled_as_a_whole():
+    model = cuda_layouts.Autocast(with_norms(), "cpu")
+    model.compile(fullgraph=True, backend="aot_eager")
+    assert model(torch.randn(1, 1, 8, 8, 8)).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("name", cuda_layouts.MODELS)
 def test_the_models_of_a_gpu_take_their_inputs(name):
     if name == "residual_encoder_unet3d":
