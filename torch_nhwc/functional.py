@@ -67,11 +67,13 @@ def group_norm(
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        is_usual = _are((int,), num_groups) and _are(_NUMBER, eps)
-        if _is_pytorch_s(input, weight, bias) or not is_usual or input.dim() < 2:
+        is_usual = type(num_groups) is int and type(eps) in _NUMBER
+        if not is_usual or _is_pytorch_s(input, weight, bias) or input.dim() < 2:
             return _pass_on("group_norm", input, num_groups, weight, bias, eps)
     if num_groups < 1 or input.numel() < 2 * num_groups:  # the only cases that the check may complain of
         _verify_batch_size([input.size(0) * input.size(1) // num_groups, num_groups] + list(input.size()[2:]))
+    if not is_scripting():
+        return torch.ops.nhwc.group_norm._op(input, num_groups, weight, bias, eps)
     return torch.ops.nhwc.group_norm(input, num_groups, weight, bias, eps)
 
 
@@ -258,8 +260,9 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
         (128, 1, 32, 8)
     """
     if not is_scripting():
-        if _is_pytorch_s(input) or not _are((str,), approximate):
+        if type(approximate) is not str or _is_pytorch_s(input):
             return _pass_on("gelu", input, approximate=approximate)
+        return torch.ops.nhwc.gelu._op(input, approximate=approximate)
     return torch.ops.nhwc.gelu(input, approximate=approximate)
 
 
@@ -497,15 +500,16 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
         if not _are_plain_inside((input, weight, bias)):
             return _pass_on(name, input, weight, bias, *options)
+    ours: tuple[Any, ...] | None  # the options for our operator, or None for PyTorch's function
     if torch.compiler.is_compiling():
-        is_pytorch_s: bool | None = _is_pytorch_s_compiled(axes, input, weight, bias, options)
-    elif torch._C._is_tracing():  # for inputs of other sizes, too
-        is_pytorch_s = torch.onnx.is_in_onnx_export()
-    elif torch._C._are_functorch_transforms_active():  # which may need a gradient that does not show
-        is_pytorch_s = not _are_usual(options, axes)
+        if _is_pytorch_s_compiled(axes, input, weight, bias, options):
+            return getattr(F, name)(input, weight, bias, *options)
+        return torch.ops.nhwc.compiled_convolution(input, weight, bias, *_in_one_order(options, axes))
+    if _is_tracing():  # for inputs of other sizes, too
+        ours = None if torch.onnx.is_in_onnx_export() else _as_lists(options, axes)
+    elif _are_transforms_active():  # which may need a gradient that does not show
+        ours = _as_lists(options, axes) if _are_usual(options, axes) else None
     else:
-        if list in map(type, options):  # which have no hash
-            options = tuple([tuple(each) if type(each) is list else each for each in options])
         try:
             call = (
                 (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
@@ -514,23 +518,32 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
                 torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
                 (name, options),
             )
-            is_pytorch_s = _is_pytorch_s_way.get(call)
-        except (TypeError, RuntimeError):  # symbols, which have no hash; tensors without strides, which are PyTorch's
-            is_pytorch_s = input.layout != torch.strided or not _are_usual(options, axes)
+            ours = _options_of_ours.get(call, _UNKNOWN)
+        except (TypeError, RuntimeError):
+            if list in map(type, options):  # which have no hash
+                options = tuple([tuple(each) if type(each) is list else each for each in options])
+                return convolve(name, axes, input, weight, bias, options)
+            # Symbols, which have no hash; tensors without strides, which are PyTorch's.
+            is_ours = input.layout == torch.strided and _are_usual(options, axes)
+            ours = _as_lists(options, axes) if is_ours else None
         else:
-            if is_pytorch_s is None:
-                if len(_is_pytorch_s_way) >= 4096:
-                    _is_pytorch_s_way.clear()
-                is_pytorch_s = _is_pytorch_s_way[call] = _way_of(axes, input, weight, bias, options) == "pytorch"
-    if is_pytorch_s:
+            if ours is _UNKNOWN:
+                if len(_options_of_ours) >= 4096:
+                    _options_of_ours.clear()
+                is_ours = _way_of(axes, input, weight, bias, options) != "pytorch"
+                ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
+    if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
-    if torch.compiler.is_compiling():
-        return torch.ops.nhwc.compiled_convolution(input, weight, bias, *_in_one_order(options, axes))
-    return getattr(torch.ops.nhwc, name)(input, weight, bias, *_as_lists(options, axes))
+    return getattr(torch.ops.nhwc, name)._op(input, weight, bias, *ours)
 
 
-# Whether calls go PyTorch's way, by their sizes and all else that it depends on.
-_is_pytorch_s_way: dict[Any, bool] = {}
+# What is called in each forward, without looking for it.
+_is_tracing = torch._C._is_tracing
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_UNKNOWN: Any = object()
+# The options of calls for our operator, or `None` for those that go PyTorch's way, by their sizes and all else that it
+# depends on.
+_options_of_ours: dict[Any, tuple[Any, ...] | None] = {}
 # What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
 _PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 _GROUPS = 3  # the position of the groups among the options

@@ -121,27 +121,31 @@ def _by_memory_format(tensor: Tensor, channels_last: bool) -> Tensor | None:
     """Return a tensor in format by PyTorch's own operator, which exporters and subclasses know best.
 
     `None` where it does not serve: transforms know one memory format only, to tracers sizes are tensors, and it leaves
-    dimensions of size 1 in other strides.
+    dimensions of size 1 in other strides where it has nothing to move.
     """
     is_compiled = torch.compiler.is_compiling()
     if torch._C._are_functorch_transforms_active() or (not is_compiled and torch._C._is_tracing()):
         return None
-    if not is_compiled:
-        strides = _remembered_strides(tensor.shape, channels_last)
-        if tensor.stride() == strides:
-            return tensor
-        if tensor.numel() <= 1:
-            return tensor.as_strided(tensor.shape, strides)
-    if 1 in tensor.shape:
-        return None
-    return tensor.contiguous(memory_format=CHANNELS_LAST[tensor.dim()] if channels_last else torch.contiguous_format)
+    memory_format = CHANNELS_LAST[tensor.dim()] if channels_last else torch.contiguous_format
+    if is_compiled:
+        return None if 1 in tensor.shape else tensor.contiguous(memory_format=memory_format)
+    strides = _remembered_strides(tensor.shape, channels_last)
+    if tensor.stride() == strides:
+        return tensor
+    if tensor.numel() <= 1:
+        return tensor.as_strided(tensor.shape, strides)
+    dense = tensor.contiguous(memory_format=memory_format)
+    return dense if dense.stride() == strides else None
 
 
 def is_convertible(tensor: Tensor, ranks: list[int]) -> bool:
     """Return whether a tensor has one of these ranks, and elements of its own whose order can change."""
     if tensor.dim() not in ranks or tensor.layout != torch.strided or tensor.is_nested:
         return False
-    for dim, stride in enumerate(tensor.stride()):  # noqa: SIM110  TorchScript knows no `all`
+    strides = tensor.stride()
+    if 0 not in strides:
+        return True
+    for dim, stride in enumerate(strides):  # noqa: SIM110  TorchScript knows no `all`
         if stride == 0 and tensor.size(dim) > 1:
             return False
     return True

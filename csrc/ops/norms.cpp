@@ -103,6 +103,12 @@ struct Norm {
   }
   std::array<const at::Tensor*, 4> of_channels() const { return {&weight, &bias, &running_mean, &running_var}; }
 
+  bool is_on_cpu() const {
+    const auto all = of_channels();
+    const auto is_there = [](const at::Tensor* each) { return !each->defined() || each->is_cpu(); };
+    return input.is_cpu() && std::all_of(all.begin(), all.end(), is_there);
+  }
+
   /// Returns the first tensor that has not a number for each channel.
   const at::Tensor* find_missized() const {
     for (const at::Tensor* each : of_channels()) {
@@ -499,8 +505,10 @@ Results backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, cons
 
 at::Tensor group_norm_of_any(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
                              double eps) {
-  if (!group_norm_of(input, groups, weight, bias, eps).is_served()) {
-    return at::group_norm(input, groups, weight, bias, eps);
+  const Norm norm = group_norm_of(input, groups, weight, bias, eps);
+  if (!norm.is_served()) return at::group_norm(input, groups, weight, bias, eps);
+  if (norm.is_on_cpu() && is_unobserved({norm.input, norm.weight, norm.bias})) {  // two calls of the dispatcher less
+    return std::get<0>(differentiable<Normed>(norm, 0, [&] { return norm_cpu(norm, 0); }));
   }
   return std::get<0>(native_group_norm().call(input, groups, weight, bias, eps));
 }
@@ -524,10 +532,7 @@ at::Tensor group_norm_in_float(const at::Tensor& input, int64_t groups, const Op
 constexpr int64_t rows_in_training = 320, rows_in_evaluation = 32768;
 
 bool gains(const Norm& norm) {
-  const auto is_elsewhere = [](const at::Tensor* each) { return each->defined() && !each->is_cpu(); };
-  const auto of_channels = norm.of_channels();
-  if (!norm.input.is_cpu() || norm.input.dim() < 4 || norm.eps <= 0 ||
-      std::any_of(of_channels.begin(), of_channels.end(), is_elsewhere) ||
+  if (!norm.is_on_cpu() || norm.input.dim() < 4 || norm.eps <= 0 ||
       (!norm.is_of_input && !needs_gradient({norm.input, norm.weight, norm.bias}))) {  // PyTorch's output is right
     return false;
   }
