@@ -5,10 +5,21 @@
 namespace nhwc {
 namespace {
 
+/// Calls a function with the sizes and strides: as plain numbers where none is a symbol, since each comparison of
+/// `SymInt`s is a call, and every operator asks some of these questions.
+template <typename Function>
+auto with_sizes_and_strides(const at::Tensor& input, const Function& function) {
+  if (input.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) {
+    return function(input.sym_sizes(), input.sym_strides());
+  }
+  return function(input.sizes(), input.strides());
+}
+
 /// Returns the canonical strides of channels-last. Sizes may be symbolic.
-at::SymDimVector canonical_strides(at::SymIntArrayRef sizes) {
-  at::SymDimVector strides(sizes.size());
-  c10::SymInt stride = 1;
+template <typename Size>
+c10::SmallVector<Size, at::kDimVectorStaticSize> canonical_strides(c10::ArrayRef<Size> sizes) {
+  c10::SmallVector<Size, at::kDimVectorStaticSize> strides(sizes.size());
+  Size stride = 1;
   strides[1] = stride;
   stride *= sizes[1];
   for (size_t dim = sizes.size() - 1; dim >= 2; --dim) {
@@ -20,9 +31,9 @@ at::SymDimVector canonical_strides(at::SymIntArrayRef sizes) {
 }
 
 /// Returns whether dimensions of size greater than 1 are in the order of channels-last, possibly with gaps.
-bool is_ordered_channels_last(const at::Tensor& input) {
-  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
-  c10::SymInt least = 0;
+template <typename Size>
+bool is_ordered_channels_last(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
+  Size least = 0;
   for (size_t step = 0; step < sizes.size(); ++step) {  // channels, the spatial dimensions from the last one, samples
     const size_t dim = step == 0 ? 1 : step == sizes.size() - 1 ? 0 : sizes.size() - step;
     if (step == 0 && strides[dim] != 1) return false;
@@ -38,34 +49,39 @@ bool is_ordered_channels_last(const at::Tensor& input) {
 
 bool is_channels_last(const at::Tensor& input) {
   if (input.dim() < 3 || input.dim() > 5 || input.layout() != at::kStrided || input.is_nested()) return false;
-  if (input.sym_numel() == 0 || !is_ordered_channels_last(input)) return false;
-  if (!input.is_contiguous()) return true;
-  // Ambiguous: contiguous strides take precedence, as in PyTorch.
-  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
-  if (strides != at::SymIntArrayRef(canonical_strides(sizes))) return false;
-  c10::SymInt contiguous = 1;
-  for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
-    if (strides[dim] != contiguous) return true;
-  }
-  return false;
+  if (input.sym_numel() == 0) return false;
+  return with_sizes_and_strides(input, [&]<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
+    if (!is_ordered_channels_last(sizes, strides)) return false;
+    if (!input.is_contiguous()) return true;
+    // Ambiguous: contiguous strides take precedence, as in PyTorch.
+    if (strides != c10::ArrayRef<Size>(canonical_strides(sizes))) return false;
+    Size contiguous = 1;
+    for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
+      if (strides[dim] != contiguous) return true;
+    }
+    return false;
+  });
 }
 
 bool has_channels_last_strides(const at::Tensor& input) {
-  return input.sym_strides() == at::SymIntArrayRef(canonical_strides(input.sym_sizes()));
+  return with_sizes_and_strides(input, []<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
+    return strides == c10::ArrayRef<Size>(canonical_strides(sizes));
+  });
 }
 
 bool has_odd_strides(const at::Tensor& input) {
-  const auto sizes = input.sym_sizes(), strides = input.sym_strides();
-  const at::SymDimVector channels_last = canonical_strides(sizes);
   const bool is_in_order = is_channels_last(input);
-  bool is_odd = false;
-  c10::SymInt contiguous = 1;
-  for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
-    if (strides[dim] == (is_in_order ? channels_last[dim] : contiguous)) continue;
-    if (sizes[dim] != 1) return false;
-    is_odd = true;
-  }
-  return is_odd;
+  return with_sizes_and_strides(input, [&]<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
+    const auto channels_last = canonical_strides(sizes);
+    bool is_odd = false;
+    Size contiguous = 1;
+    for (size_t dim = sizes.size(); dim-- > 0; contiguous *= sizes[dim]) {
+      if (strides[dim] == (is_in_order ? channels_last[dim] : contiguous)) continue;
+      if (sizes[dim] != 1) return false;
+      is_odd = true;
+    }
+    return is_odd;
+  });
 }
 
 at::Tensor empty_channels_last(const at::Tensor& like) {

@@ -246,3 +246,31 @@ def test_there_is_no_warning_if_layers_are_replaced_or_weights_are_left_out_on_p
         nhwc.convert_(nn.Conv2d(3, 3, 3), filter_fn=lambda module, path: False, strict=True)
         nhwc.convert_(network(), "channels_last", strict=True)
         nhwc.convert_conv2d_weight_memory_format(nn.Conv3d(3, 3, 3), torch.channels_last)  # as PyTorch's
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.Conv2d(3, 8, 3),
+        lambda: nn.Conv2d(8, 8, 1),
+        lambda: nn.Conv2d(1, 8, 3),
+        lambda: nn.Conv2d(8, 8, 3, groups=8, bias=False),
+        lambda: nn.ConvTranspose3d(4, 6, 2).requires_grad_(False),
+        lambda: nn.Conv3d(4, 6, 3).to(memory_format=torch.channels_last_3d),
+        lambda: nn.Conv2d(3, 8, 3, device="meta"),
+    ],
+)
+def test_one_layer_gets_the_report_that_it_gets_inside_of_a_walk(make):
+    """A layer alone is converted without the walk; a filter that leaves nothing out requires one."""
+    alone, walked = make(), make()
+    report, of_walk = nhwc.convert_(alone), nhwc.convert_(walked, filter_fn=lambda *_: True)
+    assert report.plan == of_walk.plan
+    assert report.plan.digest == of_walk.plan.digest
+    assert (report.outcomes, report.remarks) == (of_walk.outcomes, of_walk.remarks)
+    assert (report.companions, report.new_bytes) == (of_walk.companions, of_walk.new_bytes)
+    assert type(alone) is type(walked)
+    assert alone.weight.stride() == walked.weight.stride()
+    for layer, each in ((alone, report), (walked, of_walk)):
+        each.revert()
+        assert type(layer) is type(make())
+        assert layer.weight.stride() == make().weight.stride()

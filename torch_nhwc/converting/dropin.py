@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_nhwc.converting.edits import Edit, change, commit
-from torch_nhwc.converting.step_guard import is_watched, release, watch
+from torch_nhwc.converting.edits import Edit, change, commit, guard_edits
 from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake, known_strides
 from torch_nhwc.ops import Outcome
 from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
 from torch_nhwc.planning.plans import Action, Options
 from torch_nhwc.rendering import warn
-from torch_nhwc.sites import wrappers
-from torch_nhwc.sites.finding import instead_of, walk_layers
+from torch_nhwc.sites.finding import instead_of, is_plain_layer, walk_layers
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import LAYERS, Site
 
@@ -124,21 +122,10 @@ def _convert_plain(layer: Any) -> bool:
 
     Everything else, what to refuse and what to warn of among it, is for the walk, which takes ten times as long.
     """
-    weight, bias = layer._parameters.get("weight"), layer._parameters.get("bias")
-    if (
-        type(weight) is not nn.Parameter
-        or weight.layout is not torch.strided
-        or weight.is_meta
-        or weight.grad is not None
-        or layer._forward_pre_hooks
-        or layer._modules
-        or layer.groups == 1 == weight.shape[1]
-        or layer.kernel_size == (1, 1)
-        or wrappers.reason_of(layer) is not None
-    ):
+    if layer.kernel_size == (1, 1) or not is_plain_layer(layer):
         return False
-    trains = weight.requires_grad or (bias is not None and bias.requires_grad)
-    edits = [Edit(weakref.ref(layer), _watch, _release)] if trains and not is_watched(layer) else []
+    weight = layer._parameters["weight"]
+    edits = guard_edits(layer)
     strides = known_strides(weight.shape, True)
     is_moving = weight.stride() != strides
     try:
@@ -146,14 +133,6 @@ def _convert_plain(layer: Any) -> bool:
     except RuntimeError:  # something else sees the bytes, or stands against it
         return False
     return True
-
-
-def _watch(layer: nn.Module) -> None:
-    watch([layer])
-
-
-def _release(layer: nn.Module) -> None:
-    release([layer])
 
 
 _convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)

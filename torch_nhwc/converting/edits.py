@@ -219,6 +219,20 @@ def _edits_of(decisions: Decisions) -> list[Edit]:
     return edits + _loading(decisions.sources)
 
 
+def guard_edits(layer: Any) -> list[Edit]:
+    """Return the edit that installs the step guard for one layer that trains, unless it is installed."""
+    trains = any(each is not None and each.requires_grad for each in layer._parameters.values())
+    return [Edit(weakref.ref(layer), _watch, _release)] if trains and not is_watched(layer) else []
+
+
+def _watch(layer: nn.Module) -> None:
+    watch([layer])
+
+
+def _release(layer: nn.Module) -> None:
+    release([layer])
+
+
 def _for_all(function: Callable[[Iterable[Any]], object], layers: Iterable[weakref.ref[Any]], _: object) -> None:
     function([layer for each in layers if (layer := each()) is not None])
 
@@ -251,7 +265,7 @@ def _swaps(decisions: Decisions) -> list[Edit]:
             swapped |= {id(each): each for each in (site.module, *sources.layers_at(site.path))}
     for each in swapped.values():
         if not is_in_each_forward(type(each)):
-            edits.append(_swap(each, EachForward))
+            edits.append(swap_edit(each, EachForward))
     return edits + _input_hook(found.model, decisions.input_hook)
 
 
@@ -269,10 +283,11 @@ def _restorations(decisions: Decisions) -> list[Edit]:
 
 def _restoring(layer: nn.Module) -> list[Edit]:
     """Return the edits that restore the original class of a layer."""
-    return [_swap(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
+    return [swap_edit(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
 
 
-def _swap(layer: nn.Module, kind: type[Swap]) -> Edit:
+def swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:
+    """Return the edit that swaps a layer's class."""
     return Edit(weakref.ref(layer), partial(swap_class, kind=kind), partial(restore_class, kind=kind))
 
 

@@ -161,7 +161,7 @@ def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> l
 
 
 # What happens to a weight that nothing stands against, by what the operators would do to it.
-_PLAIN: dict[Outcome | None, tuple[Action, Reason | None]] = {
+PLAIN: dict[Outcome | None, tuple[Action, Reason | None]] = {
     Outcome.IN_PLACE: (Action.CONVERT, None),
     Outcome.RESTRIDED: (Action.RESTRIDE, None),
     Outcome.UNCHANGED: (Action.KEEP, Reason.IN_FORMAT),
@@ -184,11 +184,11 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
         tensor, key = site.tensor, id(site.tensor)
         planned = plan.rows[index] if plan else None
         # Most weights are plain, and need no table.
-        is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in _PLAIN
+        is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in PLAIN
         is_plain = is_plain and (planned is None or planned.changes or planned.reason is Reason.IN_FORMAT)
         if is_plain and site.name == "weight" and site.rank in ranks and key not in tied and key not in first:
             weight: Any = tensor
-            row = _row(site, *_PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
+            row = row_of(site, *PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
             if not (weight.is_meta or 0 in weight.stride()):
                 first[key] = row
                 rows.append(row)
@@ -204,10 +204,10 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
         earlier = None if tensor is None else first.get(key)
         if planned:
             action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
-            row = _row(site, action, planned.reason, planned.target_strides)
+            row = row_of(site, action, planned.reason, planned.target_strides)
         else:
             case = _Case(found, site, tensor, wanted, own, outcome, reason, earlier, remarks)
-            row = _row(site, *_by_table(case, _IN_EACH_FORWARD if in_each_forward else _REGULAR))
+            row = row_of(site, *_by_table(case, _IN_EACH_FORWARD if in_each_forward else _REGULAR))
         if tensor is not None and earlier is None:
             first[key] = row
         rows.append(row)
@@ -215,7 +215,8 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
     return rows, outcomes
 
 
-def _row(site: Site, action: Action, reason: Reason | None, target: Strides | None) -> PlanRow:
+def row_of(site: Site, action: Action, reason: Reason | None, target: Strides | None) -> PlanRow:
+    """Return the row of a site, with what is decided about it."""
     tensor = site.tensor
     if tensor is None:
         nothing = (None, site.groups, None, None, None, None, 0)

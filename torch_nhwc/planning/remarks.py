@@ -102,7 +102,7 @@ def remarks_on(
     if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
         remarks += [reason.value for reason in _losing_norms(found, options, layers)]
     is_saved_as_it_is = state_dict_hook_key(found.model) is None
-    if _has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+    if has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
         remarks.append(Reason.BROADCAST.value)
     if each_forward:
         weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
@@ -152,7 +152,7 @@ def _losing_norms(found: Found, options: Options, layers: _Layers) -> list[Reaso
     return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
 
 
-def _has_ranks() -> bool:
+def has_ranks() -> bool:
     """Return whether this is one of several processes of a group."""
     distributed = torch.distributed
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1

@@ -20,7 +20,7 @@ from torch_nhwc.nn.replacements import (
     is_preserving,
     replacement_for,
 )
-from torch_nhwc.sites import computed_weights, observed, scripted
+from torch_nhwc.sites import computed_weights, observed, scripted, wrappers
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import LAYERS, Found, ReplaceableLayer, Site, TensorContainer, walk
 
@@ -85,6 +85,25 @@ def walk_layers(model: nn.Module) -> Found:
             for each in layers
         ]
     return Found(model, sites, {*kinds}, tensors, layers)
+
+
+def is_plain_layer(layer: Any) -> bool:
+    """Return whether all that there is to find is one weight in one layer of PyTorch's own, with nothing around it."""
+    rank = _RANKS.get(type(layer))
+    weight = layer._parameters.get("weight") if rank else None
+    return (
+        type(weight) is nn.Parameter
+        and weight.dim() == rank
+        and weight.layout is torch.strided
+        and not weight.is_meta
+        and weight.grad is None
+        and not (layer._forward_pre_hooks or layer._modules or layer._buffers)
+        and not layer.groups == 1 == weight.shape[1]
+        and wrappers.reason_of(layer) is None
+    )
+
+
+_RANKS: dict[type, int] = {layer: rank for rank, layers in LAYERS.items() for layer in layers}
 
 
 def is_layer(module: nn.Module) -> bool:
