@@ -81,6 +81,7 @@ site-serve: $(VENV)/has-docs
 # Two hours and 12 GB of memory; nothing else may run on the machine.
 bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py
+	$(bin)/python benchmarks/bench_weights.py --large
 	$(bin)/python benchmarks/bench_models.py
 	$(bin)/python benchmarks/bench_overhead.py
 	$(bin)/python benchmarks/bench_convolutions.py

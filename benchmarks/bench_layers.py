@@ -85,7 +85,7 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
         "shape": list(case.shape),
         "dtype": name_of(dtype),
         "mode": mode,
-        "is_small": case.sample_bytes(dtype) <= machine.second_level_bytes(),
+        "is_small": case.sample_bytes(dtype) <= machine.cache_bytes("L2"),
         "times": times,
         "errors": errors,
         "ratios": ratios,

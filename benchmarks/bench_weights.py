@@ -1,10 +1,16 @@
-"""One weight at a time, compared with memcpy and with what PyTorch does.
+r"""One weight at a time, compared with memcpy and with what PyTorch does.
 
-    python benchmarks/bench_weights.py [--device cpu|cuda] [--samples N] [--out FILE]
+    python benchmarks/bench_weights.py [--large] [--device cpu|cuda] [--samples N] [--out FILE]
 
 Every point takes its jobs in turn, `--samples` times; each sample is as many calls as take about a millisecond. The
 figures are the minimum and the median of the samples in microseconds for one call. All buffers are hot and resident,
 except in the jobs that allocate: there page faults are part of what a user sees, and `plain_clone` shows their share.
+`--large` measures filters larger than the first cache instead, in weights as large as the last level of cache. It takes
+a minute, memory of 12 times that cache, and a level of instructions:
+
+    TORCH_NHWC_CPU_CAPABILITY=avx2 \
+        python benchmarks/bench_weights.py --large --out benchmarks/results/weights-large-avx2-cpu.json
+
 cuda_weights.py has what is done on a GPU, to other weights and with other jobs.
 """
 
@@ -33,6 +39,7 @@ SMALL = [
     (256, 16, 3, 3),
     (128, 24, 5, 5),
 ]
+LARGE = [((250, 7, 7), torch.float32), ((320, 3, 3, 3), torch.bfloat16), ((512, 3, 3, 3), torch.float32)]
 CASTS = [(64, 64, 3, 3), (128, 128, 3, 3), (256, 256, 3, 3), (512, 512, 3, 3), (1280, 1280, 3, 3)]
 
 
@@ -61,9 +68,15 @@ def measure(point: Point, samples: int) -> dict[str, object]:
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
     out = torch.empty(shape, dtype=to or dtype, memory_format=memory_format)
     plain = torch.empty_like(weight)
+    placed = weight.clone()
     copy_weight_, convert_weight = torch.ops.nhwc.copy_weight_, torch.ops.nhwc.convert_weight
     copy_weight_(out, weight)
     assert torch.equal(out, weight.to(out.dtype))
+
+    def in_place() -> None:
+        placed.as_strided_(weight.shape, weight.stride())  # so that each call permutes in the same direction
+        torch.ops.nhwc.convert_weight_(placed, memory_format, storage="reuse")
+
     jobs: dict[str, Callable[[], object]] = {
         "memcpy": memcpy_job(weight.nbytes),
         "ours": lambda: copy_weight_(out, weight),
@@ -71,6 +84,7 @@ def measure(point: Point, samples: int) -> dict[str, object]:
     }
     if to is None:
         jobs |= {
+            "in_place": in_place,
             "eager_copy": lambda: out.copy_(weight),
             "plain_copy": lambda: plain.copy_(weight),
             "eager_clone": lambda: weight.clone(memory_format=memory_format),
@@ -103,19 +117,31 @@ def points() -> list[Point]:
     return grid
 
 
+def large_filters() -> list[Point]:
+    """Return weights as large as the last level of cache, of filters larger than the first."""
+    return [
+        Point((machine.cache_bytes("L3") // (math.prod(filters) * dtype.itemsize), *filters), dtype, back)
+        for filters, dtype in LARGE
+        for back in (False, True)
+    ]
+
+
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--large", action="store_true", help="filters larger than the first cache")
     parser.add_argument("--samples", type=int, default=15)
     parser.add_argument("--without-compile", action="store_true", help="on a GPU")
     arguments = parser.parse_args()
-    out = arguments.out or machine.RESULTS / f"weights-{arguments.device}.json"
+    kind = "weights-large" if arguments.large else "weights"
+    out = arguments.out or machine.RESULTS / f"{kind}-{arguments.device}.json"
     torch.manual_seed(0)
     if arguments.device == "cuda":
         return cuda_weights.run(arguments.samples, not arguments.without_compile, out)
     torch.set_num_threads(1)
-    results = [measure(point, arguments.samples) for point in points()]
-    machine.write(out, "bench_weights.py", results, samples=arguments.samples)
+    results = [measure(point, arguments.samples) for point in (large_filters() if arguments.large else points())]
+    script = "bench_weights.py --large" if arguments.large else "bench_weights.py"
+    machine.write(out, script, results, samples=arguments.samples)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from layout_models import channels_last
-from machine import second_level_bytes
+from machine import cache_bytes
 from torch import Tensor
 from torch.nn import functional as stock
 
@@ -74,7 +74,7 @@ def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
         elif case.layer == "instance_norm":
             limits = (0.6, 0.8)
         else:
-            limits = (1.15, 1.0) if case.sample_bytes(dtype) <= second_level_bytes() else (1.5, 1.3)
+            limits = (1.15, 1.0) if case.sample_bytes(dtype) <= cache_bytes("L2") else (1.5, 1.3)
         if limits:
             found[OVER_CONTIGUOUS] = limits[0] if is_forward else limits[1]
     if case.layer == "instance_norm" and is_float:

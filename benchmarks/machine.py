@@ -63,9 +63,9 @@ def caches() -> dict[str, str]:
     return {f"L{cache['level']} {cache['type']}": cache["size"] for cache in read}
 
 
-def second_level_bytes() -> int:
-    """Return the size of the second-level cache, which decides whether a sample is small or large."""
-    size = next((size for name, size in caches().items() if name.startswith("L2")), "1024K")
+def cache_bytes(level: str) -> int:
+    """Return the size of a level of cache, such as "L2", which decides whether a sample is small or large."""
+    size = next((size for name, size in caches().items() if name.startswith(level)), "1024K")
     return int(size[:-1]) << {"K": 10, "M": 20}[size[-1]]
 
 
