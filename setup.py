@@ -8,8 +8,8 @@ Environment:
     CUDA_HOME: The CUDA toolkit, if it is not found automatically.
     TORCH_CUDA_ARCH_LIST: As everywhere with torch. Unset and without a visible GPU, the architectures of
         tools/cuda_toolkit.py that the toolkit supports.
-    TORCH_NHWC_LABEL: 1 adds the torch's version to the package's as a local label, as `make wheel` does. Wheels for two
-        versions of torch then have two names.
+    TORCH_NHWC_LABEL: 1 adds the torch's version to the package's as a local label, and requires that version, as `make
+        wheel` does. Wheels for two versions of torch then have two names.
     MAX_JOBS: The number of compilers that run at a time.
 """
 
@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 from setuptools import setup
+from setuptools.command.egg_info import egg_info
 
 try:
     import torch
@@ -134,6 +135,15 @@ class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
         target.write_text(json.dumps(record, indent=2) + "\n")
 
 
+class EggInfo(egg_info):
+    """setuptools', with the label, which as an option would lose to the setup.cfg that every sdist has."""
+
+    def finalize_options(self) -> None:
+        if HAS_LABEL:
+            self.tag_build = f"+torch{torch.__version__.replace('+', '.')}"  # PEP 440 allows one plus sign
+        super().finalize_options()
+
+
 def extension():
     # As system directories, so that the compiler warns of our sources alone.
     headers = cpp_extension.include_paths("cuda" if WITH_CUDA else "cpu")
@@ -164,12 +174,9 @@ def extension():
 
 
 setup(
+    install_requires=[f"torch=={torch.__version__.split('+')[0]}" if HAS_LABEL else "torch>=2.11"],
     license="BSD-3-Clause",  # here, because the form in pyproject.toml changed between versions of setuptools
     ext_modules=[extension()],
-    cmdclass={"build_ext": BuildExtension},
-    options={
-        "bdist_wheel": {"py_limited_api": "cp310"},
-        # PEP 440 allows one plus sign.
-        "egg_info": {"tag_build": f"+torch{torch.__version__.replace('+', '.')}" if HAS_LABEL else ""},
-    },
+    cmdclass={"build_ext": BuildExtension, "egg_info": EggInfo},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

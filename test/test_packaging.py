@@ -40,6 +40,7 @@ def test_one_wheel_serves_every_python_and_names_its_torch(wheel):
     (metadata,) = (archive.read(name).decode() for name in names if name.endswith(".dist-info/METADATA"))
     assert f"\nVersion: {version}\n" in metadata
     assert "\nRequires-Python: >=3.10\n" in metadata
+    assert f"\nRequires-Dist: torch=={torch.__version__.split('+')[0]}\n" in metadata
     for name in ("libtorch_nhwc.abi3.so", "build_info.json", "py.typed", "include/torch_nhwc/ops.h"):
         assert f"torch_nhwc/{name}" in names
     assert not [name for name in names if name.startswith(("test", "csrc", "benchmarks", "tools"))]
@@ -203,7 +204,7 @@ def test_an_environment_without_a_network_takes_what_is_there_and_names_what_is_
     def run(*command):
         return subprocess.run([*map(str, command)], capture_output=True, text=True, env=environment)
 
-    made = run(sys.executable, *program, tmp_path / "venv", "--torch", "2.13.0")
+    made = run(sys.executable, *program, tmp_path / "venv")
     assert made.returncode == 0, made.stderr
     others = r"(, dynamic-network-architectures>=0\.4)?"  # where it is not there already
     left_out = rf"going on without of-our-own-invention>=3{others}: pip does not find them here\n\Z"
@@ -215,3 +216,11 @@ def test_an_environment_without_a_network_takes_what_is_there_and_names_what_is_
     failed = run(python, requirements, "test")
     assert failed.returncode == 1
     assert failed.stderr.endswith("missing: of-our-own-invention>=3: make it again where pip finds them\n")
+
+
+def test_an_environment_for_another_torch_than_the_interpreter_has_is_refused(tmp_path):
+    command = [sys.executable, ROOT / "tools/make_environment.py", tmp_path / "venv", "--torch", "2.0.0"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 1
+    assert f" has torch {torch.__version__}, not 2.0.0: name a Python without torch by PYTHON=" in run.stderr
+    assert not (tmp_path / "venv").exists()
