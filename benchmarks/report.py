@@ -15,7 +15,9 @@ import bench_convolutions
 import bench_overhead
 import cuda_report
 import report_layers
+import report_peers
 import report_tune
+from layout_models import MODES
 from machine import RESULTS, ROOT
 from tables import Point, at_least, at_most, name, ratio, table, taps
 
@@ -164,8 +166,9 @@ def documents() -> dict[Path, dict[str, str]]:
     layers, layouts = load("layers"), [load("layouts"), load("layouts-avx2")]
     tuned, collated = load("tune"), load("collate")
     passes = load("passes"), load("passes-avx2")
+    peers = load("peers")
     return {
-        README: {"gains": report_layers.gains(*layouts)},
+        README: {"gains": report_layers.gains(*layouts), "peers": report_peers.compared(peers)},
         FRAMEWORKS: {
             "monai": report_layers.layouts(*layouts, only="segresnet|dynunet"),
             "nnunet": report_layers.layouts(*layouts, only="plain_conv_unet|residual_encoder_unet"),
@@ -193,10 +196,17 @@ def documents() -> dict[Path, dict[str, str]]:
                     ("The passes of convolutions", passes[0]),
                     ("The same held to AVX2", passes[1]),
                     ("The call of a replaced layer", overhead),
+                    ("The other ways to run a model", peers),
                 )
             ),
             "layouts": report_layers.layouts(*layouts),
             "halves": report_layers.halves(*layouts),
+            "conditions of peers": report_peers.conditions(peers),
+            **{f"peers in {mode}": report_peers.speeds(peers, mode) for mode in MODES},
+            "costs of peers": report_peers.costs(peers),
+            "failures of peers": report_peers.failures(peers),
+            "faults of peers": report_peers.faults(peers),
+            "facts on peers": report_peers.facts(),
             "passes": bench_convolutions.as_table(*passes),
             "overhead": bench_overhead.as_table(overhead),
             "calls": bench_overhead.as_table_of_calls(overhead),

@@ -1,7 +1,9 @@
 """The tables on the other ways to run a model, from `peers-cpu.json`."""
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
+from layout_models import MODES
 from peers import CONTIGUOUS, FAULTS, PEERS
 from report_layers import gathered, warning
 from report_tune import mean
@@ -13,59 +15,65 @@ Row = dict
 # A fault is one of a way if it is that far from float64, and that much farther than the contiguous model.
 FAR, FARTHER = 1e-4, 10
 NOTHING = "-"
-# The columns of the README: the way that each shows first, then its variants.
-COLUMNS = {
-    "`model.to(memory_format=...)`": ["model.to"],
-    "`torch.nn.utils` converters": ["torch.nn.utils"],
-    "`torch.compile`": [name for name in PEERS if name.startswith("compile")],
-    "OpenVINO": ["OpenVINO"],
-    "ONNX Runtime": ["ONNX Runtime"],
-    "`torch_nhwc.convert_`": ["ours", "ours by tune"],
-    "`convert_`, then `torch.compile`": ["ours, compiled"],
-}
-THE_SAME, EXPORTED = "the same", "a copy, which it exports"
-# What no figure says, in the order of the columns.
-FACTS = {
-    "converts": [
-        "every 4D, or every 5D parameter and buffer; raises if there are both",
-        "convolution weights of one rank",
+
+
+class Way(NamedTuple):
+    """What the documents name as one way: its variants, the one first whose figures are shown, and facts on it."""
+
+    variants: list[str]
+    converts: str
+    skips: str
+    optimizers: str
+    refuses: str
+    report: str
+    undo: str
+
+
+GRAPH_BREAKS, UNCHANGED = "code that breaks the graph, without `fullgraph=True`", "the model is unchanged"
+EXPORTED, NO_CHECK = "a copy, which it exports", "no check"
+WAYS = {
+    "`model.to(memory_format=...)`, `torch.nn.utils`": Way(
+        ["model.to", "torch.nn.utils"],
+        "all parameters and buffers of one rank; raises if there are two; `torch.nn.utils` convolutions of one rank",
+        "weights that are computed, layers that lose the format, optimizer state; `torch.nn.utils` gradients, too",
+        *("step wrong, silently", NO_CHECK, "no", "no"),
+    ),
+    "`torch.compile`": Way(
+        [name for name in PEERS if name.startswith("compile")],
         "code that it traces",
+        *(GRAPH_BREAKS, "step right", "rules of its own", "logs", UNCHANGED),
+    ),
+    "OpenVINO": Way(
+        ["OpenVINO"],
         EXPORTED,
+        "nothing: what it cannot convert raises; it warns of branches",
+        *(NOTHING, NOTHING, "no", UNCHANGED),
+    ),
+    "ONNX Runtime": Way(
+        ["ONNX Runtime"],
         EXPORTED,
-        "convolution weights, 2D and 3D, and layers that lose the format",
-        "the same, and code that it traces",
-    ],
-    "skips without a word": [
-        "weights that are computed, layers that lose the format, optimizer state",
-        f"{THE_SAME}, and gradients",
-        "code that breaks the graph, without `fullgraph=True`",
-        "nothing: it warns of branches",
         "nothing: what it cannot export raises",
+        *(NOTHING, NOTHING, "of the export", UNCHANGED),
+    ),
+    "`torch_nhwc.convert_`": Way(
+        ["ours", "ours by tune"],
+        "convolution weights, 2D and 3D, with gradients and optimizer state, and layers that lose the format",
         "functions that are no layers",
-        "the same, and code that breaks the graph",
-    ],
-    "fused CPU optimizers with state then": [
-        *("step wrong, silently", "step wrong, silently", "step right", NOTHING, NOTHING, "step right", "step right")
-    ],
-    "models in DDP or FSDP, quantized models": [
-        "no check",
-        "no check",
-        "rules of its own",
-        NOTHING,
-        NOTHING,
-        "refused, with the reason and what to do",
-        THE_SAME,
-    ],
-    "report; undo": [
-        "no; no",
-        "no; no",
-        "logs; the model is unchanged",
-        "no; the model is unchanged",
-        "of the export; the model is unchanged",
-        "yes; yes, exactly",
-        "yes; yes, of the model",
-    ],
+        *("step right", "refused, with the reason and what to do", "yes", "exact"),
+    ),
+    "`convert_`, then `torch.compile`": Way(
+        ["ours, compiled"],
+        "the same, and code that is traced",
+        f"the same, and {GRAPH_BREAKS}",
+        *("step right", "refused, the same", "yes", "exact, of the model"),
+    ),
 }
+
+
+def conditions(measured: dict) -> str:
+    """Return the versions of the other libraries, and what was left to choose."""
+    versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
+    return f"With {versions}; `tune` had {measured['budget']:g} seconds, the rounds of a model {measured['seconds']:g}."
 
 
 def models_of(measured: dict, mode: str) -> dict[str, dict[str, Row]]:
@@ -115,7 +123,7 @@ def speeds(measured: dict, mode: str) -> str:
 def costs(measured: dict) -> str:
     """Return the table of the seconds until the first result, and of the memory until then and in later calls."""
     rows = []
-    for mode in ("inference", "training"):
+    for mode in MODES:
         for name in [CONTIGUOUS, *ways(measured, mode)]:
             found = [by_peer[name] for by_peer in models_of(measured, mode).values() if name in by_peer]
             done = [row for row in found if "over" in row]
@@ -181,14 +189,20 @@ def fault_cell(row: Row | None, base: Row | None) -> str:
 def compared(measured: dict) -> str:
     """Return the README's table: figures of each way, then what no figure says."""
     rows = [
-        [f"{mode}, times as fast as contiguous", *(speeds_of(measured, mode, names[0]) for names in COLUMNS.values())]
-        for mode in ("inference", "training")
+        [name, *(speeds_of(measured, mode, way.variants[0]) for mode in MODES)]
+        + [firsts(measured, way.variants), seconds_of(measured, way.variants[0]), wrong_of(measured, way.variants)]
+        + [way.skips, way.report, way.undo]
+        for name, way in WAYS.items()
     ]
-    rows.append(["fastest of all in", *(firsts(measured, names) for names in COLUMNS.values())])
-    rows.append(["seconds to the first result", *(seconds_of(measured, names[0]) for names in COLUMNS.values())])
-    rows.append(["wrong where PyTorch has faults", *(wrong_of(measured, names) for names in COLUMNS.values())])
-    rows += [[fact, *answers] for fact, answers in FACTS.items()]
-    return warning(measured) + table(["", *COLUMNS], rows)
+    head = ["", *MODES, "fastest of all in", "seconds to the first result", "wrong where PyTorch has faults"]
+    return warning(measured) + table([*head, "skips without a word", "report", "undo"], rows)
+
+
+def facts() -> str:
+    """Return the table of what no figure says."""
+    head = ["", "converts", "skips without a word", "fused CPU optimizers with state then"]
+    head += ["models in DDP or FSDP, quantized models", "report", "undo"]
+    return table(head, [[name, *way[1:]] for name, way in WAYS.items()])
 
 
 def speeds_of(measured: dict, mode: str, way: str) -> str:
@@ -202,7 +216,7 @@ def firsts(measured: dict, names: list[str]) -> str:
     """Return in which models some of these ways is the fastest of all."""
     found = [
         f"{model} ({mode})"
-        for mode in ("inference", "training")
+        for mode in MODES
         for model, by_peer in models_of(measured, mode).items()
         if best(by_peer) in names
     ]

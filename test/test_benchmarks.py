@@ -490,26 +490,26 @@ def test_the_readme_says_which_way_is_the_fastest_and_which_are_wrong():
         row("a", "inference", "ours", 1.2),
         row("b", "inference", "OpenVINO", failure="RuntimeError: no such operator"),
         row("b", "inference", "ours", 1.8),
+        *(row("a", "training", peer, ratio) for peer, ratio in (("contiguous", 1.0), ("ours, compiled", 2.5))),
         row(fault, "inference", "contiguous", differences={"output": 2e-5}),
         row(fault, "inference", "model.to", differences={"output": 3e-2}),
         row(fault, "inference", "ours", differences={"output": 1e-4}),
         row(fault, "inference", "torch.nn.utils", failure="BrokenProcessPool: it died"),
     ]
     lines = report_peers.compared({"quick": False, "results": results}).splitlines()
-    cells = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:] for line in lines[2:]}
-    assert cells["inference, times as fast as contiguous"] == [
-        *(
-            "-",
-            "-",
-            "**1.50** (1.50; 1 model)",
-            "**2.00** (2.00; 1 model)",
-            "-",
-            "**1.47** (1.20 to 1.80; 2 models)",
-            "-",
-        )
+    cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:6] for line in lines[2:]}
+    assert [*cells] == [*report_peers.WAYS]
+    assert [*cells.values()] == [
+        ["-", "-", "-", "-", "1 of 1"],
+        ["**1.50** (1.50; 1 model)", "-", "-", "2.0", "-"],
+        ["**2.00** (2.00; 1 model)", "-", "a (inference)", "2.0", "-"],
+        ["-", "-", "-", "-", "-"],
+        ["**1.47** (1.20 to 1.80; 2 models)", "-", "b (inference)", "2.0", "0 of 1"],
+        ["-", "**2.50** (2.50; 1 model)", "a (training)", "2.0", "-"],
     ]
-    assert cells["fastest of all in"] == ["-", "-", "-", "a (inference)", "-", "b (inference)", "-"]
-    assert cells["wrong where PyTorch has faults"] == ["1 of 1", "1 of 1", "-", "-", "-", "0 of 1", "-"]
+    facts = report_peers.facts().splitlines()
+    assert len(facts) == len(lines)
+    assert len({line.count(" | ") for line in facts}) == 1
     assert "**BrokenProcessPool**" in report_peers.faults({"results": results})
     speeds = report_peers.speeds({"quick": False, "results": results}, "inference").splitlines()
     assert speeds[2:] == [
