@@ -115,7 +115,7 @@ class BuildExtension(cpp_extension.BuildExtension.with_options(use_ninja=True)):
                 unit.write_text(text)
             units.append(str(unit))
         ext = copy.copy(ext)  # the sources of an sdist stay what they are
-        ext.sources = units
+        ext.depends, ext.sources = ext.sources, units
         super().build_extension(ext)
 
     def run(self) -> None:
