@@ -175,7 +175,8 @@ def test_what_is_not_finite_spoils_its_own_group(value):
 @all_dtypes
 def test_what_is_moved_is_little_more_than_what_must_be(dtype):
     """Two reads and a write forward, four reads and a write backward."""
-    for shape in ((1, 8192, 32, 32), (1, 8192, 32, 8), (4, 1024, 48, 1), (1, 1000, 320, 32), (2, 2100, 33, 3)):
+    shapes = [(1, 8192, 32, 32), (1, 8192, 32, 8), (4, 1024, 48, 1), (1, 1000, 320, 32), (2, 2100, 33, 3)]
+    for shape in (*shapes, (2, 200, 512, 4)):
         norm = Norm(shape, dtype)
         _, forward, backward = norm.run(processors=8, count=True)
         assert forward.moved_bytes <= 1.05 * 3 * norm.input.nbytes, shape
