@@ -568,6 +568,7 @@ def test_norms_run_on_the_current_stream_of_their_device():
     assert {(launch.device, launch.stream) for launch in take_launches()} == {(1, stream.cuda_stream)}
 
 
+@pytest.mark.skipif(not IS_CACHED, reason="without PyTorch's cache, scratch memory is gone at the graph's replay")
 @pytest.mark.usefixtures("norms_on")
 def test_norms_are_recorded_in_a_graph():
     call, stream = NormCall((2, 24, 9, 9), 4), torch.cuda.Stream()
