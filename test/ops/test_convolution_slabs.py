@@ -8,7 +8,6 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_in_format, channels_last, gradients
 from compiled_graphs import compiled
 from convolution_cases import operands
-from selection import exhaustive
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
@@ -120,9 +119,9 @@ def test_every_derivative():
     torch.testing.assert_close(*mapped, rtol=1e-4, atol=1e-1)
 
 
-@pytest.mark.parametrize("dynamic", [False, exhaustive(True)])
+@pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["odd depth", "doubling"])
-def test_compiled_graphs_are_cut_by_pytorch_s_operators(name, dynamic):
+def test_compiled_graphs_are_cut_by_pytorch_s_operators_unless_their_sizes_are_symbols(name, dynamic):
     function = CUT[name][0]
     x, w, b, arguments = operands(CUT[name])
     w.requires_grad_()
@@ -131,7 +130,7 @@ def test_compiled_graphs_are_cut_by_pytorch_s_operators(name, dynamic):
     torch.testing.assert_close(out.double(), real, rtol=1e-4, atol=1e-4)
     given, expected = (torch.autograd.grad(each.square().sum(), w)[0] for each in (out, real))
     assert (given - expected).norm() <= 1e-5 * expected.norm()
-    assert "aten.cat.default" in operators
+    assert ("aten.cat.default" in operators) != dynamic
     # Without AVX-512, the weight's gradient of the slabs is by our kernels.
     ours = {operator for operator in operators if "nhwc" in operator}
     assert ours <= (set() if dynamic else {"nhwc.convolution_by_kernels_backward.default"})

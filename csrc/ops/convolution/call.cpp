@@ -45,6 +45,13 @@ bool Call::is_channels_last_input() const {
   return static_cast<size_t>(input.dim()) == axes() + 2 && is_channels_last(input);
 }
 
+bool Call::has_symbolic_sizes() const {
+  const auto has_symbols = [](const at::Tensor& tensor) {
+    return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+  };
+  return has_symbols(input) || has_symbols(weight);
+}
+
 bool Call::is_accepted() const {
   const auto dim = static_cast<size_t>(input.dim());
   if ((dim != axes() + 1 && dim != axes() + 2) || static_cast<size_t>(weight.dim()) != axes() + 2) return false;

@@ -60,6 +60,9 @@ struct Call {
   /// Returns whether the input is channels-last and has a dimension of samples.
   bool is_channels_last_input() const;
 
+  /// Returns whether a graph is traced for any sizes.
+  bool has_symbolic_sizes() const;
+
   /// Returns whether PyTorch accepts the sizes. What it does not is for its own operator to refuse.
   bool is_accepted() const;
 

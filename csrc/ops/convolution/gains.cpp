@@ -19,10 +19,7 @@ bool is_served(const Call& call) {
   const at::ScalarType type = call.input.scalar_type();
   if (type != at::kFloat && !at::isReducedFloatingType(type)) return false;
   if (call.weight.scalar_type() != type || (call.has_bias() && call.bias->scalar_type() != type)) return false;
-  const auto has_symbols = [](const at::Tensor& tensor) {
-    return tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
-  };
-  return !has_symbols(call.input) && !has_symbols(call.weight) && is_channels_last(call.input);
+  return !call.has_symbolic_sizes() && is_channels_last(call.input);
 }
 
 /// What the rules look at: of a transposed convolution, that from its output to its input.

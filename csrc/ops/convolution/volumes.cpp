@@ -30,10 +30,11 @@ bool is_as_precise_as_products() {
 /// Returns whether a channels-last volume is one sample, and PyTorch would not give it to oneDNN. Its rule of float32,
 /// `ConvParams::use_mkldnn` in aten/src/ATen/native/Convolution.cpp, is made for the sizes of a 2D batch: of a 3D one
 /// it takes batch, channels, depth and height. What it leaves is computed by matrix products over copies of the
-/// input, 1.3 to 7 times slower. With groups, it leaves nothing. The same is true of half precision in float32.
+/// input, 1.3 to 7 times slower. With groups, it leaves nothing. The same is true of half precision in float32. Graphs
+/// for any sizes have PyTorch's convolution: Inductor cannot order strides that are symbols, which the views here have.
 bool is_slow_sample(const Call& call) {
-  if (call.axes() != 3 || call.input.sym_size(0) != 1 || call.groups != 1 || !is_channels_last(call.input) ||
-      !at::globalContext().userEnabledMkldnn()) {
+  if (call.axes() != 3 || call.has_symbolic_sizes() || call.input.sym_size(0) != 1 || call.groups != 1 ||
+      !is_channels_last(call.input) || !at::globalContext().userEnabledMkldnn()) {
     return false;
   }
   if (is_onednns(call.backend())) return false;
