@@ -1,8 +1,9 @@
 # make demo and make test do all the set-up by themselves; `make PYTHON=/path/to/python3 ...` chooses the interpreter.
 PYTHON ?= python3
 VENV ?= .venv
-TORCH ?= 2.13.0
-MATRIX ?= 2.11.0 2.15.0
+# The version of torch, where not any that the interpreter has will do.
+TORCH ?=
+MATRIX ?= 2.11.0 2.13.0 2.14.1 2.15.0
 SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) \
   $(wildcard $(CUDA_HOME)/bin/compute-sanitizer /usr/local/cuda/bin/compute-sanitizer))
 
@@ -101,8 +102,8 @@ bench-peers: $(VENV)/peers/has-peers
 
 # A wheel for the torch of the environment, and the sources, in dist/. Libraries that torch brings are not copied into the
 # wheel: a second one in a process would have threads and tensors of its own.
-wheel: $(VENV)/has-wheel $(VENV)/built
-	rm -rf build/wheel
+wheel: $(VENV)/has-wheel
+	rm -rf build/wheel build/lib*
 	TORCH_NHWC_LABEL=1 $(bin)/python -m build --no-isolation --wheel --outdir build/wheel
 	$(bin)/python -m auditwheel repair build/wheel/*.whl --wheel-dir dist \
 	  --exclude 'libtorch*.so' --exclude 'libc10*.so' --exclude 'libgomp.so.*' --exclude 'libcudart.so.*'
@@ -110,17 +111,23 @@ wheel: $(VENV)/has-wheel $(VENV)/built
 
 # Those of all supported versions, one after the other in one folder, and their checksums.
 wheels:
-	for version in $(sort $(TORCH) $(MATRIX)); do \
-	  rm -rf .matrix/wheels && $(MAKE) wheel VENV=.matrix/wheels TORCH=$$version || exit 1; \
+	for version in $(MATRIX); do \
+	  rm -rf .matrix && $(MAKE) wheel VENV=.matrix TORCH=$$version || exit 1; \
 	done
-	rm -rf .matrix/wheels
+	rm -rf .matrix
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
-# The other supported versions of torch, each in an environment of its own; they download CUDA builds.
-matrix: $(addprefix matrix-,$(MATRIX))
+# Tests with all supported versions, likewise: of every behaviour where pip finds a CPU build of torch, and otherwise of
+# the operators on the CPU. Writes the table of docs/limits.md.
+matrix:
+	status=0; \
+	for version in $(MATRIX); do rm -rf .matrix; $(MAKE) matrix-$$version || status=1; done; \
+	rm -rf .matrix; exit $$status
 
+matrix-%: export TORCH_NHWC_CUDA ?= 0
 matrix-%:
-	$(MAKE) test-all VENV=.matrix/$* TORCH=$*
+	$(MAKE) .matrix/has-test .matrix/built VENV=.matrix TORCH=$*
+	.matrix/bin/python tools/matrix.py
 
 # SSE2 on an old CPU and NEON on 64-bit Arm, under qemu; fails where qemu-user or the cross compiler are missing.
 test-emulated: $(VENV)/built
@@ -152,7 +159,7 @@ clean:
 	rm -rf $(VENV) .matrix build dist site *.egg-info torch_nhwc/libtorch_nhwc*.so torch_nhwc/build_info.json
 
 $(VENV)/installed: pyproject.toml tools/make_environment.py tools/requirements.py
-	$(PYTHON) tools/make_environment.py $(VENV) --torch $(TORCH)
+	$(PYTHON) tools/make_environment.py $(VENV) $(TORCH:%=--torch %)
 	touch $@
 
 # An extra, all of it; for $(VENV)/installed what could be had will do.
@@ -161,10 +168,11 @@ $(VENV)/has-%: $(VENV)/installed
 	touch $@
 
 $(VENV)/peers/has-peers: $(VENV)/has-test $(VENV)/built
-	$(bin)/python tools/make_environment.py $(VENV)/peers --torch $(TORCH)
+	$(bin)/python tools/make_environment.py $(VENV)/peers
 	$(VENV)/peers/bin/python tools/requirements.py peers
 	touch $@
 
-$(VENV)/built: $(VENV)/installed $(sources)
+# Again where another environment has built the library meanwhile, for its torch.
+$(VENV)/built: $(VENV)/installed $(sources) $(wildcard torch_nhwc/build_info.json)
 	$(bin)/python -m pip install --quiet --no-build-isolation --no-deps --editable .
 	touch $@

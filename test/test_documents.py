@@ -20,8 +20,6 @@ from onednn import CPU_HAS_AVX512
 from public_names import public_names
 from selection import some_of
 
-import torch_nhwc as nhwc
-
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -243,8 +241,9 @@ def test_the_reference_has_every_signature(room):
                 assert f"{module}.{public.__name__}{plain}" in listed
 
 
-def test_the_guide_lists_every_reason():
-    rows = [f"| `{reason.name}` | {reason.value} |" for reason in nhwc.Reason]
-    table = ["| code | the site ... |", "| --- | --- |", *rows]
-    section = "\n".join(["<!-- reasons -->", *table, "<!-- end of reasons -->"])
-    assert section in (ROOT / "docs/guide.md").read_text(), section
+def test_tables_that_a_tool_writes_are_up_to_date():
+    """The guide lists every reason, and limits.md the last result with each version of torch."""
+    script = runpy.run_path(str(ROOT / "tools/write_documents.py"))
+    for document in script["TABLES"]:
+        path, text = script["written"](document)
+        assert path.read_text() == text, "type `make docs`"

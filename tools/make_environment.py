@@ -1,7 +1,8 @@
 """Make the virtual environment that the Makefile works in.
 
 A torch that the running interpreter can import is used as it is, whatever its build, with everything else that the
-interpreter has. Otherwise the version named by --torch is installed. tools/requirements.py installs what is missing.
+interpreter has; one of another version than --torch is refused. Otherwise torch is installed. tools/requirements.py
+installs what is missing.
 """
 
 import argparse
@@ -11,6 +12,10 @@ import sys
 import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from pip._vendor.packaging.specifiers import SpecifierSet
+
+DEFAULT = "2.13.0"
 
 
 def installed_torch() -> str | None:
@@ -25,22 +30,24 @@ def installed_torch() -> str | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--torch", required=True, help="version to install where there is none")
+    parser.add_argument("--torch", help=f"version that is needed, not any; {DEFAULT} is installed where there is none")
     arguments = parser.parse_args()
     folder = arguments.folder.absolute()
     python = folder / "bin" / "python"
+    torch = installed_torch()
+    if torch and arguments.torch and not SpecifierSet(f"=={arguments.torch}").contains(torch, prereleases=True):
+        sys.exit(f"{sys.executable} has torch {torch}, not {arguments.torch}: name a Python without torch by PYTHON=")
 
     if not python.exists():
         # Some systems ship venv without ensurepip; the pip of the running interpreter serves as well.
         venv.create(folder, with_pip=importlib.util.find_spec("ensurepip") is not None, symlinks=True)
-    torch = installed_torch()
     if torch is not None:
         # Not --system-site-packages: that shows the base interpreter's packages even when this one is itself a venv.
         site_packages = next(folder.glob("lib/python3*/site-packages"))
         outer = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
         (site_packages / "outer.pth").write_text("\n".join(outer) + "\n")
 
-    (folder / "constraints.txt").write_text(f"torch=={torch or arguments.torch}\n")
+    (folder / "constraints.txt").write_text(f"torch=={torch or arguments.torch or DEFAULT}\n")
     requirements = Path(__file__).with_name("requirements.py")
     sys.exit(subprocess.run([python, requirements, "--optional", "test", "lint"]).returncode)
 
