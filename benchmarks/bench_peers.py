@@ -11,7 +11,10 @@ pairs in one round, with their 99 % intervals. A peer that fails, or whose proce
 
 The faults of PyTorch that docs/safety.md lists are small models here, which are computed once and not timed. The file
 is written after each model and mode. What is not measured again stays in it, if it was taken on such a machine with
-such a torch. All of it takes two hours.
+such a torch.
+
+Compiling takes most of the time: ten to twelve minutes for a model and its training step, a quarter of an hour for the
+faults, two hours for all of it. `tune` gets half of the minute that is its default.
 """
 
 import importlib
@@ -39,8 +42,8 @@ from torch_nhwc.running.calls import seconds
 from torch_nhwc.tuning.tuner import Race
 
 CHOSEN = (
-    *("segresnet3d", "plain_conv_unet3d", "dynunet3d", "basic_unet3d", "mednext3d_k5"),
-    *("resnet50", "convnext_t", "efficientnet_b0"),
+    *("dynunet3d", "basic_unet3d", "segresnet3d", "resnet50", "convnext_t", "efficientnet_b0"),
+    *("mednext3d_k5", "plain_conv_unet3d"),
 )
 ROUNDS = range(5, 16)
 # A call that takes fewer seconds is warmed up in each turn, since another process has just used the caches.
@@ -158,8 +161,12 @@ def process() -> Iterator[Apart]:
 
 
 def failure(error: Exception) -> str:
-    """Return the kind of an error and the last line that it says, which in libraries is the reason."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+    """Return the kind of an error and the last line that it says, which in libraries is the reason.
+
+    After the reason, PyTorch's compiler adds advice.
+    """
+    reason = str(error).partition("Set TORCHDYNAMO_VERBOSE")[0]
+    return f"{type(error).__name__}: {(reason.strip().splitlines() or [''])[-1]}"
 
 
 def measure(name: str, mode: str, peers: Iterable[str], budget: float, limit: float) -> list[dict[str, object]]:

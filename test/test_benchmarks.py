@@ -438,7 +438,7 @@ def same_process(monkeypatch):
 
 def test_peers_are_measured_in_turns_and_reported(tmp_path, monkeypatch):
     def raising(model, x, mode, budget):
-        raise NotImplementedError("Summary:\nit has no such operator")
+        raise NotImplementedError("Summary:\nit has no such operator\n\nSet TORCHDYNAMO_VERBOSE=1\nfor more")
 
     few = {name: peers.PEERS[name] for name in ("contiguous", "model.to", "ours", "ours by tune")}
     few["OpenVINO"] = peers.Peer(raising, peers.INFERENCE)
