@@ -19,7 +19,7 @@ import report_peers
 import report_tune
 from layout_models import MODES
 from machine import RESULTS, ROOT
-from tables import Point, at_least, at_most, name, ratio, table, taps
+from tables import Point, at_least, at_most, name, ratio, spanned, table, taps
 
 PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
@@ -130,6 +130,20 @@ def sizes(weights: dict) -> str:
     return table(head + ["page faults: plain `clone` / memcpy", "eager `clone` / `convert_weight`"], rows)
 
 
+def large_filters(*levels: dict) -> str:
+    rows = []
+    for measured in levels:
+        for pair in both_ways(measured["results"]):
+            limit = 2.1 if pair[0]["dtype"] == "bfloat16" else 1.8
+            case = f"{name(pair[0])}, `{measured['machine']['capability']}`"
+            in_place, eager = (
+                spanned(ratio(p, *jobs) for p in pair) for jobs in (("in_place", "memcpy"), ("eager_copy", "ours"))
+            )
+            rows.append([*at_most(case, limit, [ratio(p, "ours", "memcpy") for p in pair]), in_place, eager])
+    head = ["weight, to channels-last and back; level", "bar", "copied / memcpy", "met"]
+    return table([*head, "in place / memcpy", "eager `copy_` / copied"], rows)
+
+
 def models(measured: dict) -> str:
     rows = []
     for r in measured["results"]:
@@ -163,6 +177,7 @@ def gain(measured: dict) -> str:
 def documents() -> dict[Path, dict[str, str]]:
     """Return the figures between the marks of each document."""
     weights, of_models, overhead = load("weights"), load("models"), load("overhead")
+    large = load("weights-large-avx2"), load("weights-large")
     layers, layouts = load("layers"), [load("layouts"), load("layouts-avx2")]
     tuned, collated = load("tune"), load("collate")
     passes = load("passes"), load("passes-avx2")
@@ -190,6 +205,7 @@ def documents() -> dict[Path, dict[str, str]]:
                 f"{what}: {machine(measured)}"
                 for what, measured in (
                     ("The bars, and one weight", weights),
+                    ("Filters larger than the first cache", large[1]),
                     ("The conversion of whole models", of_models),
                     ("Whole models, and half precision", layouts[0]),
                     ("The same held to AVX2", layouts[1]),
@@ -212,6 +228,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "calls": bench_overhead.as_table_of_calls(overhead),
             "bars": bars(weights),
             "sizes": sizes(weights),
+            "large filters": large_filters(*large),
             "models": models(of_models),
             "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),
