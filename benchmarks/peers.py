@@ -4,6 +4,7 @@ All get the same contiguous input: what a way does to its format is part of ever
 """
 
 import importlib
+import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -75,6 +76,7 @@ def openvino(model: nn.Module, x: Tensor, mode: str, budget: float) -> Call:
 
 def openvino_model(model: nn.Module, x: Tensor, **options: Any) -> Any:
     """Return a model that OpenVINO compiled for one thread in float32."""
+    os.environ["CI"] = "true"  # else its telemetry forks a process, which takes half of the CPU for some seconds
     library = importlib.import_module("openvino")
     converted = library.convert_model(model, example_input=x, input=[list(x.shape)])
     options |= {"INFERENCE_NUM_THREADS": 1, "NUM_STREAMS": 1, "INFERENCE_PRECISION_HINT": "f32"}
