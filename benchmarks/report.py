@@ -14,6 +14,7 @@ import bench_collate
 import bench_convolutions
 import bench_overhead
 import cuda_report
+import profile_peers
 import report_layers
 import report_peers
 import report_tune
@@ -25,6 +26,7 @@ PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
 FRAMEWORKS = ROOT / "docs/frameworks.md"
 DECIDING = ROOT / "docs/deciding.md"
+HOW_IT_WORKS = ROOT / "docs/how-it-works.md"
 INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
 README = ROOT / "README.md"
 
@@ -181,7 +183,7 @@ def documents() -> dict[Path, dict[str, str]]:
     layers, layouts = load("layers"), [load("layouts"), load("layouts-avx2")]
     tuned, collated = load("tune"), load("collate")
     passes = load("passes"), load("passes-avx2")
-    peers = load("peers")
+    peers, causes = load("peers"), load("peers-profile")
     return {
         README: {"gains": report_layers.gains(*layouts), "peers": report_peers.compared(peers)},
         FRAMEWORKS: {
@@ -198,6 +200,7 @@ def documents() -> dict[Path, dict[str, str]]:
             "tuning bars": report_tune.bars(tuned),
             "decisions": report_tune.decisions(tuned),
         },
+        HOW_IT_WORKS: {"causes machine": machine(causes), "causes": profile_peers.as_table(causes)},
         INPUT_PIPELINES: {"batching machine": machine(collated), "batches": bench_collate.as_table(collated)},
         PERFORMANCE: {
             "gain": gain(of_models),
