@@ -13,8 +13,6 @@ import venv
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from pip._vendor.packaging.specifiers import SpecifierSet
-
 DEFAULT = "2.13.0"
 
 
@@ -35,7 +33,7 @@ def main() -> None:
     folder = arguments.folder.absolute()
     python = folder / "bin" / "python"
     torch = installed_torch()
-    if torch and arguments.torch and not SpecifierSet(f"=={arguments.torch}").contains(torch, prereleases=True):
+    if torch and arguments.torch not in (None, torch, torch.partition("+")[0]):
         sys.exit(f"{sys.executable} has torch {torch}, not {arguments.torch}: name a Python without torch by PYTHON=")
 
     if not python.exists():
