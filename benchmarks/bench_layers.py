@@ -23,7 +23,6 @@ from layer_cases import (
     Case,
     bars,
     inputs,
-    name_of,
 )
 from layout_models import channels_last
 from stopwatch import Stopwatch, interleaved
@@ -80,11 +79,7 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
         "stock_over_contiguous": over(times, "stock_channels_last", "contiguous"),
     }
     return {
-        "layer": case.layer,
-        "arguments": case.arguments,
-        "shape": list(case.shape),
-        "dtype": name_of(dtype),
-        "mode": mode,
+        **case.row(dtype, mode),
         "is_small": case.sample_bytes(dtype) <= machine.cache_bytes("L2"),
         "times": times,
         "errors": errors,

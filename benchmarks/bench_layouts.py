@@ -26,7 +26,7 @@ from pathlib import Path
 import cuda_layouts
 import machine
 import torch
-from layout_models import CONTIGUOUS, MODELS, PRESERVED, STEPS, Copies, LayoutModel, layouts, replaced
+from layout_models import CONTIGUOUS, MODELS, PRESERVED, STEPS, Copies, LayoutModel, difference, layouts, replaced
 from stopwatch import in_turns, summary
 
 from torch_nhwc.running.calls import seconds
@@ -74,9 +74,7 @@ def measure(name: str, dtype: torch.dtype, mode: str, budget: float) -> dict[str
         "samples": samples,
         "replaced": replaced(model, preserved),
         "times": {layout: summary([each * 1e3 for each in values]) for layout, values in taken.items()},
-        "differences": {
-            layout: ((each - reference).abs().max() / reference.abs().max()).item() for layout, each in computed.items()
-        },
+        "differences": {layout: difference(each, reference) for layout, each in computed.items()},
         "commit": machine.commit(),
     }
 

@@ -33,7 +33,7 @@ import machine
 import torch
 from bench_models import PRELOADED, PROCESSES
 from bench_tune import LEVEL, Called, loss_of
-from layout_models import MODELS, MODES, LayoutModel
+from layout_models import MODELS, MODES, LayoutModel, difference
 from peers import CONTIGUOUS, FAULTS, PEERS, Call
 from stopwatch import summary
 from torch import Tensor, nn
@@ -100,7 +100,7 @@ def differences(output: Tensor, model: nn.Module, folder: Path) -> dict[str, flo
     is a norm in units of the gradient's norm.
     """
     expected, gradients = torch.load(folder / "reference.pt")
-    found = {"output": ((output - expected).abs().max() / expected.abs().max()).item()}
+    found = {"output": difference(output, expected)}
     pairs = [(parameter.grad, each) for parameter, each in zip(model.parameters(), gradients) if each is not None]
     if pairs:
         least = ROUNDING * max(each.norm() for _, each in pairs)

@@ -68,14 +68,9 @@ def measure(point: Point, samples: int) -> dict[str, object]:
     weight = torch.empty(shape, dtype=dtype, memory_format=source_format).copy_(values)
     out = torch.empty(shape, dtype=to or dtype, memory_format=memory_format)
     plain = torch.empty_like(weight)
-    placed = weight.clone()
     copy_weight_, convert_weight = torch.ops.nhwc.copy_weight_, torch.ops.nhwc.convert_weight
     copy_weight_(out, weight)
     assert torch.equal(out, weight.to(out.dtype))
-
-    def in_place() -> None:
-        placed.as_strided_(weight.shape, weight.stride())  # so that each call permutes in the same direction
-        torch.ops.nhwc.convert_weight_(placed, memory_format, storage="reuse")
 
     jobs: dict[str, Callable[[], object]] = {
         "memcpy": memcpy_job(weight.nbytes),
@@ -83,6 +78,12 @@ def measure(point: Point, samples: int) -> dict[str, object]:
         "ours_fresh": lambda: convert_weight(weight, memory_format, dtype=to),
     }
     if to is None:
+        placed = weight.clone()
+
+        def in_place() -> None:
+            placed.as_strided_(weight.shape, weight.stride())  # so that each call permutes in the same direction
+            torch.ops.nhwc.convert_weight_(placed, memory_format, storage="reuse")
+
         jobs |= {
             "in_place": in_place,
             "eager_copy": lambda: out.copy_(weight),

@@ -15,7 +15,7 @@ from pathlib import Path
 import machine
 import torch
 from layer_cases import FORWARD, FUNCTIONS, Case, group_norm, inputs, instance_norm, name_of
-from layout_models import channels_last
+from layout_models import channels_last, difference
 from stopwatch import STOPWATCHES, Call, Stopwatch, interleaved, sets_beyond_cache
 from torch import Tensor
 
@@ -72,11 +72,7 @@ def differences(jobs: dict[str, Call]) -> dict[str, float]:
         return (found if isinstance(found, Tensor) else found[0]).float()
 
     expected = result(jobs["contiguous"])
-    return {
-        way: ((result(jobs[way]) - expected).abs().max() / expected.abs().max()).item()
-        for way in jobs
-        if way != "contiguous"
-    }
+    return {way: difference(result(call), expected) for way, call in jobs.items() if way != "contiguous"}
 
 
 def measure(stopwatch: Stopwatch, case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
@@ -92,11 +88,7 @@ def measure(stopwatch: Stopwatch, case: Case, dtype: torch.dtype, mode: str, sec
         took = sum(stopwatch.wall(calls[0]) for calls in jobs.values()) * 1e-6 * number
     times, errors = interleaved(stopwatch, jobs, min(MOST, max(FEWEST, int(seconds / took))))
     return {
-        "layer": case.layer,
-        "arguments": case.arguments,
-        "shape": list(case.shape),
-        "dtype": name_of(dtype),
-        "mode": mode,
+        **case.row(dtype, mode),
         "bytes": nbytes,
         "moves": MOVES[mode],
         "sets": number,

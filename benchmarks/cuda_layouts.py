@@ -14,7 +14,7 @@ from pathlib import Path
 import layout_models
 import machine
 import torch
-from layout_models import CONTIGUOUS, PRESERVED, STEPS, LayoutModel, dynunet, layouts, replaced
+from layout_models import CONTIGUOUS, PRESERVED, STEPS, LayoutModel, difference, dynunet, layouts, replaced
 from stopwatch import STOPWATCHES, Stopwatch, in_turns, summary
 from torch import Tensor, nn
 
@@ -86,9 +86,7 @@ def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[s
         "replaced": replaced(made[CONTIGUOUS][0], made[PRESERVED][0]),
         "times": {layout: summary([each / 1e3 for each in values]) for layout, values in taken.items()},
         "extra_bytes": extra,
-        "differences": {
-            layout: ((each - reference).abs().max() / reference.abs().max()).item() for layout, each in computed.items()
-        },
+        "differences": {layout: difference(each, reference) for layout, each in computed.items()},
         "errors": errors,
     }
 

@@ -37,6 +37,16 @@ class Case(NamedTuple):
     def name(self) -> str:
         return f"{self.layer}({self.arguments}) {'x'.join(map(str, self.shape))}"
 
+    def row(self, dtype: torch.dtype, mode: str) -> dict[str, object]:
+        """Return what a row of results says of the case."""
+        return {
+            "layer": self.layer,
+            "arguments": self.arguments,
+            "shape": list(self.shape),
+            "dtype": name_of(dtype),
+            "mode": mode,
+        }
+
     def sample_bytes(self, dtype: torch.dtype) -> int:
         """Return the size of one sample of the input."""
         return torch.Size(self.shape[1:]).numel() * dtype.itemsize

@@ -83,6 +83,11 @@ def training(measured: LayoutModel, model: nn.Module, x: Tensor) -> Tensor:
     return loss.detach()
 
 
+def difference(result: Tensor, reference: Tensor) -> float:
+    """Return the largest difference of two elements, in units of the largest one of the reference."""
+    return ((result - reference).abs().max() / reference.abs().max()).item()
+
+
 STEPS = dict(zip(MODES, (inference, training)))
 
 
