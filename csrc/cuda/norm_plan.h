@@ -46,6 +46,9 @@ struct NormPlan {
 
 constexpr unsigned channels_of_parameter_block = 8;
 
+/// The channels of which sums are in different banks of shared memory.
+constexpr unsigned channels_of_banks(NormType type) { return type == NormType::float64 ? 16 : 32; }
+
 /// The offset of tensors that differ in it.
 constexpr std::uint32_t differing_offsets = 16;
 
@@ -69,20 +72,24 @@ inline NormPlan plan_norm_in_chunks(std::uint64_t samples, std::uint64_t rows, s
   plan.tiles = (plan.period + plan.width - 1) / plan.width;
   plan.slots = norm_threads / plan.width;
 
-  // Eight blocks of a processor, unless a thread has little to do, or the sums would be much to write and read.
-  constexpr std::uint64_t blocks_of_a_processor = 8, least_steps = 8, least_rows = 192, most_elements = 1u << 30;
+  // As many blocks as processors have room for, if that is many chunks of a sample, and otherwise twice as many, since
+  // a few large chunks end at different times; unless a thread has little to do, or the sums would be much to write and
+  // read. All numbers are measured on an H200.
+  constexpr std::uint64_t blocks_of_a_processor = 4, many = 32, least_steps = 4, least_rows = 16;
+  constexpr std::uint64_t most_elements = 1u << 30;
   const std::uint64_t rows_of_step = std::uint64_t{plan.slots} * plan.period * plan.lanes / channels;
   const std::uint64_t least = std::max(least_steps * rows_of_step, least_rows);
-  const std::uint64_t others = samples * plan.tiles;
-  const std::uint64_t wanted = (blocks_of_a_processor * processors + others - 1) / others;
+  const std::uint64_t others = samples * plan.tiles, room = blocks_of_a_processor * processors;
+  const std::uint64_t wanted = ((room < many * others ? 2 * room : room) + others - 1) / others;
   const std::uint64_t chunks = std::max<std::uint64_t>(1, std::min(wanted, rows / least));
   std::uint64_t chunk_rows = (rows + chunks - 1) / chunks;
   chunk_rows = (chunk_rows + rows_of_step - 1) / rows_of_step * rows_of_step;
   chunk_rows = std::min(chunk_rows, std::max<std::uint64_t>(1, most_elements / channels / rows_of_step * rows_of_step));
   plan.chunk_rows = static_cast<std::uint32_t>(std::min(chunk_rows, rows));
   plan.chunks = static_cast<std::uint32_t>((rows + plan.chunk_rows - 1) / plan.chunk_rows);
-  // Whole sectors of the chunks' sums.
-  plan.merged_groups = std::max<std::uint32_t>(1, 8 / plan.channels_of_group());
+  // A thread that merges has the sums of about four chunks.
+  const std::uint32_t merged_channels = std::clamp(4 * norm_threads / plan.chunks, 2u, channels_of_banks(type));
+  plan.merged_groups = std::max(1u, merged_channels / plan.channels_of_group());
   return plan;
 }
 
@@ -92,12 +99,11 @@ inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32
                           NormType type, std::uint32_t offset, std::uint32_t processors) {
   const NormPlan in_chunks = plan_norm_in_chunks(samples, rows, channels, groups, type, offset, processors);
   NormPlan plan = in_chunks;
-  constexpr std::uint64_t most_bytes = 32 << 10, sector_bytes = 32, bytes_of_banks = 128;
+  constexpr std::uint64_t most_bytes = 32 << 10, sector_bytes = 32;
   const std::uint64_t bytes = bytes_of(type), bytes_of_vector = plan.lanes * bytes;
-  const std::uint64_t channels_of_banks = bytes_of_banks / (type == NormType::float64 ? 8 : 4);
   // Whole groups in whole sectors, as many as have their sums in different banks of shared memory, if the rows are few.
   const std::uint64_t least = std::lcm(plan.channels_of_group() * bytes, sector_bytes) / bytes_of_vector;
-  std::uint64_t width = std::max<std::uint64_t>(1, channels_of_banks / (least * plan.lanes)) * least;
+  std::uint64_t width = std::max<std::uint64_t>(1, channels_of_banks(type) / (least * plan.lanes)) * least;
   if (rows > most_bytes) return in_chunks;
   if (width * bytes_of_vector * rows > most_bytes) width = least;
   // Only rows that begin with a vector can be cut.
@@ -113,7 +119,7 @@ inline NormPlan plan_norm(std::uint64_t samples, std::uint64_t rows, std::uint32
   plan.chunk_rows = static_cast<std::uint32_t>(rows);
   plan.chunks = 1;
   const std::uint32_t groups_of_tile = is_cut ? plan.width * plan.lanes / plan.channels_of_group() : groups;
-  plan.merged_groups = std::max<std::uint32_t>(1, channels_of_banks / plan.channels_of_group());
+  plan.merged_groups = std::max(1u, channels_of_banks(type) / plan.channels_of_group());
   while (is_cut && groups_of_tile % plan.merged_groups != 0) --plan.merged_groups;
   plan.merges = (groups_of_tile + plan.merged_groups - 1) / plan.merged_groups;
   return plan;

@@ -33,7 +33,8 @@ struct GroupNorm {
   double eps;
 };
 
-/// Returns whether one launch can have as many blocks as the norm has.
+/// Returns whether the kernels compute a norm where they run: not one that PyTorch computes in channels-last unless the
+/// switch is 1, nor one of more blocks than a launch can have.
 bool can_run(const GroupNorm& norm);
 
 /// Writes the output and of each sample and group the mean, the reciprocal deviation and, where it is defined, the

@@ -177,8 +177,10 @@ API cudaError_t cudaGetDeviceProperties(cudaDeviceProp* properties, int) {
   properties->sharedMemPerBlockOptin = opt_in_shared_bytes;
   return cudaSuccess;
 }
-API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+API cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int device) {
   switch (attribute) {
+    case cudaDevAttrComputeCapabilityMajor: *value = 8 + device; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
     case cudaDevAttrMultiProcessorCount: *value = processors; return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = opt_in_shared_bytes; return cudaSuccess;
     default: return fail(cudaErrorInvalidValue, "an attribute that it does not have");

@@ -76,8 +76,8 @@ class Norm:
         for name, result in results.items():
             assert result.isfinite().all(), name
             ours, bar = (error(each, exact[name]) for each in (result, theirs[name]))
-            # Of float64 there is nothing more exact; of a few elements PyTorch's results may be exact by chance.
-            room = 1e-13 if result.dtype == torch.float64 else torch.finfo(result.dtype).eps / 2
+            # Of float64 there is nothing more exact; of one group PyTorch's statistics may be exact by chance.
+            room = 1e-13 if result.dtype == torch.float64 else torch.finfo(result.dtype).eps
             assert ours <= 2 * bar + room, (name, ours, bar)
         for each in (forward.loads["input"], backward.loads["input"], backward.loads["grad"]):
             assert each.eq(2).all()
@@ -154,7 +154,7 @@ def test_without_parameters():
 def test_results_do_not_depend_on_the_order_of_blocks():
     norm = Norm((3, 6000, 24, 4), torch.bfloat16)
     results, forward, _ = norm.run(processors=64)
-    assert forward.plan.chunks == 8
+    assert forward.plan.chunks > 8
     for order in range(1, 4):
         for name, result in norm.run(processors=64, order=order)[0].items():
             assert torch.equal(result, results[name]), name
@@ -174,13 +174,19 @@ def test_what_is_not_finite_spoils_its_own_group(value):
 
 @all_dtypes
 def test_what_is_moved_is_little_more_than_what_must_be(dtype):
-    """Two reads and a write forward, four reads and a write backward."""
-    shapes = [(1, 8192, 32, 32), (1, 8192, 32, 8), (4, 1024, 48, 1), (1, 1000, 320, 32), (2, 2100, 33, 3)]
-    for shape in (*shapes, (2, 200, 512, 4)):
+    """Two reads and a write forward, four reads and a write backward, where every processor has many rows."""
+    shapes = [(1, 8192, 32, 32), (1, 8192, 32, 8), (4, 1024, 48, 1), (1, 4000, 320, 32), (2, 2100, 33, 3)]
+    for shape in (*shapes, (2, 1600, 512, 4)):
         norm = Norm(shape, dtype)
-        _, forward, backward = norm.run(processors=8, count=True)
+        _, forward, backward = norm.run(processors=2, count=True)
         assert forward.moved_bytes <= 1.05 * 3 * norm.input.nbytes, shape
         assert backward.moved_bytes <= 1.05 * 5 * norm.input.nbytes, shape
+
+
+@all_dtypes
+def test_a_few_rows_are_work_for_all_processors(dtype):
+    for samples, rows, channels in ((2, 256, 1280), (2, 512, 320), (8, 1024, 320), (2, 4096, 128), (1, 32768, 32)):
+        assert norm_model.plan(samples, rows, channels, 32, dtype).blocks(FORWARD[0]) >= 32
 
 
 @all_dtypes

@@ -92,7 +92,7 @@ def test_another_value_of_the_switch_is_an_error_that_lists_those_it_has(value, 
         with pytest.raises(ValueError, match=message):
             nhwc.ops.runs_cuda_norms(asked)
     monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS")
-    assert not nhwc.ops.runs_cuda_norms(device)
+    assert nhwc.ops.runs_cuda_norms(device) == (device == "cuda" and torch.cuda.get_device_capability() == (9, 0))
 
 
 @pytest.mark.cuda

@@ -90,8 +90,9 @@ def on_gpu(*layers):
     return model
 
 
-def test_layers_of_another_device_are_kept():
+def test_layers_of_another_device_are_kept(monkeypatch):
     """The device of a layer without tensors is that of the model."""
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")
     model = on_gpu(nn.GELU(), nn.GroupNorm(1, 2), nn.BatchNorm2d(2), nn.InstanceNorm2d(2))
     assert reasons(model) == dict.fromkeys("01234", Reason.OTHER_DEVICE)
 
@@ -103,10 +104,11 @@ def test_norms_of_a_gpu_are_replaced_where_its_kernels_run(monkeypatch):
     assert reasons(model) == dict.fromkeys("0123", Reason.OTHER_DEVICE) | dict.fromkeys("456")
 
 
-def test_norms_on_a_gpu_are_off():
-    """No result of a GPU is committed; a library without CUDA has no kernels to switch on."""
-    assert not nhwc.ops.runs_cuda_norms()
+def test_a_library_without_cuda_runs_no_norms_on_a_gpu(monkeypatch):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
     assert not nhwc.ops.runs_cuda_norms("cpu")
+    if nhwc.cpp_extension.build_info()["cuda"] is None:
+        assert not nhwc.ops.runs_cuda_norms()
 
 
 def test_layers_inside_of_a_wrapper_are_kept_with_its_reason():

@@ -211,14 +211,15 @@ def cpu_capability() -> str:
 def runs_cuda_norms(device: torch.device | str = "cuda") -> bool:
     """Return whether group norm and instance norm in channels-last run on kernels of this library on a GPU.
 
-    The environment variable `TORCH_NHWC_CUDA_NORMS` decides: 1 is yes where the library was built for CUDA, 0 is no.
-    Without it they run where they were measured, which is nowhere yet.
+    They do on GPUs of compute capability 9.0, such as H100 and H200, where they were measured, if the library was built
+    for CUDA; but group norm of several channels in each group is PyTorch's from 2.15 on. The environment variable
+    `TORCH_NHWC_CUDA_NORMS` decides otherwise: 1 is yes for all, 0 is no.
 
     Raises:
         ValueError: The variable has another value.
 
     Example:
-        >>> torch_nhwc.ops.runs_cuda_norms("cuda")
+        >>> torch_nhwc.ops.runs_cuda_norms("cpu")
         False
     """
     return torch.ops.nhwc.runs_cuda_norms(torch.device(device))
