@@ -111,8 +111,11 @@ def speed(point: Point, job: str) -> float | None:
 
 
 def weights(points: Sequence[Point]) -> str:
+    """Return the table of weights that become channels-last."""
     rows = []
     for p in points:
+        if p["back"]:
+            continue
         values = [speed(p, "plain_copy"), speed(p, "ours"), over(p, "plain_copy", "ours"), over_shared_copy(p)]
         values += [over(p, "eager_copy", "ours"), over(p, "eager_contiguous", "ours_fresh")]
         values += [over(p, "eager_two_steps", "ours"), over(p, "compiled_clone", "ours_fresh")]
@@ -145,8 +148,11 @@ def models(measured: Sequence[Point]) -> str:
 
 
 def layers(measured: Sequence[Point]) -> str:
+    """Return the table of norms, without float16, which takes as long as bfloat16."""
     rows = []
     for row in measured:
+        if row["dtype"] == "float16":
+            continue
         values = [norm_bandwidth(row), over(row, "stock_channels_last", "ours"), over(row, "contiguous", "ours")]
         shape, ours = "x".join(map(str, row["shape"])), row["times"].get("ours")
         rows.append(
@@ -170,6 +176,24 @@ def layouts(measured: Sequence[Point]) -> str:
         ]
         rows.append([f"`{row['model']}`", "x".join(map(str, row["shape"])), row["mode"], *cells])
     return table(["model, bfloat16 autocast", "input", "", *names.values()], rows)
+
+
+def gains(folder: Path) -> str:
+    """Return the gains of whole models as a sentence."""
+    measured = load(folder, "layouts")
+    parts = []
+    for row in measured["results"]:
+        ms = {layout: times["median"] for layout, times in row["times"].items()}
+        over_contiguous = {layout: f"{ms['contiguous'] / each:.2f}x" for layout, each in ms.items()}
+        parts.append(
+            f"`{row['model']}`, {row['mode']}, {ms['contiguous']:.0f} → {ms['preserved']:.0f} ms, "
+            f"**{over_contiguous['preserved']}** ({over_contiguous['full']}; {over_contiguous['compiled']})"
+        )
+    on = f"{measured['gpu']['name']}, torch {measured['machine']['environment']['torch']}, bfloat16 autocast"
+    return (
+        f"On a GPU ({on}), converted models with instance norms, in brackets plain channels-last and `torch.compile` "
+        f"of the contiguous model: {'; '.join(parts)}."
+    )
 
 
 def accesses(folder: Path) -> str:
@@ -214,7 +238,7 @@ def section(folder: Path) -> str:
     parts = [origin(measured) for measured in files.values() if measured["results"]]
     parts += [table(["case, medians", "bar", "measured", "met"], bars)]
     parts += [f"Failed: {error}" for error in sorted(failures(files))]
-    tables = {"weights": weights, "models": models, "layers": layers, "layouts": layouts}
+    tables = {"layouts": layouts, "layers": layers, "models": models, "weights": weights}
     parts += [make(results[which]) for which, make in tables.items() if results[which]]
     return "\n\n".join(parts)
 

@@ -185,7 +185,11 @@ def documents() -> dict[Path, dict[str, str]]:
     passes = load("passes"), load("passes-avx2")
     peers, causes = load("peers"), load("peers-profile")
     return {
-        README: {"gains": report_layers.gains(*layouts), "peers": report_peers.compared(peers)},
+        README: {
+            "gains": report_layers.gains(*layouts),
+            "gpu": cuda_report.gains(RESULTS),
+            "peers": report_peers.compared(peers),
+        },
         FRAMEWORKS: {
             "monai": report_layers.layouts(*layouts, only="segresnet|dynunet"),
             "nnunet": report_layers.layouts(*layouts, only="plain_conv_unet|residual_encoder_unet"),
