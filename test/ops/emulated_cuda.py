@@ -27,7 +27,7 @@ SHAPES = [*reference.SHAPES, (8, 16, 3, 3), (7, 40, 5, 5), (2, 3, 150, 151)]
 PROCESSORS = 4
 PLAIN_SHARED_BYTES = 48 << 10
 # PyTorch's group norm keeps channels-last; ours was not measured beside it.
-KEEPS_GROUP_NORM = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 15)
+KEEPS_GROUP_NORM = torch.__version__ >= "2.15"
 IS_CACHED = os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
 
 

@@ -5,7 +5,7 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 
 # With 2.11 all sizes in a graph count as symbols, which leave PyTorch's convolutions.
-HAS_NUMBERS = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
+HAS_NUMBERS = torch.__version__ >= "2.13"
 
 
 def compiled(function, dynamic=False):
