@@ -73,7 +73,7 @@ WAYS = {
 def conditions(measured: dict) -> str:
     """Return the versions of the other libraries, and what was left to choose."""
     versions = ", ".join(f"{name} {version}" for name, version in measured["versions"].items())
-    return f"With {versions}; `tune` had {measured['budget']:g} seconds, the rounds of a model {measured['seconds']:g}."
+    return f"With {versions}; `tune` had {measured['budget']:g} seconds."
 
 
 def models_of(measured: dict, mode: str) -> dict[str, dict[str, Row]]:

@@ -59,7 +59,7 @@ def test_a_graph_has_our_operators_where_the_kernels_compute(name, dtype):
     out = gradients(call, (x, w, b))
     for got, expected in zip(out, eager):
         torch.testing.assert_close(got, expected)
-        assert got.stride() == expected.stride()
+        assert got.stride() == expected.stride() or not HAS_NUMBERS
     assert (BACKWARD in operators) == (HAS_NUMBERS and way in OURS)
     assert (FORWARD in operators) == (HAS_NUMBERS and inference == "kernels")
     seen = len(operators)
