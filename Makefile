@@ -114,7 +114,7 @@ wheels:
 	for version in $(MATRIX); do \
 	  rm -rf .matrix && $(MAKE) wheel VENV=.matrix TORCH=$$version || exit 1; \
 	done
-	rm -rf .matrix
+	rm -rf .matrix dist/torch-nhwc-*.tar.gz  # the name of the sdist by an older setuptools
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 # Tests with all supported versions, likewise: of every behaviour where pip finds a CPU build of torch, and otherwise of
