@@ -76,8 +76,10 @@ class Norm:
         for name, result in results.items():
             assert result.isfinite().all(), name
             ours, bar = (error(each, exact[name]) for each in (result, theirs[name]))
-            # Of float64 there is nothing more exact; of one group PyTorch's statistics may be exact by chance.
-            room = 1e-13 if result.dtype == torch.float64 else torch.finfo(result.dtype).eps
+            # Of float64 there is nothing more exact; of a few elements PyTorch's results may be exact by chance, and of
+            # a single group its statistics.
+            is_single = self.groups * len(self.input) == 1
+            room = 1e-13 if result.dtype == torch.float64 else torch.finfo(result.dtype).eps / (1 if is_single else 2)
             assert ours <= 2 * bar + room, (name, ours, bar)
         for each in (forward.loads["input"], backward.loads["input"], backward.loads["grad"]):
             assert each.eq(2).all()
