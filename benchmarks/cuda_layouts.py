@@ -82,6 +82,7 @@ def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[s
         "shape": list(measured.shape),
         "dtype": "bfloat16 autocast",
         "mode": mode,
+        "commit": machine.commit(),
         "samples": samples,
         "replaced": replaced(made[CONTIGUOUS][0], made[PRESERVED][0]),
         "times": {layout: summary([each / 1e3 for each in values]) for layout, values in taken.items()},
@@ -94,14 +95,16 @@ def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[s
 def run(names: Sequence[str], budget: float, out: Path) -> None:
     """Measure models on the current GPU, and write the file after each of them. One without its library is left out."""
     torch.backends.cudnn.benchmark = True
-    stopwatch = STOPWATCHES["cuda"]()
-    rows: list[dict[str, object]] = []
+    stopwatch, order = STOPWATCHES["cuda"](), list(MODELS)
     for name in names:
-        for mode in MODELS[name].modes:
-            try:
-                rows.append(measure(stopwatch, name, mode, budget))
-            except ModuleNotFoundError as error:
-                print(f"{name} is left out: {error}", flush=True)
-                break
-            print(rows[-1], flush=True)
-            machine.write(out, "bench_layouts.py --device cuda", rows, seconds=budget, gpu=machine.gpu())
+        try:
+            rows = [measure(stopwatch, name, mode, budget) for mode in MODELS[name].modes]
+        except ModuleNotFoundError as error:
+            print(f"{name} is left out: {error}", flush=True)
+            continue
+        print(*rows, sep="\n", flush=True)
+        machine.add(
+            *(out, "bench_layouts.py --device cuda", rows),
+            order=lambda row: (order.index(row["model"]), row["mode"]),
+            **{"seconds": budget, "gpu": machine.gpu()},
+        )

@@ -129,6 +129,7 @@ def measure(stopwatch: Stopwatch, name: str, dtype: torch.dtype, rounds: int) ->
         "model": name,
         "source": source,
         "dtype": str(dtype).removeprefix("torch."),
+        "commit": machine.commit(),
         "weights": len(weights),
         "device": {
             which: device_times(stopwatch, chosen, rounds)
@@ -141,11 +142,14 @@ def measure(stopwatch: Stopwatch, name: str, dtype: torch.dtype, rounds: int) ->
 
 
 def run(models: list[str], rounds: int, out: Path) -> None:
-    """Measure the models on the current GPU."""
-    stopwatch = STOPWATCHES["cuda"]()
-    results = []
+    """Measure models on the current GPU, and write the file after each of them."""
+    stopwatch, order = STOPWATCHES["cuda"](), list(MODELS)
     for name in models:
-        for dtype in DTYPES:
-            results.append(measure(stopwatch, name, dtype, rounds))
-            print({key: results[-1][key] for key in ("model", "dtype", "source", "launches")}, file=sys.stderr)
-    machine.write(out, "bench_models.py --device cuda", results, rounds=rounds, gpu=machine.gpu())
+        rows = [measure(stopwatch, name, dtype, rounds) for dtype in DTYPES]
+        for row in rows:
+            print({key: row[key] for key in ("model", "dtype", "source", "launches")}, file=sys.stderr)
+        machine.add(
+            *(out, "bench_models.py --device cuda", rows),
+            order=lambda row: (order.index(row["model"]), row["dtype"] != "float32"),
+            **{"rounds": rounds, "gpu": machine.gpu()},
+        )

@@ -128,11 +128,15 @@ def driver() -> str:
         return "unknown"
 
 
-def earlier_results(out: Path) -> list[dict]:
-    """Return the results in a file, if they were taken on such a machine with such a torch."""
-    earlier = json.loads(out.read_text()) if out.exists() else {"machine": {}, "results": []}
-    here = describe()
-    same = all(earlier["machine"].get(key) == here[key] for key in ("processor", "AMX", "bounds", "environment"))
+def earlier_results(out: Path, gpu: dict[str, object] | None = None) -> list[dict]:
+    """Return the results in a file, if they were taken on such a machine, or such a GPU, with such a torch."""
+    if not out.exists():
+        return []
+    earlier, here = json.loads(out.read_text()), describe()
+    if gpu:
+        same = earlier["gpu"] == gpu and earlier["machine"]["environment"]["torch"] == here["environment"]["torch"]
+    else:
+        same = all(earlier["machine"][key] == here[key] for key in ("processor", "AMX", "bounds", "environment"))
     return earlier["results"] if same else []
 
 
@@ -143,7 +147,7 @@ def case_of(row: dict) -> tuple[str, ...]:
 
 def add(out: Path, script: str, rows: Iterable[dict], order: Callable[[dict], Any], **how: object) -> None:
     """Write results next to the earlier ones of the file, in order; each replaces an earlier one of the same case."""
-    by_case = {case_of(row): row for row in (*earlier_results(out), *rows)}
+    by_case = {case_of(row): row for row in (*earlier_results(out, how.get("gpu")), *rows)}
     write(out, script, sorted(by_case.values(), key=order), **how)
 
 

@@ -262,6 +262,13 @@ def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
     assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
 
 
+def test_results_stay_beside_those_of_the_same_gpu(tmp_path):
+    out = tmp_path / "out.json"
+    for model, gpu, kept in [("a", "first", "a"), ("b", "first", "ab"), ("a", "first", "ab"), ("c", "second", "c")]:
+        machine.add(out, "bench.py", [{"model": model}], order=lambda row: row["model"], gpu={"name": gpu})
+        assert "".join(row["model"] for row in read(out)["results"]) == kept
+
+
 # Layers and whole models
 
 
