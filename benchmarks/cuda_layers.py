@@ -30,10 +30,10 @@ SMALL = ((8, 320, 32, 32), (2, 1280, 16, 16), (2, 320, 8, 8, 8), (2, 128, 16, 16
 
 
 def cases() -> Iterator[Case]:
-    """Yield group norm with 32 groups and with one channel in each, and instance norm."""
+    """Yield group norm with one group, with 32 and with one channel in each, and instance norm."""
     for shape in (*LARGE, *SMALL):
         affine = ((shape[1],),) * 2
-        for groups in sorted({32, shape[1]}):
+        for groups in sorted({1, 32, shape[1]}):
             yield Case("group_norm", str(groups), shape, partial(group_norm, groups), affine)
         yield Case("instance_norm", "affine", shape, instance_norm, affine)
 

@@ -76,7 +76,6 @@ def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[s
     took = sum(stopwatch.wall(step) for step in steps.values()) * 1e-6
     samples = min(MOST, max(FEWEST, int(budget / took)))
     taken = in_turns({layout: partial(stopwatch.wall, step) for layout, step in steps.items()}, samples)
-    reference = computed[CONTIGUOUS]
     return {
         "model": name,
         "shape": list(measured.shape),
@@ -87,7 +86,9 @@ def measure(stopwatch: Stopwatch, name: str, mode: str, budget: float) -> dict[s
         "replaced": replaced(made[CONTIGUOUS][0], made[PRESERVED][0]),
         "times": {layout: summary([each / 1e3 for each in values]) for layout, values in taken.items()},
         "extra_bytes": extra,
-        "differences": {layout: difference(each, reference) for layout, each in computed.items()},
+        "differences": {layout: difference(each, computed[CONTIGUOUS]) for layout, each in computed.items()}
+        if CONTIGUOUS in computed
+        else {},
         "errors": errors,
     }
 

@@ -5,13 +5,11 @@
 #include <c10/cuda/CUDAFunctions.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <torch/version.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
-#include <limits>
 #include <optional>
 
 #include "cuda/norm_kernels.h"
@@ -22,10 +20,6 @@ namespace {
 // The compute capabilities, as 90 for sm_90, of which a result in benchmarks/results shows the kernels right and faster
 // than PyTorch's round trip: layers-cuda.json, an H200.
 constexpr int measured_architectures[] = {90};
-
-// PyTorch's own group norm keeps channels-last from 2.15 on; ours was not measured beside it.
-constexpr bool pytorch_keeps_group_norm =
-    TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
 
 NormType type_of(at::ScalarType type) {
   switch (type) {
@@ -47,18 +41,18 @@ std::uint32_t offset_of(std::initializer_list<const void*> pointers) {
   return is_same ? static_cast<std::uint32_t>(first) : differing_offsets;
 }
 
-/// Returns a number of the current device.
-int attribute(cudaDeviceAttr which) {
-  int device = 0, value = 0;
-  C10_CUDA_CHECK(cudaGetDevice(&device));
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, device));
+/// Returns a number of a device, by default of the current one.
+int attribute(cudaDeviceAttr which, at::Device device) {
+  int value = 0;
+  const int index = device.has_index() ? device.index() : c10::cuda::current_device();
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, index));
   return value;
 }
 
 NormPlan plan_of(const GroupNorm& norm, std::uint32_t offset) {
   return plan_norm(norm.samples, norm.rows, static_cast<std::uint32_t>(norm.input.size(1)),
                    static_cast<std::uint32_t>(norm.groups), type_of(norm.input.scalar_type()), offset,
-                   attribute(cudaDevAttrMultiProcessorCount));
+                   attribute(cudaDevAttrMultiProcessorCount, norm.input.device()));
 }
 
 NormArguments arguments_of(const GroupNorm& norm, std::uint32_t offset) {
@@ -86,18 +80,14 @@ bool runs_norms(at::Device device) {
   const std::optional<bool> chosen = norm_switch();
   if (!device.is_cuda() || chosen.has_value()) return device.is_cuda() && *chosen;
   if (c10::cuda::device_count() == 0) return false;
-  c10::cuda::OptionalCUDAGuard guard;
-  if (device.has_index()) guard.set_device(device);
   const int architecture =
-      10 * attribute(cudaDevAttrComputeCapabilityMajor) + attribute(cudaDevAttrComputeCapabilityMinor);
+      10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
   return std::ranges::find(measured_architectures, architecture) != std::end(measured_architectures);
 }
 
 bool can_run(const GroupNorm& norm) {
-  const bool has_groups = norm.groups < norm.input.size(1);
-  if (pytorch_keeps_group_norm && has_groups && !norm_switch().value_or(false)) return false;
-  const c10::cuda::CUDAGuard guard(norm.input.device());
-  return norm.input.size(1) <= std::numeric_limits<std::int32_t>::max() && can_launch(plan_of(norm, 0)) &&
+  constexpr int64_t most_channels = 1 << 24;  // so that products with numbers of a block fit 32 bits
+  return norm.input.size(1) <= most_channels && can_launch(plan_of(norm, 0)) &&
          can_launch(plan_of(norm, differing_offsets));
 }
 

@@ -29,12 +29,12 @@ bool runs_norms(at::Device device);
 /// gradients, which may be undefined, are dense and have one dtype.
 struct GroupNorm {
   int64_t samples, rows, groups;
-  const at::Tensor &input, &weight, &bias;  ///< in channels-last
+  at::Tensor input;  ///< in channels-last
+  const at::Tensor &weight, &bias;
   double eps;
 };
 
-/// Returns whether the kernels compute a norm where they run: not one that PyTorch computes in channels-last unless the
-/// switch is 1, nor one of more blocks than a launch can have.
+/// Returns whether the kernels compute a norm where they run: not one of more channels or blocks than they can have.
 bool can_run(const GroupNorm& norm);
 
 /// Writes the output and of each sample and group the mean, the reciprocal deviation and, where it is defined, the

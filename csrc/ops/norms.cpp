@@ -6,6 +6,7 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
+#include <torch/version.h>
 
 #include <algorithm>
 #include <array>
@@ -78,7 +79,9 @@ struct Norm {
   c10::SymInt channels() const { return input.sym_size(1); }
   at::ScalarType type() const { return input.scalar_type(); }
   at::ScalarType type_of_statistics() const { return type() == at::kDouble ? at::kDouble : at::kFloat; }
-  at::ScalarType type_of_parameters() const { return weight.defined() ? weight.scalar_type() : type(); }
+  at::ScalarType type_of_parameters() const {
+    return (weight.defined() ? weight : bias.defined() ? bias : input).scalar_type();
+  }
 
   /// The sizes of grouped values: samples, rows, groups, and channels of a group.
   std::array<c10::SymInt, 4> grouped_sizes() const {
@@ -158,9 +161,10 @@ struct Norm {
   void check_backward(const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd) const {
     check();
     const auto expect = [&](const char* what, const at::Tensor& given, at::SymIntArrayRef sizes, at::ScalarType type) {
-      TORCH_CHECK(given.sym_sizes() == sizes && given.scalar_type() == type, name, "_backward: expected ", what, " of ",
-                  type, " and of shape ", sizes, ", got one of ", given.scalar_type(), ", of shape ", given.sym_sizes(),
-                  " and strides ", given.sym_strides());
+      TORCH_CHECK(given.sym_sizes() == sizes && given.scalar_type() == type && given.device() == input.device(), name,
+                  "_backward: expected ", what, " of ", type, " and of shape ", sizes, " on ", input.device(),
+                  ", got one of ", given.scalar_type(), ", of shape ", given.sym_sizes(), " and strides ",
+                  given.sym_strides(), " on ", given.device());
     };
     expect("a gradient", grad, input.sym_sizes(), type());
     const at::SymDimVector sizes = sizes_of_statistics();
@@ -202,6 +206,20 @@ void update(const at::Tensor& running, const at::Tensor& statistic, double momen
   });
 }
 
+/// Returns whether PyTorch's group norm keeps the format on a GPU, from 2.15 on. With a channel in each group it does
+/// so too, but has a single block for each.
+bool is_kept_by_pytorch(const Norm& norm) {
+  constexpr bool keeps = TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
+  return keeps && norm.input.is_cuda() && norm.input.dim() > 3 && norm.groups < norm.input.size(1);
+}
+
+/// Returns an activation or its gradient as PyTorch's group norm takes it. Only that of a CPU takes parameters of
+/// another dtype.
+at::Tensor for_pytorch(const Norm& norm, const at::Tensor& activation) {
+  const at::Tensor cast = activation.is_cpu() ? activation : activation.to(norm.type_of_parameters());
+  return is_kept_by_pytorch(norm) ? to_channels_last(cast) : cast.contiguous();
+}
+
 /// Computes with PyTorch's own operator: on other devices, in forward mode, under vmap, and in batch norm's evaluation.
 Normed norm_by_pytorch(const Norm& norm, double momentum) {
   norm.check_forward();
@@ -209,14 +227,14 @@ Normed norm_by_pytorch(const Norm& norm, double momentum) {
   if (!norm.is_batch_norm) {
     const auto [samples, rows, channels, groups] = norm.shape();
     const auto [out, mean, rstd] =
-        at::native_group_norm(norm.input.contiguous(), optional_of(norm.weight), optional_of(norm.bias), samples,
+        at::native_group_norm(for_pytorch(norm, norm.input), optional_of(norm.weight), optional_of(norm.bias), samples,
                               channels, rows, groups, norm.eps);
     at::Tensor variance;
     if (norm.has_variance) {  // the groups of instance norm are the channels
       variance =
           at::var(channels_to_end(norm.input.detach()).to(type).flatten(1, -2), at::IntArrayRef{1}, /*correction=*/0);
     }
-    return {to_channels_last(out), mean.detach().to(type), rstd.detach().to(type), variance};
+    return {to_channels_last(out.to(norm.type())), mean.detach().to(type), rstd.detach().to(type), variance};
   }
   auto [out, mean, rstd] = at::native_batch_norm(norm.input, optional_of(norm.weight), optional_of(norm.bias),
                                                  optional_of(norm.running_mean), optional_of(norm.running_var),
@@ -248,26 +266,30 @@ Normed norm_cpu(const Norm& norm, double momentum) {
   return {out, mean, rstd, norm.has_variance ? variance : at::Tensor()};
 }
 
-/// Returns the norm for the kernels of a GPU, if they run there, and all tensors are in its memory.
-std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, const at::Tensor& dense) {
+/// Returns the norm for the kernels of a GPU, if they run there, and all tensors are in its memory. What PyTorch
+/// computes in channels-last they compute only if they are switched on: they were not measured beside it.
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm) {
+  const at::Device device = norm.input.device();
   for (const at::Tensor* each : norm.of_channels()) {
-    if (each->defined() && (each->device() != dense.device() || !each->is_contiguous())) return std::nullopt;
+    if (each->defined() && (each->device() != device || !each->is_contiguous())) return std::nullopt;
   }
-  if (norm.is_batch_norm || dense.numel() == 0 || !cuda::runs_norms(dense.device())) return std::nullopt;
+  if (norm.is_batch_norm || norm.input.numel() == 0 || !cuda::runs_norms(device)) return std::nullopt;
+  const bool is_mixed = norm.type_of_parameters() != norm.type();
+  if (is_kept_by_pytorch(norm) && !is_mixed && !cuda::norm_switch().value_or(false)) return std::nullopt;
   const cpu::GroupNormShape shape = norm.shape();
-  const cuda::GroupNorm found{shape.samples, shape.rows, shape.groups, dense, norm.weight, norm.bias, norm.eps};
+  const cuda::GroupNorm found{shape.samples, shape.rows, shape.groups, to_channels_last(norm.input),
+                              norm.weight,   norm.bias,  norm.eps};
   return cuda::can_run(found) ? std::optional(found) : std::nullopt;
 }
 
 Normed norm_cuda(const Norm& norm, double momentum) {
   norm.check_forward();
-  const at::Tensor dense = to_channels_last(norm.input);
-  const auto on_device = find_cuda_norm(norm, dense);
+  const auto on_device = find_cuda_norm(norm);
   if (!on_device) return norm_by_pytorch(norm, momentum);
   const auto statistics = [&] {
-    return at::empty({on_device->samples, on_device->groups}, dense.options().dtype(norm.type_of_statistics()));
+    return at::empty({on_device->samples, on_device->groups}, norm.input.options().dtype(norm.type_of_statistics()));
   };
-  const at::Tensor out = empty_channels_last(dense), mean = statistics(), rstd = statistics(),
+  const at::Tensor out = empty_channels_last(norm.input), mean = statistics(), rstd = statistics(),
                    variance = norm.has_variance ? statistics() : at::Tensor();
   cuda::group_norm(*on_device, out, mean, rstd, variance);
   return {out, mean, rstd, variance};
@@ -352,25 +374,22 @@ Results backward_elsewhere(const Norm& norm, const at::Tensor& grad, const at::T
   const auto [samples, rows, channels, groups] = norm.shape();
   const at::ScalarType type = norm.type_of_parameters();
   auto [grad_input, grad_weight, grad_bias] = at::native_group_norm_backward(
-      grad.contiguous(), norm.input.contiguous(), mean.to(type).contiguous(), rstd.to(type).contiguous(),
+      for_pytorch(norm, grad), for_pytorch(norm, norm.input), mean.to(type).contiguous(), rstd.to(type).contiguous(),
       optional_of(norm.weight), samples, channels, rows, groups, mask);
-  return {mask[0] ? to_channels_last(grad_input) : grad_input, grad_weight, grad_bias};
+  return {mask[0] ? to_channels_last(grad_input.to(norm.type())) : grad_input, grad_weight, grad_bias};
 }
 
 Results backward_cuda(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
                       Mask mask) {
   norm.check_backward(grad, mean, rstd);
-  const at::Tensor dense = to_channels_last(norm.input);
-  const auto on_device = find_cuda_norm(norm, dense);
-  if (!on_device || !grad.is_cuda() || !mean.is_cuda() || !rstd.is_cuda()) {
-    return backward_elsewhere(norm, grad, mean, rstd, mask);
-  }
+  const auto on_device = find_cuda_norm(norm);
+  if (!on_device) return backward_elsewhere(norm, grad, mean, rstd, mask);
   const auto parameter = [&](bool asked) {
-    const auto options = dense.options().dtype(norm.type_of_parameters());
-    return asked ? at::empty({dense.size(1)}, options) : at::Tensor();
+    const auto options = norm.input.options().dtype(norm.type_of_parameters());
+    return asked ? at::empty({norm.input.size(1)}, options) : at::Tensor();
   };
-  const at::Tensor grad_input = mask[0] ? empty_channels_last(dense) : at::Tensor(), grad_weight = parameter(mask[1]),
-                   grad_bias = parameter(mask[2]);
+  const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),
+                   grad_weight = parameter(mask[1]), grad_bias = parameter(mask[2]);
   cuda::group_norm_backward(*on_device, to_channels_last(grad), mean.contiguous(), rstd.contiguous(), grad_input,
                             grad_weight, grad_bias);
   return {grad_input, grad_weight, grad_bias};

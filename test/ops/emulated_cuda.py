@@ -604,18 +604,35 @@ def test_norms_of_a_model_are_replaced():
         torch.testing.assert_close(of_host(layer(on_device)), expected(volume))
 
 
-def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch):
+def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch, capfd):
     """The first device is one of compute capability 8.0, the second of 9.0."""
     monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS", raising=False)
     assert [nhwc.ops.runs_cuda_norms(f"cuda:{index}") for index in range(2)] == [False, True]
     with pytest.raises(RuntimeError, match="not supported"):
         NormCall((2, 24, 9, 9), 4)()
     if KEEPS_GROUP_NORM:
+        capfd.readouterr()
         with pytest.raises(RuntimeError, match="not supported"):
             NormCall((2, 24, 9, 9), 4, device="cuda:1")()
+        assert (
+            "MomentsChannelsLast" in capfd.readouterr().err
+        )  # PyTorch's first kernel, so nothing has copied the input
     call = NormCall((2, 24, 9, 9), 24 if KEEPS_GROUP_NORM else 4, device="cuda:1")
     call.check(call())
     monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")
     assert not nhwc.ops.runs_cuda_norms("cuda:1")
     with pytest.raises(RuntimeError, match="not supported"):
         call()
+
+
+def test_pytorchs_norm_gets_one_dtype(capfd):
+    """Autocast gives instance norm parameters in float32, which PyTorch's group norm of a GPU does not take."""
+    input = torch.randn(2, 8, 1, 1, dtype=torch.bfloat16).to("cuda")
+    parameters = [torch.randn(8).to("cuda") for _ in range(2)]
+    grad, statistics = torch.ones_like(input, device="cpu").to("cuda"), torch.ones(2, 8).to("cuda")
+    backward = (grad, input, statistics, statistics, parameters[0], 8, 1e-5, [True] * 3)
+    for call, given in [("native_group_norm", (input, 8, *parameters, 1e-5)), ("native_group_norm_backward", backward)]:
+        capfd.readouterr()
+        with pytest.raises(RuntimeError, match="not supported"):
+            getattr(torch.ops.nhwc, call)(*given)
+        assert "copy_kernel" in capfd.readouterr().err  # the first

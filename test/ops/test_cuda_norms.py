@@ -117,15 +117,19 @@ def test_switched_off_they_are_pytorchs(monkeypatch):
     input = torch.randn(2, 32, 16, 16, device="cuda").to(memory_format=torch.channels_last)
     out = nhwc.functional.group_norm(input, 8)
     assert out.is_contiguous(memory_format=torch.channels_last)
-    assert torch.equal(out, F.group_norm(input.contiguous(), 8))
+    torch.testing.assert_close(out, F.group_norm(input.contiguous(), 8))
 
 
 @pytest.mark.cuda
-def test_bfloat16_autocast_of_a_model():
+@pytest.mark.parametrize("switch", ["1", "0"])
+def test_bfloat16_autocast_of_a_model(switch, monkeypatch):
+    """Converted on a CPU, so that its norms are replaced wherever it goes."""
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", switch)
     model = nn.Sequential(nn.Conv3d(8, 32, 3), nn.InstanceNorm3d(32, affine=True), nn.LeakyReLU(), nn.Conv3d(32, 8, 3))
-    model, volume = model.cuda(), torch.randn(2, 8, 16, 16, 16, device="cuda")
-    plain = copy.deepcopy(model)
+    plain, volume = copy.deepcopy(model).cuda(), torch.randn(2, 8, 16, 16, 16, device="cuda")
     nhwc.convert_(model, input_format="channels_last")
+    assert "Preserving" in type(model[1]).__name__
+    model.cuda()
     for each in (model, plain):
         with torch.autocast("cuda", torch.bfloat16):
             each(volume).square().mean().backward()

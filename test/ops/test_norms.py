@@ -300,6 +300,14 @@ def test_wrong_operands_of_the_backward_are_an_error(wrong, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ["gradient", "mean", "rstd"])
+def test_operands_of_the_backward_on_another_device_are_an_error(name, kind):
+    given = operands(kind)
+    with pytest.raises(RuntimeError, match="expected a .* on cpu, got one of .* on meta"):
+        backward_of(kind, **given | {name: given[name].to("meta")})
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_operands_of_any_strides(kind):
     given = operands(kind)
     expected = backward_of(kind, **given)
