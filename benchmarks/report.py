@@ -7,6 +7,7 @@ The documents say nothing about speed that does not come from here.
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -35,6 +36,16 @@ def load(name: str) -> dict:
     return json.loads((RESULTS / f"{name}-cpu.json").read_text())
 
 
+def commits(measured: dict) -> str:
+    """Return at which commits results were taken: of rows that do not say it, that of the file."""
+    last = measured["machine"]["commit"]
+    rows = measured["results"]
+    counted = Counter(row.get("commit", last) for row in rows)
+    if len(counted) == 1:
+        return f"commit {next(iter(counted))}"
+    return "commits " + ", ".join(f"{commit} ({count} of {len(rows)} rows)" for commit, count in counted.most_common())
+
+
 def machine(measured: dict) -> str:
     m = measured["machine"]
     caches = ", ".join(
@@ -43,7 +54,7 @@ def machine(measured: dict) -> str:
     bounds = f", held to {m['capability']}" if m.get("bounds") else ""
     return (
         f"{m['processor']}{bounds}, {m['cores']} cores, {caches} a core or shared; level `{m['capability']}`; "
-        f"huge pages: {m['huge pages']}; torch {m['environment']['torch']}; commit {m['commit']}."
+        f"huge pages: {m['huge pages']}; torch {m['environment']['torch']}; {commits(measured)}."
     )
 
 

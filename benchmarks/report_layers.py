@@ -191,8 +191,11 @@ def gains(*machines: dict) -> str:
             f"({gain(row, of='full'):.2f}x)"
             for row in found[case]
         ]
-        answer = "convert it" if min(map(gain, found[case])) >= WORTH else "leave it contiguous"
-        rows.append([SHOWN.get(case, f"`{case[0]}`, the least gain on either"), case[1], *cells, answer])
+        slow = [kind(measured) for measured, row in zip(machines, found[case], strict=True) if gain(row) < WORTH]
+        answer = "leave it contiguous" if slow else "convert it"
+        if 0 < len(slow) < len(machines):
+            answer += f" with {slow[0]}"
+        rows.append([SHOWN.get(case, f"`{case[0]}`, the least gain of all"), case[1], *cells, answer])
     cpus = [
         f"{measured['machine']['processor']}{' held to' if measured['machine']['bounds'] else ','} {kind(measured)}"
         for measured in machines

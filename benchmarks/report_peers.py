@@ -30,6 +30,7 @@ class Way(NamedTuple):
 
 
 GRAPH_BREAKS, UNCHANGED = "code that breaks the graph, without `fullgraph=True`", "the model is unchanged"
+NO_FUNCTIONS, REFUSED = "functions that are no layers", "refused, with the reason and what to do"
 EXPORTED, NO_CHECK = "a copy, which it exports", "no check"
 WAYS = {
     "`model.to(memory_format=...)`, `torch.nn.utils`": Way(
@@ -56,10 +57,14 @@ WAYS = {
         *(NOTHING, NOTHING, "of the export", UNCHANGED),
     ),
     "`torch_nhwc.convert_`": Way(
-        ["ours", "ours by tune"],
+        ["ours"],
         "convolution weights, 2D and 3D, with gradients and optimizer state, and layers that lose the format",
-        "functions that are no layers",
-        *("step right", "refused, with the reason and what to do", "yes", "exact"),
+        *(NO_FUNCTIONS, "step right", REFUSED, "yes", "exact"),
+    ),
+    "`torch_nhwc.tune`, then `convert_`": Way(
+        ["ours by tune"],
+        "of these what it measured to be the fastest",
+        *(NO_FUNCTIONS, "step right", REFUSED, "yes", "exact"),
     ),
     "`convert_`, then `torch.compile`": Way(
         ["ours, compiled"],
