@@ -181,18 +181,18 @@ def layouts(measured: Sequence[Point]) -> str:
 def gains(folder: Path) -> str:
     """Return the gains of whole models as a sentence."""
     measured = load(folder, "layouts")
-    parts = []
+    over: dict[str, list[float]] = {}
     for row in measured["results"]:
         ms = {layout: times["median"] for layout, times in row["times"].items()}
-        over_contiguous = {layout: f"{ms['contiguous'] / each:.2f}x" for layout, each in ms.items()}
-        parts.append(
-            f"`{row['model']}`, {row['mode']}, {ms['contiguous']:.0f} → {ms['preserved']:.0f} ms, "
-            f"**{over_contiguous['preserved']}** ({over_contiguous['full']}; {over_contiguous['compiled']})"
-        )
+        for layout in ("preserved", "full", "compiled"):
+            over.setdefault(layout, []).append(ms["contiguous"] / ms[layout])
+    ours, plain, compiled = (f"{spanned(values)} times" for values in over.values())
+    models = ", ".join(dict.fromkeys(f"`{row['model']}`" for row in measured["results"]))
     on = f"{measured['gpu']['name']}, torch {measured['machine']['environment']['torch']}, bfloat16 autocast"
     return (
-        f"On a GPU ({on}), converted models with instance norms, in brackets plain channels-last and `torch.compile` "
-        f"of the contiguous model: {'; '.join(parts)}."
+        f"On a GPU ({on}), inference and training of {models}: converted **{ours}** as fast as contiguous, plain "
+        f"channels-last {plain}, `torch.compile` of the contiguous model {compiled}. "
+        "[Details](docs/performance.md#on-a-gpu)."
     )
 
 

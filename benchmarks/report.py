@@ -25,7 +25,6 @@ from tables import Point, at_least, at_most, name, ratio, spanned, table, taps
 
 PERFORMANCE = ROOT / "docs/performance.md"
 PRESERVING = ROOT / "docs/preserving.md"
-FRAMEWORKS = ROOT / "docs/frameworks.md"
 DECIDING = ROOT / "docs/deciding.md"
 HOW_IT_WORKS = ROOT / "docs/how-it-works.md"
 INPUT_PIPELINES = ROOT / "docs/input-pipelines.md"
@@ -200,10 +199,6 @@ def documents() -> dict[Path, dict[str, str]]:
             "gains": report_layers.gains(*layouts),
             "gpu": cuda_report.gains(RESULTS),
             "peers": report_peers.compared(peers),
-        },
-        FRAMEWORKS: {
-            "monai": report_layers.layouts(*layouts, only="segresnet|dynunet"),
-            "nnunet": report_layers.layouts(*layouts, only="plain_conv_unet|residual_encoder_unet"),
         },
         PRESERVING: {
             "preserving machine": machine(layers),

@@ -1,7 +1,6 @@
 """The tables on layers and whole models in channels-last, from `layers-cpu.json` and `layouts*-cpu.json`."""
 
 import math
-import re
 from collections.abc import Callable, Iterable
 
 from tables import NOT_MEASURED, at_least, at_most, spanned, table
@@ -128,13 +127,11 @@ def milliseconds(row: Row, layout: str) -> str:
     return f"{row['times'][layout]['min']:.0f}" if layout in row["times"] else ""
 
 
-def layouts(*machines: dict, only: str = "") -> str:
-    """Return the table of the models in float32 whose names match a pattern, one machine next to the other."""
+def layouts(*machines: dict) -> str:
+    """Return the table of the models in float32, one machine next to the other."""
     rows = []
     by_case = [{(row["model"], row["mode"]): row for row in float32(measured)} for measured in machines]
     for (model, mode), first in by_case[0].items():
-        if not re.match(only, model):
-            continue
         found = [of_machine[model, mode] for of_machine in by_case if (model, mode) in of_machine]
         cells = [model, "x".join(map(str, first["shape"])), mode]
         for row in found:

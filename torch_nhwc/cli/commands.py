@@ -115,7 +115,7 @@ InMode = Annotated[
 ]
 Autocast = Annotated[str | None, Option(help="Run the model in an autocast region of this dtype, such as bfloat16.")]
 MemoryFormat = Annotated[str | None, Option(help=_MEMORY_FORMAT)]
-_PRESERVE = "Replace layers that lose channels-last, and in training mode those that PyTorch computes wrong."
+_PRESERVE = "Replace layers that lose channels-last or that PyTorch computes wrong."
 Preserve = Annotated[bool, Option("--preserve/--no-preserve", help=_PRESERVE)]
 # The same for commands that have to know whether it was given.
 GivenPreserve = Annotated[bool | None, Option("--preserve/--no-preserve", help=_PRESERVE, show_default="preserve")]
@@ -156,7 +156,7 @@ def trace(
     is_training, kind = mode is Mode.TRAINING, dtype_of(autocast, "--autocast")
     example = load_example(model, factory, input_shape, device, dtype)
     example.require_inputs()
-    example.model.train(is_training)  # before the conversion, which replaces more layers in training mode
+    example.model.train(is_training)
     if convert or preserve is not None:
         with _converting(example.name):  # `plan` and `convert` say what is refused
             nhwc.convert_(

@@ -184,7 +184,11 @@ class Reason(enum.Enum):
         "the forward of the layer or its class has been replaced by other code: convert before that is done",
     )
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
-    OTHER_DEVICE = Kind.LAYER, "it is not on a CPU, and other devices were not measured"
+    OTHER_DEVICE = (
+        Kind.LAYER,
+        "it is not on a CPU: on GPUs group and instance norm alone are replaced, on those that were measured or with "
+        "TORCH_NHWC_CUDA_NORMS=1",
+    )
 
     STRIDED_POINTWISE = (
         Kind.FAULT,

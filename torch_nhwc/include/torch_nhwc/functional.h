@@ -2,8 +2,8 @@
 //
 // Each function computes what PyTorch's function of the same name does. The result of a channels-last activation, and
 // its gradient, have canonical channels-last strides. PyTorch's own function handles all other activations and raises
-// all errors. On CPUs the work is done by our kernels or by views, on other devices by PyTorch's kernels. As in ops.h,
-// the library must be loaded when a function is first called.
+// all errors. On CPUs the work is done by our kernels or by views, as are norms on some GPUs, and otherwise on other
+// devices by PyTorch's kernels. As in ops.h, the library must be loaded when a function is first called.
 #pragma once
 
 #include <array>
