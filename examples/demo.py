@@ -33,6 +33,7 @@ from torch_nhwc.tuning.tuner import Race
 CONTIGUOUS, BY_TORCH, OURS = WAYS = ("contiguous", "model.to", "torch_nhwc")
 SECONDS = 70.0  # for all cases
 FEWEST, LATEST = 3, 85.0  # each case has so many rounds, even if that takes longer, but not much longer
+NOISY = "too noisy to say"
 WORTH = 1.1  # as long as the interval reaches to such a gain, it is not said that there is none
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -112,7 +113,7 @@ class Result(NamedTuple):
         """What to do with the model on this machine."""
         if self.best == CONTIGUOUS:
             may_gain = any(self.speed(way)[2] > WORTH for way in (OURS, BY_TORCH))
-            return "too noisy to say" if may_gain else "leave it contiguous"
+            return NOISY if may_gain else "leave it contiguous"
         return "convert it" if self.best == OURS else "use preserve=False"
 
 
@@ -244,8 +245,10 @@ def conclusion(results: list[Result]) -> str:
     if gains:
         most = max(gains, key=gains.__getitem__)
         what = f"channels-last makes {len(gains)} of {len(results)} faster, up to {gains[most]:.1f} times ({most})"
+    elif any(result.advice == NOISY for result in results):
+        what = "the times vary too much to say whether channels-last is faster: run this again while nothing else runs"
     else:
-        what = "channels-last makes none of these certainly faster, so leave them contiguous"
+        what = "channels-last makes none of these faster, so leave them contiguous"
     return f"{where} {what}; `torch-nhwc tune --factory my_model:build` asks the same of your model."
 
 
@@ -270,7 +273,7 @@ def main() -> None:
     print(as_table(results))
     notes = [
         "SegResNet: 48x48x48 voxels, as a sliding window cuts them. ResNet-50: an image of 224x224, two in training.",
-        "Contiguous, model.to(memory_format=...) and torch_nhwc.convert_ take turns.",
+        "Contiguous, model.to(memory_format=...) and torch_nhwc.convert_ take turns. Speed is of times in one round.",
         "Memory: the peak of a step, besides the weights. Error: the largest difference from float64, of the "
         "output or in training of the gradients, in units of the largest value.",
         *replaced(results),

@@ -110,4 +110,5 @@ def test_the_demo_s_advice_is_what_is_certain(demo, ours, by_torch, answer):
         race.run_round(dict(zip(names["WAYS"], times)).__getitem__)
     result = names["Result"](names["CASES"][0], None, race, {}, {})
     assert result.advice == answer
-    assert ("makes none of these certainly faster" in names["conclusion"]([result])) is (result.best == "contiguous")
+    says = {"leave it contiguous": "makes none of these faster", "too noisy to say": "times vary too much to say"}
+    assert says.get(answer, "makes 1 of 1 faster") in names["conclusion"]([result])

@@ -145,7 +145,8 @@ def batch_norm(
         tensors = (input, running_mean, running_var, weight, bias)
         if _is_pytorch_s(*tensors) or not is_usual:
             return _pass_on("batch_norm", *tensors, training, momentum, eps)
-        if not training and not torch.is_grad_enabled():  # in which PyTorch's is right, and sums nothing
+        # Without a gradient PyTorch's is right, and sums nothing. The tracer runs with and without one, and compares.
+        if not training and (not torch.is_grad_enabled() or torch._C._is_tracing()):
             return F.batch_norm(*tensors, training, momentum, eps)
     if input.dim() < 4 or eps <= 0.0:  # for its errors
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -57,8 +57,21 @@ class Printing(nn.Conv2d):
         return super().forward(x * mask)
 
 
+class Moving(Two):
+    def to(self, *arguments, **options):
+        print("it moves")
+        return super().to(*arguments, **options)
+
+
+made = nn.Conv2d(3, 8, 3)
+
+
 def tensor():
     return Two(), torch.randn(2, 3, 8, 8)
+
+
+def moving():
+    return Moving()
 
 
 def positional():
@@ -403,6 +416,13 @@ class TestConvert:
         assert run("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
 
 
+@pytest.mark.parametrize(("options", "moves"), [([], False), (["--dtype", "bfloat16"], True)])
+def test_a_model_s_own_to_is_called_if_it_is_asked_for(options, moves, run):
+    code, out, error = run("plan", "--factory", "of_mine.py:moving", *options)
+    assert code == 0, error
+    assert ("it moves" in out + error) is moves
+
+
 @pytest.mark.parametrize("option", [[], ["--json"]])
 def test_env_shows_what_a_report_of_a_problem_needs(option, run):
     _, out, _ = run("env", *option)
@@ -417,6 +437,7 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["plan", "--model", "resnet50", *of_mine("model")], "name one model, by --model or --factory"),
         (["plan", "--model", "alexnet"], "--model: expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
         (["plan", "--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
+        (["plan", *of_mine("made")], "of_mine:made is a module: expected a function that returns one"),
         (["plan", *of_mine("without_module")], "to return a module, or a module and its inputs"),
         (["plan", *of_mine("broken")], f"KeyError in of_mine.py, line {len(FACTORIES.splitlines())}: 'x'"),
         (["convert", *of_mine("wrong")], "RuntimeError in conv.py, line"),

@@ -106,6 +106,20 @@ class TestContextManager:
         assert strides(model) == before
 
 
+def test_a_layer_that_was_exchanged_since_is_named_with_what_undoes_the_others():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Conv2d(4, 4, 3))
+    report = nhwc.convert_(model, input_format="channels_last")
+    model[0] = nn.Conv2d(1, 4, 3)
+    with pytest.raises(
+        ValueError, match=r"'0\.weight' is \(4, 1, 3, 3\).*convert_\(model, torch\.contiguous_format\) undoes"
+    ):
+        report.revert()
+    nhwc.convert_(model, torch.contiguous_format)
+    assert model[2].weight.is_contiguous()
+    assert type(model[1]) is nn.GroupNorm
+    assert not model._forward_pre_hooks
+
+
 def test_a_model_that_was_compiled_since_is_not_reverted():
     model = nn.Sequential(nn.Conv2d(3, 4, 3))
     report = nhwc.convert_(model)

@@ -9,6 +9,7 @@ from activations import FORMATS, canonical, channels_last
 from selection import some_of
 from torch.func import functional_call, vmap
 
+import torch_nhwc
 from torch_nhwc import functional
 from torch_nhwc.nn.class_swap import swap_class
 from torch_nhwc.nn.replacements import Preserving
@@ -189,6 +190,14 @@ def test_evaluation_gives_pytorch_s_output_and_a_gradient_without_the_input():
     assert x.grad.isfinite().all()
     exact = gradient.double() * (numbers[2] / (numbers[1].double() + 1e-5).sqrt()).view(1, 8, 1, 1)
     assert error(x.grad, exact) < 1e-7
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_the_tracer_s_check_without_a_gradient_sees_the_same_graph():
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.BatchNorm2d(8)).eval()
+    torch_nhwc.convert_(model, input_format="channels_last")
+    x = torch.randn(1, 3, 8, 8)
+    torch.testing.assert_close(torch.jit.trace(model, x)(x), model(x))
 
 
 def test_training_between_forward_and_backward_of_evaluation_changes_no_gradient():

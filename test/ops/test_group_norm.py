@@ -90,6 +90,14 @@ def test_only_the_needed_gradients_are_computed():
         assert [each.grad is not None for each in given] == list(wanted)
 
 
+def test_h76_a_first_layer_whose_input_needs_no_gradient():
+    x, weight, bias, gradient = tensors((1, 64, 32, 32))
+    parameters = [each.requires_grad_() for each in (weight, bias)]
+    ours = torch.autograd.grad(ops.group_norm(channels_last(x), 8, weight, bias), parameters, channels_last(gradient))
+    stock = torch.autograd.grad(F.group_norm(x, 8, weight, bias), parameters, gradient)
+    torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("shape", [(2, 4, 3, 2), (1, 4, 2, 2, 2), (2, 4, 5)], ids=str)
 def test_every_derivative(shape):
     x, weight, bias, _ = (each.double() for each in tensors(shape))

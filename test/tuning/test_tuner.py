@@ -179,6 +179,47 @@ def test_outputs_are_compared_if_possible(output, difference, x, monkeypatch):
     assert (tuning.choice, tuning.table[2].difference) == ("full", difference)
 
 
+class WrongOnChannelsLast(torch.autograd.Function):
+    """Has no gradient of a channels-last input, as some of PyTorch's kernels."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.factor = 0 if x.stride(1) == 1 else 1
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * ctx.factor
+
+
+@pytest.mark.parametrize(("dtype", "choice"), [(torch.float32, "contiguous"), (torch.bfloat16, "full")])
+def test_a_plan_under_which_gradients_are_wrong_is_out_unless_rounding_is_as_large(dtype, choice, x, monkeypatch):
+    Machine(monkeypatch, TIMES | {"full": 0.08})
+    model = read_by(WrongOnChannelsLast.apply).append(nn.ReLU()).to(dtype)
+    tuning = nhwc.tune(model, x.to(dtype), mode="training")
+    assert tuning.choice == choice
+    expected = "" if choice == "full" else "ValueError: its gradients are off by 100%"
+    assert tuning.table[2].remark == expected
+    assert nhwc.tune(model, x.to(dtype)).choice == "full"  # in inference
+
+
+def test_gradients_that_differ_each_time_are_not_compared(x, monkeypatch):
+    Machine(monkeypatch, TIMES | {"full": 0.08})
+    model = read_by(WrongOnChannelsLast.apply).append(nn.Dropout(0.5))
+    assert nhwc.tune(model, x, mode="training").choice == "full"
+
+
+def test_h76_a_group_norm_that_would_end_the_process_fails(monkeypatch):
+    Machine(monkeypatch, TIMES | {"full": 0.01})
+    model, x = nn.Sequential(nn.GroupNorm(2, 8), nn.Conv2d(8, 8, 3)), torch.randn(1, 8, 16, 16)
+    tuning = nhwc.tune(model, x, mode="training")
+    (row,) = (row for row in tuning.table if row.name == "full")
+    is_mended = torch.__version__ >= "2.14"
+    assert ("PyTorch's group norm ends the process" in row.remark) is not is_mended
+    assert (tuning.choice == "full") is is_mended
+    assert nhwc.tune(model, x).choice == "full"
+
+
 STEPS = []
 
 

@@ -69,7 +69,8 @@ def load_example(
     kind = dtype_of(dtype, "--dtype")
     torch.manual_seed(0)
     example = _built_in(model) if model is not None else _made_by(factory or "")
-    example.model.to(device=device, dtype=kind)
+    if device is not None or kind is not None:  # a model's own `to` may warn, or do more than PyTorch's
+        example.model.to(device=device, dtype=kind)
     like = example.like
     if input_shapes:
         return example._replace(inputs=random_inputs(input_shapes, like))
@@ -169,11 +170,14 @@ def _built_in(name: str) -> Example:
 def _made_by(factory: str) -> Example:
     """Return the example that `module:callable` of the current folder or an installed package makes."""
     module_name, _, function_name = factory.partition(":")
+    module_name = module_name.removesuffix(".py")
     import_from_here()
     try:
         function = getattr(importlib.import_module(module_name), function_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # also for a path instead of a module's name
         raise ValueError(f"--factory: expected module:callable, got {factory!r}: {error}") from error
+    if isinstance(function, nn.Module):
+        raise ValueError(f"--factory: {factory} is a module: expected a function that returns one")
     made = function()
     model, inputs = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(model, nn.Module):

@@ -143,7 +143,11 @@ class Undo(NamedTuple):
         moved = {each.site for each in followed if each.outcome not in (None, Outcome.UNCHANGED)}
         rows = [row for row in plan.rows if row.action in (Action.CONVERT, Action.RESTRIDE) or row.full_name in moved]
         # If only layers were replaced, the sites need not be found: a wrapper may have moved the layers since.
-        found = match(plan, model, any_dtype=True) if rows or not self.edits else Found(model, [], set(), [])
+        try:
+            found = match(plan, model, any_dtype=True) if rows or not self.edits else Found(model, [], set(), [])
+        except ValueError as error:
+            undo = "convert_(model, torch.contiguous_format) undoes what is left of the conversion"
+            raise ValueError(f"Report.revert: {error}; {undo}") from error
         sources.check_optimizers((*model.parameters(), *found.weights) if sources.optimizers else ())
         weights = _weights_from(found, {row.full_name: row for row in rows})
         moving = [each for each in weights if each.tensor.stride() != each.strides]

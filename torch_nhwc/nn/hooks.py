@@ -124,7 +124,8 @@ def expect_hookable(module: nn.Module) -> None:
     if isinstance(module, torch.jit.ScriptModule):
         raise RuntimeError(
             "torch_nhwc: a TorchScript module takes no hook that converts its inputs to channels-last: "
-            "give it such inputs, make it the child of a torch.nn.Sequential, or convert its archive by convert_saved"
+            "give it such inputs, make it the child of a torch.nn.Sequential, or convert its archive by "
+            "torch_nhwc.convert_saved"
         )
 
 

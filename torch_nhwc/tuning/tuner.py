@@ -9,13 +9,13 @@ from itertools import combinations
 from typing import Any, Literal, NamedTuple, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from torch_nhwc.planning import Plan, plan
 from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
-from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.comparison import distances, magnitudes, tensors_in, tolerance_of
 from torch_nhwc.running.machine import machine
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
@@ -156,6 +156,7 @@ class _Candidates:
         self.race = Race([CONTIGUOUS])
         self.notes: list[str] = []
         self.expected: Any = None
+        self.gradients: list[Tensor | None] | None = None
         self.is_random = False
         self.differences: dict[str, float] = {}
         self.compiled: dict[str, Workload] = {}
@@ -263,6 +264,8 @@ class _Candidates:
         # In training a compiled model's output would have to be compiled for evaluation, too.
         if not workload.is_compiled or workload.mode == "inference":
             self._compare_output(name, workload)
+        if workload.mode == "training":
+            self._compare_gradients(name, workload)
         workload.warm_up(self.plans[name])
 
     def _compare_output(self, name: str, workload: Workload) -> None:
@@ -283,6 +286,34 @@ class _Candidates:
         self.differences[name] = difference.largest / (difference.of or 1.0)
         if not difference.is_within:
             raise ValueError(f"its output is off by {self.differences[name]:.0e} of the largest")
+
+    def _compare_gradients(self, name: str, workload: Workload) -> None:
+        """Compare a plan's gradients with the contiguous ones, unless rounding errors are as large as they are.
+
+        Raises:
+            ValueError: They are plainly wrong.
+        """
+        wrong = 5 * tolerance_of(workload.dtypes()).model_gradients
+        gradients = workload.gradients(self.plans[name])
+        if name == CONTIGUOUS:
+            self.gradients = gradients
+            if _distance(workload.gradients(self.plans[name], seed=1), gradients) > wrong / 10:  # as with dropout
+                self.gradients = None
+        distance = 0.0 if self.gradients is None else _distance(gradients, self.gradients)
+        if distance > wrong:
+            raise ValueError(f"its gradients are off by {distance:.0%}")
+
+
+def _distance(gradients: Sequence[Tensor | None], expected: Sequence[Tensor | None]) -> float:
+    """Return how far the worst gradient is off, as a share of its norm, or of a hundredth of the largest norm."""
+    norms = [magnitudes(each, _norm).item() for each in expected]
+    floor = max(norms, default=0.0) / 100
+    each = zip(gradients, expected, norms)
+    return max((distances(a, b, _norm).item() / (max(size, floor) or 1.0) for a, b, size in each), default=0.0)
+
+
+def _norm(tensor: Tensor) -> Tensor:
+    return tensor.double().square().sum().sqrt().reshape(1).cpu()
 
 
 # A ratio beyond this in each of two rounds decides without an interval.

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from torch_nhwc.converting import Report, convert_
+from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import first_line
 from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
@@ -76,12 +77,23 @@ class Workload:
             torch.manual_seed(seed)
             return self._infer(copy_inputs(self.inputs))
 
-    def compare(self, output: Any, reference: Any) -> Difference:
-        """Return how far an output is from another one, with the tolerance of the dtypes that the model computes in."""
+    def gradients(self, plan: Plan, seed: int = 0) -> list[Tensor | None]:
+        """Return the parameters' gradients after a step under a plan. Buffers are restored."""
+        with preserved_state(self.model), self._converted(plan), self._stopped_before_a_crash():
+            torch.manual_seed(seed)
+            self._step(copy_inputs(self.inputs))
+            return [parameter.grad for parameter in self.model.parameters()]
+
+    def dtypes(self) -> list[torch.dtype]:
+        """Return the dtypes that the model computes in."""
         dtypes = [each.dtype for each in self.model.parameters()] + ([self.autocast] if self.autocast else [])
         if self.device.type == "cuda":  # which may compute products with fewer bits than their dtype has
             dtypes.append(torch.float16)
-        return compare(output, reference, *dtypes)
+        return dtypes
+
+    def compare(self, output: Any, reference: Any) -> Difference:
+        """Return how far an output is from another one, with the tolerance of the dtypes that the model computes in."""
+        return compare(output, reference, *self.dtypes())
 
     def region(self) -> torch.autocast:
         """Return the autocast region of a call."""
@@ -96,6 +108,18 @@ class Workload:
             self.model.zero_grad(set_to_none=True)
             if report is not None:
                 report.revert()
+
+    @contextmanager
+    def _stopped_before_a_crash(self) -> Iterator[None]:
+        """Raise where PyTorch's group norm would end the process in the backward (h76), which 2.14 mended."""
+        if self.is_compiled or tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14):
+            yield
+            return
+        handle = nn.modules.module.register_module_forward_pre_hook(_raise_where_group_norm_crashes)
+        try:
+            yield
+        finally:
+            handle.remove()
 
     def _convert(self, plan: Plan) -> Report:
         with warnings.catch_warnings():
@@ -123,6 +147,15 @@ class Workload:
                 if self.optimizer is not None:
                     self.optimizer.step()
         return loss.detach()
+
+
+def _raise_where_group_norm_crashes(module: nn.Module, arguments: tuple[Any, ...]) -> None:
+    x = arguments[0] if arguments else None
+    if type(module) is not nn.GroupNorm or not isinstance(x, Tensor) or x.device.type != "cpu" or x.requires_grad:
+        return
+    is_channels_last = x.dim() in CHANNELS_LAST and x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()])
+    if is_channels_last and not x.is_contiguous() and any(each.requires_grad for each in module.parameters()):
+        raise RuntimeError("PyTorch's group norm ends the process: its channels-last input needs no gradient (h76)")
 
 
 def loss_of(output: Any) -> Tensor:
