@@ -295,6 +295,8 @@ class _Candidates:
         """
         wrong = 5 * tolerance_of(workload.dtypes()).model_gradients
         gradients = workload.gradients(self.plans[name])
+        if wrong == math.inf:
+            return
         if name == CONTIGUOUS:
             self.gradients = gradients
             if _distance(workload.gradients(self.plans[name], seed=1), gradients) > wrong / 10:  # as with dropout
