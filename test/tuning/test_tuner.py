@@ -218,6 +218,7 @@ def test_h76_a_group_norm_that_would_end_the_process_fails(monkeypatch):
     assert ("PyTorch's group norm ends the process" in row.remark) is not is_mended
     assert (tuning.choice == "full") is is_mended
     assert nhwc.tune(model, x).choice == "full"
+    assert nhwc.tune(model, torch.randn(1, 8, 32, 64), mode="training").choice == "full"
 
 
 STEPS = []
