@@ -614,9 +614,8 @@ def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch, 
         capfd.readouterr()
         with pytest.raises(RuntimeError, match="not supported"):
             NormCall((2, 24, 9, 9), 4, device="cuda:1")()
-        assert (
-            "MomentsChannelsLast" in capfd.readouterr().err
-        )  # PyTorch's first kernel, so nothing has copied the input
+        # The first kernel: nothing has copied the input.
+        assert "MomentsChannelsLast" in capfd.readouterr().err
     call = NormCall((2, 24, 9, 9), 24 if KEEPS_GROUP_NORM else 4, device="cuda:1")
     call.check(call())
     monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")

@@ -170,10 +170,9 @@ def _built_in(name: str) -> Example:
 def _made_by(factory: str) -> Example:
     """Return the example that `module:callable` of the current folder or an installed package makes."""
     module_name, _, function_name = factory.partition(":")
-    module_name = module_name.removesuffix(".py")
     import_from_here()
     try:
-        function = getattr(importlib.import_module(module_name), function_name)
+        function = getattr(importlib.import_module(module_name.removesuffix(".py")), function_name)
     except (ImportError, AttributeError, TypeError, ValueError) as error:  # also for a path instead of a module's name
         raise ValueError(f"--factory: expected module:callable, got {factory!r}: {error}") from error
     if isinstance(function, nn.Module):

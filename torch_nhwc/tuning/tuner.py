@@ -156,7 +156,7 @@ class _Candidates:
         self.race = Race([CONTIGUOUS])
         self.notes: list[str] = []
         self.expected: Any = None
-        self.gradients: list[Tensor | None] | None = None
+        self.gradients: list[Tensor | None] = []
         self.is_random = False
         self.differences: dict[str, float] = {}
         self.compiled: dict[str, Workload] = {}
@@ -297,11 +297,10 @@ class _Candidates:
         gradients = workload.gradients(self.plans[name])
         if wrong == math.inf:
             return
-        if name == CONTIGUOUS:
+        # With dropout there is nothing to compare with.
+        if name == CONTIGUOUS and _distance(workload.gradients(self.plans[name], seed=1), gradients) <= wrong / 10:
             self.gradients = gradients
-            if _distance(workload.gradients(self.plans[name], seed=1), gradients) > wrong / 10:  # as with dropout
-                self.gradients = None
-        distance = 0.0 if self.gradients is None else _distance(gradients, self.gradients)
+        distance = _distance(gradients, self.gradients)
         if distance > wrong:
             raise ValueError(f"its gradients are off by {distance:.0%}")
 
@@ -310,8 +309,8 @@ def _distance(gradients: Sequence[Tensor | None], expected: Sequence[Tensor | No
     """Return how far the worst gradient is off, as a share of its norm, or of a hundredth of the largest norm."""
     norms = [magnitudes(each, _norm).item() for each in expected]
     floor = max(norms, default=0.0) / 100
-    each = zip(gradients, expected, norms)
-    return max((distances(a, b, _norm).item() / (max(size, floor) or 1.0) for a, b, size in each), default=0.0)
+    found = zip(gradients, expected, norms)
+    return max((distances(a, b, _norm).item() / (max(size, floor) or 1.0) for a, b, size in found), default=0.0)
 
 
 def _norm(tensor: Tensor) -> Tensor:
