@@ -172,7 +172,7 @@ def way_of(layer: Layer, dtype: torch.dtype, pass_: str) -> str:
     weight.requires_grad_(pass_ == "weight gradient")
     sizes = [layer.stride] * layer.axes, list(layer.padding), [layer.dilation] * layer.axes
     with torch.set_grad_enabled(pass_ != "forward"):
-        return str(torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups))
+        return torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups)[0]
 
 
 def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, object]:

@@ -91,11 +91,11 @@ TORCH_LIBRARY(nhwc, m) {
 
   m.def(
       "convolution_way(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "
-      "SymInt[] dilation, SymInt groups, SymInt[]? output_padding=None) -> str",
+      "SymInt[] dilation, SymInt groups, SymInt[]? output_padding=None) -> (str name, str kind, bool in_graphs)",
       compliant);
   m.def(
       "convolution_way.padding(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, str padding, "
-      "SymInt[] dilation, SymInt groups) -> str",
+      "SymInt[] dilation, SymInt groups) -> (str name, str kind, bool in_graphs)",
       compliant);
   m.def(
       "compiled_convolution(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "

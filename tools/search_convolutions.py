@@ -104,7 +104,7 @@ def way_of(case: Case, layout: str) -> str:
     arguments = case.stride, case.padding, case.dilation, case.groups
     more = (case.output_padding,) if case.transposed else ()
     bias = x.new_empty(case.out_channels) if case.bias else None
-    way = str(torch.ops.nhwc.convolution_way(*tensors, bias, *arguments, *more))
+    way = str(torch.ops.nhwc.convolution_way(*tensors, bias, *arguments, *more)[0])
     return way_of(case, "contiguous") if way in FASTER else way
 
 

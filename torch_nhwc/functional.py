@@ -416,7 +416,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        return convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
+        return _convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -440,7 +440,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        return convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
+        return _convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -463,7 +463,7 @@ def conv_transpose2d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return convolve("conv_transpose2d", 2, input, weight, bias, options)
+        return _convolve("conv_transpose2d", 2, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -488,18 +488,20 @@ def conv_transpose3d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return convolve("conv_transpose3d", 3, input, weight, bias, options)
+        return _convolve("conv_transpose3d", 3, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
+def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
-    operator. While a compiler traces, the called operator turns into PyTorch's own, and opaque ones of our kernels.
+    operator. While a compiler traces, the graph gets PyTorch's operators, and ours where our kernels compute.
     """
     if type(input) not in _TENSORS or type(weight) not in _TENSORS or type(bias) not in _PLAIN:
-        if not _are_plain_inside((input, weight, bias)):
+        if not (isinstance(input, Tensor) and isinstance(weight, Tensor)) or not _are_plain_inside(
+            (input, weight, bias)
+        ):
             return _pass_on(name, input, weight, bias, *options)
     ours: tuple[Any, ...] | None  # the options for our operator, or None for PyTorch's function
     if torch.compiler.is_compiling():
@@ -512,26 +514,28 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
         ours = _as_lists(options, axes) if _are_usual(options, axes) else None
     else:
         try:
+            # All that the answer depends on. The precision of products decides only between ways of our operator.
             call = (
                 (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
                 None if bias is None else bias.dtype,
-                (weight.requires_grad, input.requires_grad) if torch.is_grad_enabled() else None,
-                torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None,
+                (weight.requires_grad, input.requires_grad) if _is_grad_enabled() else None,
+                torch.get_autocast_dtype("cpu") if _is_autocast_enabled("cpu") else None,
+                (_is_onednn_enabled(), _get_num_threads()),
                 (name, options),
             )
             ours = _options_of_ours.get(call, _UNKNOWN)
         except (TypeError, RuntimeError):
             if list in map(type, options):  # which have no hash
                 options = tuple([tuple(each) if type(each) is list else each for each in options])
-                return convolve(name, axes, input, weight, bias, options)
+                return _convolve(name, axes, input, weight, bias, options)
             # Symbols, which have no hash; tensors without strides, which are PyTorch's.
-            is_ours = input.layout == torch.strided and _are_usual(options, axes)
-            ours = _as_lists(options, axes) if is_ours else None
+            is_strided = all(each.layout == torch.strided and not each.is_nested for each in (input, weight))
+            ours = _as_lists(options, axes) if is_strided and _are_usual(options, axes) else None
         else:
             if ours is _UNKNOWN:
                 if len(_options_of_ours) >= 4096:
                     _options_of_ours.clear()
-                is_ours = _way_of(axes, input, weight, bias, options) != "pytorch"
+                is_ours = _way_of(axes, input, weight, bias, options)[0] != "pytorch"
                 ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
@@ -541,20 +545,20 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
 # What is called in each forward, without looking for it.
 _is_tracing = torch._C._is_tracing
 _are_transforms_active = torch._C._are_functorch_transforms_active
+_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_is_onednn_enabled, _get_num_threads = torch._C._get_mkldnn_enabled, torch.get_num_threads
 _UNKNOWN: Any = object()
-# The options of calls for our operator, or `None` for those that go PyTorch's way, by their sizes and all else that it
-# depends on.
+# The options of calls for our operator, or `None` for those that go PyTorch's way.
 _options_of_ours: dict[Any, tuple[Any, ...] | None] = {}
-# What compiled graphs leave to PyTorch: there, inductor chooses layouts itself.
-_PYTORCH_S_COMPILED = ("pytorch", "restored", "linear", "along_depth")
 _GROUPS = 3  # the position of the groups among the options
 
 
-def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> str:
+def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> tuple[str, str, bool]:
     """Return what the table of ways says. Options of types that the operators do not take are for PyTorch."""
     if not _are_usual(options, axes):
-        return "pytorch"
-    return str(torch.ops.nhwc.convolution_way(input, weight, bias, *_in_one_order(options, axes)))
+        return "pytorch", "pytorchs", False
+    answer = torch.ops.nhwc.convolution_way(input, weight, bias, *_in_one_order(options, axes))
+    return answer[0], answer[1], answer[2]
 
 
 def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
@@ -567,19 +571,19 @@ def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, option
         return not _are_usual(options, axes)
     tensors = [(tuple(each.shape), each.stride(), each.dtype) for each in (input, weight, bias) if each is not None]
     requires_grad = torch.is_grad_enabled() and (input.requires_grad, weight.requires_grad)
-    return _constant_way(axes, tensors, requires_grad, options) in _PYTORCH_S_COMPILED
+    return not _is_in_graphs(axes, tensors, requires_grad, options)
 
 
-def _constant_way(axes: int, tensors: Any, requires_grad: Any, options: tuple[Any, ...]) -> str:
-    """Return the way of tensors of these shapes, strides and dtypes, whose memory is not touched."""
+def _is_in_graphs(axes: int, tensors: Any, requires_grad: Any, options: tuple[Any, ...]) -> bool:
+    """Return whether compiled graphs go the way of tensors of these shapes, strides and dtypes."""
     input, weight, *bias = (torch.empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in tensors)
     with torch.set_grad_enabled(bool(requires_grad)):
         if requires_grad:
             input.requires_grad_(requires_grad[0]), weight.requires_grad_(requires_grad[1])
-        return _way_of(axes, input, weight, bias[0] if bias else None, options)
+        return _way_of(axes, input, weight, bias[0] if bias else None, options)[2]
 
 
-_constant_way._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
+_is_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
 
 
 def _are_usual(options: tuple[Any, ...], axes: int) -> bool:

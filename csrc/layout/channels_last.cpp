@@ -70,6 +70,7 @@ bool has_channels_last_strides(const at::Tensor& input) {
 }
 
 bool has_odd_strides(const at::Tensor& input) {
+  if (input.sym_numel() == 0) return false;  // strides that no element is found by
   const bool is_in_order = is_channels_last(input);
   return with_sizes_and_strides(input, [&]<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
     const auto channels_last = canonical_strides(sizes);

@@ -1,5 +1,6 @@
 #include "ops/autograd_node.h"
 
+#include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/saved_variable.h>
@@ -31,6 +32,14 @@ auto make_node() {
 auto owner_of(autograd::Node* node) { return c10::intrusive_ptr<autograd::Node>::reclaim_copy(node); }
 #endif
 
+/// Returns the gradients of the inputs, in the dtypes of the forward: a backward inside of autocast must not lower
+/// them.
+autograd::variable_list computed(const Formula& formula, const autograd::variable_list& gradients,
+                                 const Formula::Context& context) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  return formula.apply(gradients, context);
+}
+
 struct OperatorBackward : autograd::Node {
   const Formula* formula = nullptr;
   std::vector<autograd::SavedVariable> saved;
@@ -44,11 +53,15 @@ struct OperatorBackward : autograd::Node {
     return tensors;
   }
 
-  autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    const std::lock_guard<std::mutex> lock(mutex_);
+  std::vector<bool> needed_gradients() {
     std::vector<bool> needed(num_outputs());
     for (size_t input = 0; input < needed.size(); ++input) needed[input] = task_should_compute_output(input);
-    return formula->apply(gradients, {unpack(), constants, needed});
+    return needed;
+  }
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return computed(*formula, gradients, {unpack(), constants, needed_gradients()});
   }
 
   std::string name() const override { return formula->name; }
@@ -68,8 +81,6 @@ struct OperatorBackward : autograd::Node {
                                            compiled::SwapSavedVariables& swapped) override {
     for (autograd::SavedVariable& each : saved) swapped.before(each);
     // The graph calls the formula with one list: the saved tensors, the constants, and what is needed.
-    std::vector<bool> needed(num_outputs());
-    for (size_t input = 0; input < needed.size(); ++input) needed[input] = task_should_compute_output(input);
     std::vector<c10::IValue> packed;
     std::vector<at::TypePtr> types;
     for (const at::Tensor& each : unpack()) {
@@ -80,7 +91,7 @@ struct OperatorBackward : autograd::Node {
       packed.push_back(each);
       types.push_back(each.type());
     }
-    packed.push_back(compiled::IValuePacker<std::vector<bool>>::pack(needed));
+    packed.push_back(compiled::IValuePacker<std::vector<bool>>::pack(needed_gradients()));
     types.push_back(compiled::IValuePacker<std::vector<bool>>::packed_type());
     const auto call = [formula = formula, tensors = saved.size()](const autograd::variable_list& incoming,
                                                                   const std::vector<c10::IValue>& arguments) {
@@ -88,7 +99,7 @@ struct OperatorBackward : autograd::Node {
       for (size_t i = 0; i < tensors; ++i) unpacked.push_back(arguments[i].toTensor());
       const std::vector<c10::IValue> constants(arguments.begin() + tensors, arguments.end() - 1);
       const auto asked = compiled::IValuePacker<std::vector<bool>>::unpack(arguments.back());
-      return formula->apply(incoming, {unpacked, constants, asked});
+      return computed(*formula, incoming, {unpacked, constants, asked});
     };
     const auto& compiler = compiled::getPyCompilerInterface();
     const std::string function = bound(*compiler, swapped.get_py_compiler(), call, types);

@@ -23,12 +23,21 @@ const Formula keep_format = {
       return {to_channels_last(gradients[0])};
     }};
 
+const Formula product_formula = {
+    "NhwcProductBackward",
+    [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
+      const at::Tensor &grad = gradients[0], &left = context.saved[0], &right = context.saved[1];
+      if (!grad.defined()) return std::vector<at::Tensor>(2);
+      return {context.needed[0] ? product(grad, right.t()) : at::Tensor(),
+              context.needed[1] ? product(left.t(), grad) : at::Tensor()};
+    }};
+
 const Formula be_contiguous = {
     "ContiguousBackward",
     [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
       if (!gradients[0].defined() || !context.needed[0]) return {at::Tensor()};
       const at::Tensor dense = gradients[0].contiguous();  // sizes of 1 may have any stride
-      return {dense.flatten().view_symint(dense.sym_sizes())};
+      return {dense.reshape({-1}).view_symint(dense.sym_sizes())};
     }};
 
 /// Returns an alias through which the gradient flows by the formula.
@@ -71,6 +80,13 @@ at::Tensor memory_of(const at::Tensor& dense, at::IntArrayRef sizes) {
   return at::Tensor(std::move(view));
 }
 
+at::Tensor without_memory(const at::Tensor& like, at::ScalarType dtype) {
+  const c10::DispatchKeySet keys(c10::DispatchKey::CPU);
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(keys, c10::scalarTypeToTypeMeta(dtype), at::kCPU);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(like.sizes(), like.strides());
+  return tensor;
+}
+
 at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes) {
   // The format stands for channels-last of any rank.
   memory.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, canonical_strides(sizes, at::MemoryFormat::ChannelsLast));
@@ -84,14 +100,15 @@ at::Tensor to_channels_last(const at::Tensor& input) {
   if (is_moving && input.is_cpu() && is_unobserved(input)) {
     return convert_weight(input, input.dim() == 5 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast);
   }
-  // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
+  // These views work under every transform, older batching included, which knows no `flatten`; the flat one gives sizes
+  // of 1 their canonical strides.
   const at::Tensor dense = channels_to_end(input).contiguous();
-  return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
+  return channels_from_end(dense.reshape({-1}).view_symint(dense.sym_sizes()));
 }
 
 at::Tensor with_canonical_strides(const at::Tensor& input) {
   return is_channels_last(input) ? to_channels_last(input)
-                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
+                                 : input.contiguous().reshape({-1}).view_symint(input.sym_sizes());
 }
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }
@@ -110,6 +127,17 @@ at::Tensor as_channels_last_output(const at::Tensor& output) {
     if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
   }
   return result;
+}
+
+at::Tensor product(const at::Tensor& left, const at::Tensor& right) {
+  if (has_tangent({left, right})) return at::mm(left, right);
+  at::Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    out = at::mm(left, right);
+  }
+  if (needs_gradient({left, right})) record(product_formula, out, {left, right}, {left, right}, {});
+  return out;
 }
 
 at::Tensor to_planes(const at::Tensor& volume) { return channels_from_end(channels_to_end(volume).flatten(0, 1)); }

@@ -17,6 +17,10 @@ bool is_unobserved(at::ArrayRef<at::Tensor> tensors);
 /// no call of the dispatcher.
 at::Tensor memory_of(const at::Tensor& dense, at::IntArrayRef sizes);
 
+/// Returns a tensor of the same sizes and strides in another dtype, whose elements do not exist: to ask what PyTorch
+/// would do with one.
+at::Tensor without_memory(const at::Tensor& like, at::ScalarType dtype);
+
 /// Gives a new tensor the sizes, and the canonical channels-last strides, of its memory's order.
 at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes);
 
@@ -37,6 +41,10 @@ at::Tensor with_same_layout_grad(const at::Tensor& weight);
 /// without a gradient: in-place changes of views cost copies in the backward, and PyTorch refuses some of views that
 /// were made without a gradient. The composition receives its gradient in channels-last strides.
 at::Tensor as_channels_last_output(const at::Tensor& output);
+
+/// Returns the product of two matrices. In a backward inside of autocast, its gradients keep the dtype of the matrices,
+/// as those of convolutions do; autocast would cast PyTorch's.
+at::Tensor product(const at::Tensor& left, const at::Tensor& right);
 
 /// Returns whether the composition is for this tensor. On other devices PyTorch's own operator runs, and its result is
 /// converted to the format.

@@ -39,7 +39,7 @@ def graph_call(function, arguments, dynamic=False):
 
 def in_order(case):
     """Return what the operators take after the bias or the weight."""
-    stride, padding, dilation, groups, *more = case[3]
+    stride, padding, dilation, groups, *more = (*case[3], *(1, 0, 1, 1)[len(case[3]) :])
     axes = len(case[2]) - 2
     if more or "transpose" in case[0]:
         return [stride] * axes, [padding] * axes, [1] * axes, True, [dilation] * axes, groups
@@ -144,7 +144,7 @@ def test_exported_programs_have_pytorch_s_convolution(strict):
         assert any("conv" in target for target in targets)
 
 
-@pytest.mark.parametrize("name", ["depthwise", "groups", "depthwise 3d", "transposed"])
+@pytest.mark.parametrize("name", ["depthwise", "one tap, few outputs", "depthwise 3d", "transposed"])
 def test_opcheck(name):
     case = CASES[name]
     x, w, b, _ = operands(case)
@@ -173,14 +173,30 @@ def test_the_operators_refuse_what_the_kernels_do_not_compute():
     case = CASES["depthwise"]
     x, w, b, _ = operands(case)
     sizes = in_order(case)
-    with pytest.raises(RuntimeError, match="must have one floating-point dtype"):
-        ops.convolution_by_kernels(x, w.double(), b, *sizes)
-    with pytest.raises(RuntimeError, match="do not fit"):
-        ops.convolution_by_kernels(x[:, 1:], w, b, *sizes)
-    with pytest.raises(RuntimeError, match="must be depthwise, have groups of at most 32 channels, or one tap"):
-        ops.convolution_by_kernels(x, torch.randn(16, 16, 7, 7), b, *sizes[:-1], 1)
-    with pytest.raises(RuntimeError, match="the gradient has sizes"):
-        ops.convolution_by_kernels_backward(x[:, :, 1:], x, w, *sizes, [True] * 3)
+
+    def refuses(match, *arguments, of=ops.convolution_by_kernels):
+        with pytest.raises(RuntimeError, match=match):
+            of(*arguments)
+
+    dtypes = "must be on one device, and all of float, double, half or bfloat16"
+    refuses(dtypes, x, w.double(), b, *sizes)
+    refuses(dtypes, x, w.to("meta"), b, *sizes)
+    float8 = [each.to(torch.float8_e4m3fn) for each in (x, w, b)]
+    refuses(dtypes, *float8, *sizes)
+    for grad in (x, x.half()):
+        refuses(dtypes, grad, *float8[:2], *sizes, [True] * 3, of=ops.convolution_by_kernels_backward)
+    fit = "do not fit, or stride, padding, dilation or output padding have not a number for each axis"
+    refuses(fit, x[:, 1:], w, b, *sizes)
+    refuses(fit, x[:, :0], w[:, :0], b, *sizes[:-1], 1)
+    for index in (1, 2, 4):
+        refuses(fit, x, w, b, *[[] if at == index else each for at, each in enumerate(sizes)])
+    refuses(fit, x, w[:0], None, *sizes)
+    which = r"must be depthwise or, but for double, have one tap and at most 4 inputs or outputs"
+    refuses(which, x, torch.randn(16, 16, 7, 7), b, *sizes[:-1], 1)
+    doubles = [torch.randn(shape, dtype=torch.double) for shape in ((1, 4, 8, 8), (4, 4, 1, 1))]
+    refuses(which, *doubles, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    grad = torch.randn(1, 16, 1, 1)
+    refuses("the gradient has sizes", grad, x, w, *sizes, [True] * 3, of=ops.convolution_by_kernels_backward)
 
 
 def test_whoever_observes_pytorch_s_operators_sees_its_convolution():

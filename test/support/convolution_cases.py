@@ -75,6 +75,8 @@ HALVES_WITHOUT_AMX = [
     Case("conv2d", (1, 24, 30, 32), (8, 24, 3, 3), (1, 2, 2), BF16),
     Case("conv2d", (1, 9, 30, 32), (24, 3, 1, 1), (1, 0, (2, 1), 3), BF16),
     Case("conv_transpose2d", (1, 8, 30, 32), (8, 2, 3, 4), (1, 1, 0, 2, (2, 1)), BF16),
+    Case("conv2d", (1, 16, 4, 4), (16, 16, 4, 4), (4,), BF16, ""),
+    Case("conv3d", (1, 16, 8, 8, 8), (16, 16, 4, 4, 4), (8,), BF16, ""),
 ]
 # Where no plane is under a tap, and where only the first is.
 NO_TAP = [
@@ -164,8 +166,8 @@ def way_of(name: str, x: Any, w: Any, b: Any, arguments: tuple[Any, ...]) -> str
 
     ask = torch.ops.nhwc.convolution_way
     if is_transposed:
-        return str(ask(x, w, b, each(stride), each(padding), each(*more), fourth, each(third)))
-    return str(ask(x, w, b, each(stride), each(padding), each(third), fourth))
+        return str(ask(x, w, b, each(stride), each(padding), each(*more), fourth, each(third))[0])
+    return str(ask(x, w, b, each(stride), each(padding), each(third), fourth)[0])
 
 
 def error_of(case: Case, functions: Any) -> float:

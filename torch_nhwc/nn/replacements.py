@@ -214,8 +214,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
         if not is_scripting():
-            options = (self.stride, self.padding, self.dilation, self.groups)
-            return functional.convolve("conv2d", 2, input, weight, bias, options)
+            return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         # In TorchScript a padding by name has a type of its own.
         return torch.ops.nhwc.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -230,8 +229,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
-            options = (self.stride, self.padding, self.dilation, self.groups)
-            return functional.convolve("conv3d", 3, input, weight, bias, options)
+            return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
         return torch.ops.nhwc.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 

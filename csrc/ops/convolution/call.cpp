@@ -41,6 +41,18 @@ Axis Call::axis(int64_t from_last) const {
   return {(size - 1) * step - 2 * pad + reach + output_padding[index] + 1, step, pad, reach, size};
 }
 
+bool Call::is_on_cpu() const {
+  const auto is_strided_on_cpu = [](const at::Tensor& tensor) {
+    return tensor.device().is_cpu() && tensor.layout() == at::kStrided && !tensor.is_nested();
+  };
+  return is_strided_on_cpu(input) && is_strided_on_cpu(weight) && (!has_bias() || is_strided_on_cpu(*bias));
+}
+
+bool Call::has_one_dtype() const {
+  const at::ScalarType type = input.scalar_type();
+  return weight.scalar_type() == type && (!has_bias() || bias->scalar_type() == type);
+}
+
 bool Call::is_channels_last_input() const {
   return static_cast<size_t>(input.dim()) == axes() + 2 && is_channels_last(input);
 }
@@ -55,9 +67,11 @@ bool Call::has_symbolic_sizes() const {
 bool Call::is_accepted() const {
   const auto dim = static_cast<size_t>(input.dim());
   if ((dim != axes() + 1 && dim != axes() + 2) || static_cast<size_t>(weight.dim()) != axes() + 2) return false;
-  if (padding.size() != axes() || dilation.size() != axes()) return false;
-  if (is_transposed && output_padding.size() != axes()) return false;
+  for (const at::SymDimVector* each : {&padding, &dilation, &output_padding}) {
+    if (each->size() != axes()) return false;
+  }
   if (groups <= 0 || weight.sym_size(0) <= 0 || weight.sym_size(0) % groups != 0) return false;
+  if (weight.sym_size(1) <= 0) return false;  // PyTorch has a result without elements
   const c10::SymInt channels = input.sym_size(-static_cast<int64_t>(axes()) - 1);
   if (channels != (is_transposed ? weight.sym_size(0) : weight.sym_size(1) * groups)) return false;
   for (size_t index = 0; index < axes(); ++index) {

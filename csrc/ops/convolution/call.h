@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/native/ConvUtils.h>
 #include <c10/core/SymInt.h>
+#include <c10/util/SmallVector.h>
 
 #include <optional>
 
@@ -22,6 +23,8 @@ bool has_gradient_to_come(const at::Tensor& tensor);
 
 /// Returns whether a backend is oneDNN, or nothing has to be computed.
 bool is_onednns(at::native::ConvBackend backend);
+
+struct Way;  // a row of the table, see choice.h
 
 /// A convolution along one axis of its kernel. For a transposed one, `size` is the output's and `positions` the
 /// input's.
@@ -47,8 +50,10 @@ struct Call {
   c10::SymInt groups;
   at::SymDimVector output_padding;  // zeros unless transposed
   bool is_transposed = false;
-  bool may_use_kernels = true;  // ours, which only plain tensors have
-  bool is_compiled = false;     // where our kernels are calls of opaque operators
+  bool is_compiled = false;  // where our kernels are calls of opaque operators
+  /// Whether only PyTorch's operators may compute it: others observe, transform or differentiate them.
+  bool is_composed = false;
+  c10::SmallVector<const Way*, 4> rewritten_by = {};  // none of which may do so twice
 
   size_t axes() const { return stride.size(); }
   bool is_depthwise() const { return groups > 1 && weight.sym_size(1) == 1; }
@@ -57,13 +62,23 @@ struct Call {
   /// Describes an axis of a convolution whose sizes fit each other. Axes are counted from the last one: 1, 2, 3.
   Axis axis(int64_t from_last) const;
 
+  /// Returns whether all tensors are strided and on the CPU, which the library's ways are for.
+  bool is_on_cpu() const;
+
   /// Returns whether the input is channels-last and has a dimension of samples.
   bool is_channels_last_input() const;
+
+  /// Returns whether all tensors have one dtype.
+  bool has_one_dtype() const;
+
+  /// Returns whether the input has a dtype of half precision, bfloat16 or half.
+  bool is_half() const { return input.scalar_type() == at::kBFloat16 || input.scalar_type() == at::kHalf; }
 
   /// Returns whether a graph is traced for any sizes.
   bool has_symbolic_sizes() const;
 
-  /// Returns whether PyTorch accepts the sizes. What it does not is for its own operator to refuse.
+  /// Returns whether PyTorch accepts the sizes, and there are channels. What it does not is for its own operator to
+  /// refuse.
   bool is_accepted() const;
 
   /// Returns whether every position misses a part of the kernel along some axis. Without padding none does.

@@ -1,5 +1,7 @@
-// What PyTorch's CPU convolutions compute wrong, and whether this machine and this PyTorch do.
+// What PyTorch's CPU convolutions compute wrong: on which machines, and for which shapes.
 #pragma once
+
+#include "ops/convolution/call.h"
 
 namespace nhwc {
 
@@ -9,24 +11,42 @@ enum class OnednnIsa { unknown, below_avx512, avx512, amx };
 /// Returns the instruction set of oneDNN on this machine, which the environment may bound.
 OnednnIsa onednn_isa();
 
-/// The convolutions that oneDNN computes wrong. Where nothing was measured, all of them are expected.
-struct ConvolutionFaults {
-  /// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or
-  /// the heap is damaged; more rarely another gradient, or the output.
-  bool small_inputs;
-  /// Filters of one channel, a strided width, and a result of width 1: outputs are memory that nobody wrote.
-  bool strided_columns;
-  /// 2D kernels of one tap with strides, on fewer than 16 channels in channels-last: the weight's gradient is wrong, or
-  /// the heap is damaged. Of transposed ones those with an output padding.
-  bool strided_taps;
-  /// Half precision: many positions of the kernel in the padding, and dilated filters.
-  bool halves;
-  /// Half precision with AMX: the rules are in `float32.cpp`, and results of one column are wrong for any number of
-  /// channels.
-  bool halves_with_amx;
-};
-
-/// Returns the faults to be expected, by the PyTorch that the library was built for and by oneDNN's instruction set.
-const ConvolutionFaults& convolution_faults();
-
 }  // namespace nhwc
+
+/// Each returns whether oneDNN computes this call wrong on this machine. Where nothing was measured, they expect it to.
+namespace nhwc::faults {
+
+/// The result is one column, of a strided width: outputs are memory that nobody wrote. In float32 filters of one
+/// channel have this fault.
+bool has_one_column(const Call& call);
+
+/// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or the
+/// heap is damaged; more rarely another gradient, or the output.
+bool has_small_input(const Call& call);
+
+/// The last planes of a volume of half precision are under no tap, and AMX leaves their gradient unwritten.
+bool has_depth_under_no_tap(const Call& call);
+
+/// Returns how many planes of a volume there are up to the last one under a tap.
+c10::SymInt planes_under_a_tap(const Call& call);
+
+/// A 2D kernel of one tap strides over few channels in channels-last, and its weight needs a gradient, which is wrong,
+/// or the heap is damaged.
+bool has_strided_tap(const Call& call);
+
+// The same for transposed convolutions. The gradient of the input is a convolution, which may be wrong as others are.
+
+/// The input is one column, of a strided width.
+bool has_one_transposed_column(const Call& call);
+
+/// No input position sees the whole kernel.
+bool has_small_output(const Call& call);
+
+/// A strided tap has an output padding.
+bool has_extended_tap(const Call& call);
+
+/// Half precision: many positions of the kernel in the padding, dilated filters, and with AMX filters that are packed
+/// wrong, or strides beyond the kernel.
+bool is_wrong_in_half_precision(const Call& call);
+
+}  // namespace nhwc::faults

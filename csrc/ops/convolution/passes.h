@@ -1,22 +1,16 @@
-// The passes of a convolution, each computed by who computes it right and fast: PyTorch, PyTorch in float32, or our
-// kernels.
+// The passes of a convolution: the result and the gradients, each computed by the fastest that is right. That is
+// PyTorch, PyTorch in float32, matrix products, or our kernels.
 #pragma once
 
 #include <array>
 #include <vector>
 
-#include "ops/convolution/call.h"
+#include "ops/convolution/choice.h"
 
 namespace nhwc {
 
-/// Returns whether our kernels compute the result, and each gradient that may be to come.
-bool is_by_kernels(const Call& call);
-
-/// Returns whether our kernels compute the result or a gradient that may be to come.
-bool is_by_kernels_in_part(const Call& call);
-
-/// Computes a convolution by its passes. PyTorch's are seen by whoever observes its operators.
-at::Tensor by_passes(const Call& call);
+/// Returns the convolution, by its way.
+at::Tensor convolution(const Call& call);
 
 /// Computes a convolution with all passes by our kernels.
 at::Tensor by_all_kernels(const Call& call);
@@ -26,3 +20,19 @@ at::Tensor by_all_kernels(const Call& call);
 std::vector<at::Tensor> composed_gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed);
 
 }  // namespace nhwc
+
+/// The passes by our kernels. Results are channels-last, in canonical strides. Of meta tensors, whose sizes may be
+/// symbolic, the results are only allocated.
+namespace nhwc::kernels {
+
+/// Returns the sizes of the result.
+at::SymDimVector output_sizes(const Call& call);
+
+/// Returns the result of a depthwise convolution or of one of few pixels.
+at::Tensor forward(const Call& call);
+
+/// Returns the needed gradients of the input, of the weight, in its layout, and of the bias; the others are undefined.
+/// That of the input is for what `forward` takes.
+std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed);
+
+}  // namespace nhwc::kernels

@@ -2,14 +2,19 @@
 // PyTorch's are slow on channels-last.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <array>
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
-#include "ops/convolution/ways.h"
+#include "ops/autograd_node.h"
+#include "ops/convolution/passes.h"
+#include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
@@ -98,14 +103,21 @@ Call of_any_kind(const at::Tensor& input, const at::Tensor& weight, const Option
   return make(input, weight, bias, stride, padding, dilation, groups);
 }
 
-/// Returns the name of the way that a convolution takes.
-std::string convolution_way(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                            at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
-                            c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
-  return way_of(of_any_kind(input, weight, bias, stride, padding, dilation, groups, output_padding)).name;
+/// Returns the name of the way that a convolution takes, what it is for, and whether compiled graphs go it, too.
+using Answer = std::tuple<std::string, std::string, bool>;
+
+Answer answer(const Call& call) {
+  const Way& way = *choose(call).way;
+  return {way.name, name_of(way.kind), way.in_graphs};
 }
 
-/// Computes a convolution in a compiled graph, which sees PyTorch's operators and those of opaque.h.
+Answer convolution_way(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                       at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
+                       c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
+  return answer(of_any_kind(input, weight, bias, stride, padding, dilation, groups, output_padding));
+}
+
+/// Computes a convolution in a compiled graph, which sees PyTorch's operators and those of our kernels.
 at::Tensor compiled(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
                     at::SymIntArrayRef stride, at::SymIntArrayRef padding, at::SymIntArrayRef dilation,
                     c10::SymInt groups, at::OptionalSymIntArrayRef output_padding) {
@@ -114,12 +126,12 @@ at::Tensor compiled(const at::Tensor& input, const at::Tensor& weight, const Opt
   return convolution(call);
 }
 
-std::string convolution_way_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
-                                    at::SymIntArrayRef stride, c10::string_view padding, at::SymIntArrayRef dilation,
-                                    c10::SymInt groups) {
+Answer convolution_way_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                               at::SymIntArrayRef stride, c10::string_view padding, at::SymIntArrayRef dilation,
+                               c10::SymInt groups) {
   const auto make = weight.dim() == 5 ? by_name<3> : by_name<2>;
   const auto call = make(input, weight, bias, stride, padding, dilation, groups);
-  return call ? way_of(*call).name : "unfit";
+  return call ? answer(*call) : Answer{"unfit", name_of(Kind::pytorchs), true};
 }
 
 at::Tensor compiled_by_name(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
@@ -127,6 +139,91 @@ at::Tensor compiled_by_name(const at::Tensor& input, const at::Tensor& weight, c
                             c10::SymInt groups) {
   const auto convolve = weight.dim() == 5 ? convolve_by_name<3, true> : convolve_by_name<2, true>;
   return convolve(input, weight, bias, stride, padding, dilation, std::move(groups));
+}
+
+// The passes of our kernels as operators, which compilers leave as they are.
+
+using SymInts = at::SymIntArrayRef;
+using Mask = std::array<bool, 3>;
+using ThreeGradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+Call call_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, SymInts stride,
+             SymInts padding, SymInts dilation, bool is_transposed, SymInts output_padding, const c10::SymInt& groups) {
+  const auto own = [](SymInts sizes) { return at::SymDimVector(sizes.begin(), sizes.end()); };
+  Call call = {input,        weight, bias, own(stride), own(padding), own(dilation), groups, own(output_padding),
+               is_transposed};
+  call.is_compiled = true;
+  return call;
+}
+
+/// Refuses what the kernels do not compute.
+void check_for_kernels(const char* name, const Call& call, const at::Tensor& grad, bool is_of_weight) {
+  const at::ScalarType type = call.input.scalar_type();
+  const bool is_number = type == at::kFloat || type == at::kDouble || call.is_half();
+  const auto fits = [&](const at::Tensor& each) {
+    return !each.defined() || (each.scalar_type() == type && each.device() == call.input.device());
+  };
+  TORCH_CHECK(
+      is_number && fits(call.input) && fits(call.weight) && fits(call.bias.value_or(at::Tensor())) && fits(grad), name,
+      ": the tensors must be on one device, and all of float, double, half or bfloat16");
+  TORCH_CHECK((call.axes() == 2 || call.axes() == 3) && static_cast<size_t>(call.input.dim()) == call.axes() + 2 &&
+                  call.is_accepted(),
+              name, ": the sizes of input ", call.input.sym_sizes(), " and weight ", call.weight.sym_sizes(),
+              " do not fit, or stride, padding, dilation or output padding have not a number for each axis");
+  TORCH_CHECK(is_of_weight || call.is_depthwise() || is_pointwise(call), name, ": the weight ", call.weight.sym_sizes(),
+              " of ", type, " must be depthwise or, but for double, have one tap and at most 4 inputs or outputs");
+  TORCH_CHECK(!grad.defined() || grad.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)), name,
+              ": the gradient has sizes ", grad.sym_sizes(), ", the output ",
+              at::SymIntArrayRef(kernels::output_sizes(call)));
+}
+
+at::Tensor by_kernels(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, SymInts stride,
+                      SymInts padding, SymInts dilation, bool transposed, SymInts output_padding, c10::SymInt groups) {
+  const Call call = call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+  check_for_kernels("nhwc::convolution_by_kernels", call, {}, /*is_of_weight=*/false);
+  return kernels::forward(call);
+}
+
+ThreeGradients by_kernels_backward(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                   SymInts stride, SymInts padding, SymInts dilation, bool transposed,
+                                   SymInts output_padding, c10::SymInt groups, Mask output_mask) {
+  const Call call = call_of(input, weight, {}, stride, padding, dilation, transposed, output_padding, groups);
+  check_for_kernels("nhwc::convolution_by_kernels_backward", call, grad, /*is_of_weight=*/!output_mask[0]);
+  auto [of_input, of_weight, of_bias] = kernels::gradients(call, grad, output_mask);
+  return {of_input, of_weight, of_bias};
+}
+
+const auto& backward_operator() {
+  static const auto op = ops_detail::find<decltype(by_kernels_backward)>("nhwc::convolution_by_kernels_backward");
+  return op;
+}
+
+at::Tensor by_kernels_autograd(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias,
+                               SymInts stride, SymInts padding, SymInts dilation, bool transposed,
+                               SymInts output_padding, c10::SymInt groups) {
+  const Call call = call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
+  check_for_kernels("nhwc::convolution_by_kernels", call, {}, /*is_of_weight=*/false);
+  return by_all_kernels(call);
+}
+
+ThreeGradients by_kernels_backward_autograd(c10::DispatchKeySet keys, const at::Tensor& grad, const at::Tensor& input,
+                                            const at::Tensor& weight, SymInts stride, SymInts padding, SymInts dilation,
+                                            bool transposed, SymInts output_padding, c10::SymInt groups,
+                                            Mask output_mask) {
+  const std::array<at::Tensor, 3> inputs = {grad, input, weight};
+  if (needs_gradient(inputs) || has_tangent(inputs)) {
+    const auto found = composed_gradients(
+        call_of(input, weight, {}, stride, padding, dilation, transposed, output_padding, groups), grad, output_mask);
+    return {found[0], found[1], found[2]};
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return backward_operator().redispatch(keys & c10::after_autograd_keyset, grad, input, weight, stride, padding,
+                                        dilation, transposed, output_padding, groups, output_mask);
+}
+
+void implement_kernels(torch::Library& m) {
+  m.impl("convolution_by_kernels", TORCH_FN(by_kernels));
+  m.impl("convolution_by_kernels_backward", TORCH_FN(by_kernels_backward));
 }
 
 /// Calls an operator in lower precision, as autocast does PyTorch's convolutions. The casts precede the views, whose
@@ -162,14 +259,21 @@ void register_all(torch::Library& m) {
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { register_all(m); }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { register_all(m); }
 
+TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement_kernels(m); }
+TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement_kernels(m); }
+TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {
+  m.impl("convolution_by_kernels", TORCH_FN(by_kernels_autograd));
+  m.impl("convolution_by_kernels_backward", TORCH_FN(by_kernels_backward_autograd));
+}
+
 TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
   using Sizes = at::SymIntArrayRef;
   using ByNumbers = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt>;
   using ByName = Lowered<at::Tensor, Sizes, c10::string_view, Sizes, c10::SymInt>;
   using Transposed = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, Sizes>;
   using Compiled = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
-  using Way = Lowered<std::string, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
-  using WayByName = Lowered<std::string, Sizes, c10::string_view, Sizes, c10::SymInt>;
+  using ItsWay = Lowered<Answer, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
+  using WayByName = Lowered<Answer, Sizes, c10::string_view, Sizes, c10::SymInt>;
   m.impl("conv2d", TORCH_FN((ByNumbers::call<convolve<2>>)));
   m.impl("conv2d.padding", TORCH_FN((ByName::call<convolve_by_name<2>>)));
   m.impl("conv3d", TORCH_FN((ByNumbers::call<convolve<3>>)));
@@ -178,7 +282,7 @@ TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
   m.impl("conv_transpose3d", TORCH_FN((Transposed::call<convolve_transposed<3>>)));
   m.impl("compiled_convolution", TORCH_FN((Compiled::call<compiled>)));
   m.impl("compiled_convolution.padding", TORCH_FN((ByName::call<compiled_by_name>)));
-  m.impl("convolution_way", TORCH_FN((Way::call<convolution_way>)));
+  m.impl("convolution_way", TORCH_FN((ItsWay::call<convolution_way>)));
   m.impl("convolution_way.padding", TORCH_FN((WayByName::call<convolution_way_by_name>)));
 }
 

@@ -1,0 +1,307 @@
+#include "ops/convolution/choice.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "cpu/dispatch.h"
+#include "cpu/pointwise_kernels.h"
+#include "layout/channels_last.h"
+#include "ops/composition.h"
+#include "ops/convolution/faults.h"
+
+namespace nhwc {
+namespace {
+
+// Inputs as they come.
+
+bool is_unfit(const Call& call) { return !call.is_on_cpu() || !call.is_accepted(); }
+
+bool is_one_sample(const Call& call) { return static_cast<size_t>(call.input.dim()) == call.axes() + 1; }
+
+/// Returns whether a contiguous volume meets a channels-last weight. Of 2D ones PyTorch itself takes the weight's
+/// format, of volumes only where oneDNN computes.
+bool is_volume_in_other_format(const Call& call) {
+  if (call.axes() != 3 || is_channels_last(call.input) || !is_channels_last(call.weight)) return false;
+  return !has_channels_last_strides(call.input);
+}
+
+/// Returns whether PyTorch's kernels may go by an odd stride, which weight gradients were wrong by.
+bool is_odd(const Call& call) { return has_odd_strides(call.input); }
+
+// Volumes.
+
+/// Returns whether PyTorch's settings require the same precision of matrix products and of convolutions.
+bool is_as_precise_as_products() {
+  const auto precision = [](at::Float32Op op) {
+    const at::Float32Precision set = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
+    return set == at::Float32Precision::NONE ? at::Float32Precision::IEEE : set;
+  };
+  return precision(at::Float32Op::MATMUL) == precision(at::Float32Op::CONV);
+}
+
+/// Returns whether a kernel has one tap in the plane. Kernels with more, or a stride there, gain nothing.
+bool has_one_tap_in_the_plane(const Call& call) {
+  if (call.axes() != 3 || call.is_transposed || !is_channels_last(call.input)) return false;
+  for (size_t index = 1; index < 3; ++index) {
+    if (call.weight.sym_size(index + 2) != 1 || call.padding[index] != 0 || call.stride[index] != 1) return false;
+  }
+  // With groups, only these cases were faster when measured.
+  const bool is_float = call.input.scalar_type() == at::kFloat;
+  return call.has_one_dtype() && (call.groups == 1 || (call.weight.sym_size(2) == 1 && is_float));
+}
+
+/// Returns whether a convolution is one matrix product over all voxels, which is faster than a convolution except for
+/// narrow types.
+bool is_linear(const Call& call) {
+  const bool is_wide = call.input.scalar_type() == at::kFloat || call.input.scalar_type() == at::kDouble;
+  return is_wide && !call.is_composed && has_one_tap_in_the_plane(call) && call.weight.sym_size(2) == 1 &&
+         call.stride[0] == 1 && call.padding[0] == 0 && call.groups == 1 && is_as_precise_as_products();
+}
+
+c10::SymInt positions_of(const Call& call) {
+  c10::SymInt positions = 1;
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
+    positions = positions * call.axis(from_last).positions;
+  }
+  return positions;
+}
+
+/// Returns whether a channels-last volume is one sample, and PyTorch would not give it to oneDNN, in float32 or in the
+/// float32 that half precision is computed in. Its rule, `ConvParams::use_mkldnn` in
+/// aten/src/ATen/native/Convolution.cpp, is made for the sizes of a 2D batch: of a 3D one it takes batch, channels,
+/// depth and height. What it leaves is computed by matrix products over copies of the input, which are slower. With
+/// groups, it leaves nothing. Graphs for any sizes have PyTorch's convolution: Inductor cannot order strides that are
+/// symbols, which the views here have.
+bool is_slow_sample(const Call& call, at::native::ConvBackend backend) {
+  const at::ScalarType type = call.input.scalar_type();
+  if (call.axes() != 3 || call.has_symbolic_sizes() || call.input.sym_size(0) != 1 || call.groups != 1 ||
+      !is_channels_last(call.input) || !at::globalContext().userEnabledMkldnn() || is_onednns(backend)) {
+    return false;
+  }
+  if (!call.is_half()) return type == at::kFloat;
+  Call wide = call;
+  wide.bias = {};
+  for (at::Tensor* each : {&wide.input, &wide.weight}) *each = without_memory(*each, at::kFloat);
+  return !is_onednns(wide.backend());
+}
+
+/// Returns whether a slow sample has so few positions that the copy of its windows is smaller than what oneDNN or
+/// PyTorch copies of the weight.
+bool has_few_positions(const Call& call) {
+  if (call.is_transposed || call.input.scalar_type() != at::kFloat) return false;
+  const c10::SymInt positions = positions_of(call), weights = call.weight.sym_numel();
+  const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);
+  return is_few && is_channels_last(call.weight) && is_as_precise_as_products();
+}
+
+/// Returns whether a slow sample can be cut into slabs, and gains: a convolution between any two positions, a
+/// transposed one where the outputs of its positions do not overlap. Where there are few positions, oneDNN spends its
+/// time on the weight.
+bool gains_from_slabs(const Call& call) {
+  const c10::SymInt positions = positions_of(call);
+  const int64_t from_last = rewrites::axis_of_slabs(call);
+  const Axis axis = call.axis(from_last);
+  if (axis.positions < rewrites::slabs || positions * call.weight.sym_numel() < 2'000'000) return false;
+  if (!call.is_transposed) return positions >= 64;
+  const bool is_apart = axis.reach + 1 == axis.stride && axis.padding == 0 && call.output_padding[3 - from_last] == 0;
+  return from_last == 3 && is_apart && positions >= 512;
+}
+
+// What our kernels compute.
+
+/// What the rules look at: of a transposed convolution, that from its output to its input.
+struct Sizes {
+  bool is_3d, is_strided = false, is_dilated = false;
+  int64_t inputs, outputs;     // of a group
+  int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
+  int64_t positions;           // of the whole batch
+
+  explicit Sizes(const Call& call);
+};
+
+Sizes::Sizes(const Call& call)
+    : is_3d(call.axes() == 3),
+      inputs(call.weight.size(1)),
+      outputs(call.weight.size(0) / call.groups.expect_int()),
+      shortest(call.weight.size(-1)),
+      positions(call.input.size(0)) {
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
+    const Axis axis = call.axis(from_last);
+    const int64_t kernel = call.weight.size(-from_last);
+    is_strided = is_strided || axis.stride > 1;
+    is_dilated = is_dilated || call.dilation[call.axes() - from_last] > 1;
+    taps *= kernel;
+    shortest = std::min(shortest, kernel);
+    positions *= axis.positions.expect_int();
+  }
+}
+
+/// What PyTorch computes with.
+enum class Arithmetic {
+  below_avx512,  // always in float32
+  avx512,        // in float32
+  halves,        // in the half precision of AVX-512
+};
+
+// The rules. Their evidence is `bench_convolutions.py`, and grids of some 200 shapes around its layers: one thread of a
+// Zen 4 and of a Xeon with AMX, as they are and held to AVX2. Where PyTorch is about as fast, it stays.
+
+/// oneDNN's depthwise gradients reach a tenth of what its forward does. A transposed convolution is the gradient of the
+/// input, and its own is a convolution.
+KernelPasses of_depthwise(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
+  const bool is_large = sizes.shortest > 3, is_half = arithmetic == Arithmetic::halves;
+  const bool smaller = is_large && !sizes.is_strided && arithmetic == Arithmetic::below_avx512;
+  const bool larger = sizes.is_3d || (is_half ? sizes.is_strided : is_large && !sizes.is_strided);
+  const bool weight = sizes.is_3d || is_large;
+  return call.is_transposed ? KernelPasses{larger, smaller, weight} : KernelPasses{smaller, larger, weight};
+}
+
+/// Of few channels in a group, oneDNN fills a part of its registers.
+bool gains_grouped_weight_gradient(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
+  if (call.is_transposed) return false;
+  if (arithmetic == Arithmetic::halves) return sizes.inputs <= 4;
+  const bool has_avx512 = arithmetic == Arithmetic::avx512;
+  return sizes.is_strided ? !has_avx512 && sizes.inputs > 8 && sizes.inputs != 16
+                          : sizes.inputs >= 4 && (sizes.inputs <= 8 || !has_avx512);
+}
+
+/// Below AVX-512 oneDNN's dense weight gradient reaches a half of its forward. With it, it is slow where it transposes
+/// the weight for few positions, and where registers are not filled.
+bool gains_dense_weight_gradient(const Sizes& sizes, Arithmetic arithmetic) {
+  if (sizes.taps == 1) return false;  // one matrix product
+  if (arithmetic == Arithmetic::below_avx512) return sizes.inputs >= (sizes.is_3d ? 8 : 4);
+  const bool is_half = arithmetic == Arithmetic::halves;
+  if (sizes.inputs < 16) return false;
+  if (sizes.outputs <= (is_half ? 4 : 8)) return true;
+  if (sizes.shortest < 3) return false;
+  if (sizes.is_3d) return sizes.positions <= 128 && sizes.inputs >= (is_half ? 256 : 128);
+  if (is_half) return false;
+  return sizes.positions <= 512 || (sizes.is_strided && !sizes.is_dilated && sizes.inputs >= 32) ||
+         (sizes.inputs < 64 && sizes.inputs % 16 != 0);
+}
+
+/// Returns whether the instruction sets are those that the rules were measured with.
+bool is_measured() {
+  static const bool is = onednn_isa() != OnednnIsa::unknown && cpu::capability().starts_with("avx");
+  return is;
+}
+
+/// Returns the passes that our kernels compute, of tensors that they take.
+KernelPasses passes_of_kernels(const Call& call, bool in_float32, bool is_mended) {
+  const at::ScalarType type = call.input.scalar_type();
+  if ((type != at::kFloat && !call.is_half()) || !call.has_one_dtype()) return {};
+  if (call.is_composed || call.has_symbolic_sizes() || !is_channels_last(call.input)) return {};
+  // Our kernels need none of the ways around faults.
+  if (call.is_depthwise() && (is_mended || in_float32)) return {true, true, true};
+  if (is_mended || !is_measured()) return {};
+  const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
+                                : in_float32 || type == at::kFloat      ? Arithmetic::avx512
+                                                                        : Arithmetic::halves;
+  const Sizes sizes(call);
+  if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
+  if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
+  if (sizes.positions >= 1024 && is_pointwise(call)) {  // for fewer, calls take longer than products
+    const bool gains = std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves;
+    return {gains, gains, true};
+  }
+  return {false, false, gains_dense_weight_gradient(sizes, arithmetic)};
+}
+
+// What remains.
+
+/// Returns whether PyTorch's result of a channels-last input is not.
+bool loses_format(const Call& call, at::native::ConvBackend backend) {
+  const at::MemoryFormat format = call.axes() == 3 ? at::MemoryFormat::ChannelsLast3d : at::MemoryFormat::ChannelsLast;
+  return call.input.is_complex() ||
+         at::native::_determine_backend_memory_format(call.input, call.weight, backend) != format;
+}
+
+// The table, in its order.
+
+constexpr bool in_graphs = true, in_eager_mode = false;
+
+const Way as_it_comes[] = {
+    {"unfit", Kind::pytorchs, in_graphs, is_unfit, rewrites::restored},
+    {"batched", Kind::faster, in_graphs, is_one_sample, rewrites::as_batch},
+    {"formatted", Kind::faster, in_graphs, is_volume_in_other_format, rewrites::formatted},
+    {"restrided", Kind::mended, in_graphs, is_odd, rewrites::restrided},
+};
+const Way kernels = {"kernels", Kind::ours, in_graphs};
+const Way mended[] = {
+    {"narrowed", Kind::mended, in_graphs, faults::has_one_column, rewrites::narrowed},
+    {"trimmed", Kind::mended, in_graphs, faults::has_depth_under_no_tap, rewrites::trimmed},
+    {"padded", Kind::mended, in_graphs, faults::has_small_input, rewrites::padded_before},
+    {"sliced", Kind::mended, in_graphs, faults::has_strided_tap, rewrites::sliced},
+    {"widened", Kind::mended, in_graphs, faults::has_one_transposed_column, rewrites::widened},
+    {"extended", Kind::mended, in_graphs, faults::has_extended_tap, rewrites::extended},
+    {"cut", Kind::mended, in_graphs, faults::has_small_output, rewrites::cut},
+};
+const Way linear = {"linear", Kind::faster, in_eager_mode};
+const Way along_depth = {"along_depth", Kind::faster, in_eager_mode, has_one_tap_in_the_plane, rewrites::along_depth};
+const Way of_slow_samples[] = {
+    {"gathered", Kind::faster, in_graphs, has_few_positions, rewrites::gathered},
+    {"slabs", Kind::faster, in_graphs, gains_from_slabs, rewrites::in_slabs},
+};
+const Way kernels_in_part = {"kernels_in_part", Kind::ours, in_graphs};
+const Way float32 = {"float32", Kind::mended, in_graphs};
+const Way restored = {"restored", Kind::pytorchs, in_eager_mode, nullptr, rewrites::restored};
+const Way pytorch = {"pytorch", Kind::pytorchs, in_eager_mode, nullptr, rewrites::as_it_is};
+
+template <size_t count>
+const Way* first(const Way (&ways)[count], const Call& call) {
+  const auto* found = std::find_if(ways, ways + count, [&](const Way& way) { return way.applies(call); });
+  return found == ways + count ? nullptr : found;
+}
+
+}  // namespace
+
+Choice choose(const Call& call) {
+  if (const Way* way = first(as_it_comes, call)) return {way};
+  std::optional<at::native::ConvBackend> answer;
+  const auto backend = [&] { return answer ? *answer : answer.emplace(call.backend()); };
+
+  // What oneDNN does not take in half precision PyTorch computes many times slower than in float32.
+  const bool in_float32 =
+      call.is_half() && call.has_one_dtype() && (!is_onednns(backend()) || faults::is_wrong_in_half_precision(call));
+  const Others others = in_float32 ? Others::pytorch_in_float32 : Others::pytorch;
+  const Way* mending = first(mended, call);
+  const KernelPasses ours = passes_of_kernels(call, in_float32, mending != nullptr);
+  const bool of_input = has_gradient_to_come(call.input), of_weight = has_gradient_to_come(call.weight);
+
+  const bool are_all_ours = ours.forward && (ours.input_gradient || !of_input) && (ours.weight_gradient || !of_weight);
+  if (are_all_ours) return {&kernels, ours, others};
+  if (mending) return {mending};
+  if (is_linear(call)) return {&linear, {}, Others::products};
+  if (has_one_tap_in_the_plane(call)) return {&along_depth};
+  if (call.axes() == 3 && is_slow_sample(call, backend())) {
+    if (const Way* way = first(of_slow_samples, call)) return {way};
+  }
+  const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
+  if (is_one_ours) return {&kernels_in_part, ours, others};
+  if (in_float32) return {&float32, {}, others};
+  if (is_channels_last(call.input) && loses_format(call, backend())) return {&restored};
+  return {&pytorch};
+}
+
+const char* name_of(Kind kind) {
+  switch (kind) {
+    case Kind::pytorchs: return "pytorchs";
+    case Kind::faster: return "faster";
+    case Kind::mended: return "mended";
+    default: return "ours";
+  }
+}
+
+bool is_pointwise(const Call& call) {
+  if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return false;
+  for (size_t index = 0; index < call.axes(); ++index) {
+    if (call.weight.sym_size(static_cast<int64_t>(index) + 2) != 1 || call.stride[index] != 1) return false;
+    if (call.padding[index] != 0 || call.output_padding[index] != 0) return false;
+  }
+  const c10::SymInt &outputs = call.weight.sym_size(0), &inputs = call.weight.sym_size(1);
+  return outputs.min(inputs) <= cpu::most_few && outputs.max(inputs) <= cpu::most_pointwise_channels;
+}
+
+}  // namespace nhwc

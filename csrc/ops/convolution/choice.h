@@ -1,0 +1,53 @@
+// How a convolution is computed: the table of ways, and the rules that choose one. Each rule is asked once a call.
+//
+// Only shapes, strides, dtypes, gradients to come and the machine are looked at, never the numbers.
+#pragma once
+
+#include "ops/convolution/call.h"
+#include "ops/convolution/rewrites.h"
+
+namespace nhwc {
+
+/// What a way is for.
+enum class Kind {
+  pytorchs,  // PyTorch's own result, at most in another format
+  faster,    // PyTorch's result is as right, and slower or in another format
+  mended,    // PyTorch's result or a gradient is wrong
+  ours,      // our kernels or products compute a pass
+};
+
+const char* name_of(Kind kind);
+
+/// A row of the table.
+struct Way {
+  const char* name;
+  Kind kind;
+  bool in_graphs;  // or PyTorch's convolution is in compiled graphs, where Inductor chooses layouts
+  /// Says whether a call goes this way, if no earlier row applies. Null where `choose` itself says so.
+  bool (*applies)(const Call& call) = nullptr;
+  /// Changes the call and asks again. Null where the call is computed by its passes.
+  at::Tensor (*rewrite)(const Call& call, Convolution convolution) = nullptr;
+};
+
+/// For each pass, whether our kernels compute it. The gradient of the bias comes with the weight's.
+struct KernelPasses {
+  bool forward = false, input_gradient = false, weight_gradient = false;
+};
+
+/// Who computes the other passes.
+enum class Others { pytorch, pytorch_in_float32, products };
+
+/// How a call is computed.
+struct Choice {
+  const Way* way;
+  KernelPasses kernels = {};
+  Others others = Others::pytorch;
+};
+
+/// Returns the first way that applies.
+Choice choose(const Call& call);
+
+/// Returns whether our kernels compute a convolution with one tap and few inputs or outputs: products of pixels.
+bool is_pointwise(const Call& call);
+
+}  // namespace nhwc
