@@ -635,7 +635,6 @@ _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
-@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _is_plain(kind: type) -> bool:
     """Return whether operators take tensors of a class, or `None`, as they take plain tensors.
 
@@ -657,7 +656,7 @@ def _is_pytorch_s(*tensors: Any) -> bool:
 
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:
     """Return whether a call with plain subclasses has passed their `__torch_function__`, or they have none."""
-    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)  # type: ignore[arg-type]
+    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)
 
 
 def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -108,10 +107,9 @@ _RANKS: dict[type, int] = {layer: rank for rank, layers in LAYERS.items() for la
 
 def is_layer(module: nn.Module) -> bool:
     """Return whether a module is a convolution layer or derived from one, and neither quantized nor scripted."""
-    return _kind_of(type(module))[0] == "layer"  # type: ignore[arg-type]
+    return _kind_of(type(module))[0] == "layer"
 
 
-@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _kind_of(module_type: type) -> tuple[str, int]:
     """Return the family of a class (empty for most) and the rank of its weight."""
     # This does not use issubclass: quantized layers have an abstract base, which would try all of its subclasses.
@@ -177,7 +175,7 @@ class _LayerKind(NamedTuple):
 
 def _layer_kind(module: nn.Module) -> _LayerKind:
     layer_type = _later_class(module) or type(module)
-    family = _kind_of(type(module))  # type: ignore[arg-type]
+    family = _kind_of(type(module))
     replacement = None if family[0] == "scripted" else replacement_for(layer_type)
     if replacement is None:
         return _LayerKind(*family, None)
