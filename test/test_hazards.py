@@ -939,3 +939,33 @@ def test_h56_inductor_takes_a_view_of_an_orthogonal_weights_original():
     nhwc.convert_(model, each_forward=True, strict=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model)(x), expected)
+
+
+class ReluOfFlat(nn.Module):
+    """Rectifies a view of an activation, and with it the activation, which is read afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.convolution(x)
+        return self.relu(y.flatten(1)).mean() + y.mean()
+
+
+@pytest.mark.parametrize("convert", [nhwc.convert_, lambda model: model.to(memory_format=CL)], ids=["ours", "stock"])
+def test_h78_an_activation_in_place_on_a_reshape_that_copies_is_found(convert):
+    torch.manual_seed(0)
+    model, x = ReluOfFlat(), torch.randn(2, 3, 8, 8)
+    reference = copy.deepcopy(model)
+    convert(model)
+    images = x.to(memory_format=CL)
+    assert not torch.allclose(model(images), reference(x), atol=0.01)
+    verification = nhwc.verify(model, reference, images)
+    assert not verification.ok
+    assert "the model itself" in str(verification)
+    with nhwc.trace(model) as trace:
+        model(images)
+    (loss,) = trace.losses
+    assert (loss.path, loss.operator) == ("", "aten::clone")
+    assert "relu_ writes to the copy" in loss.advice

@@ -158,7 +158,7 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if next(tensors_in(value), None) is None:
         return value
     if not tree_is_leaf(value):
-        children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
+        children, spec = tree_flatten(value, is_leaf=_is_inside(value))
         return spec.unflatten([_map(child, function) for child in children])
     other = copy.copy(value)
     for key, child in _fields_of(value):
@@ -174,12 +174,21 @@ def _children_of(value: Any) -> list[tuple[str, Any]]:
     if tree_is_leaf(value):
         return [(f".{key}", child) for key, child in _fields_of(value)]
     try:
-        pairs, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
+        pairs, _ = tree_flatten_with_path(value, is_leaf=_is_inside(value))
     except ValueError:  # a registered class without names for its children, such as the outputs of diffusers' models
-        children, _ = tree_flatten(value, is_leaf=lambda node: node is not value)
+        children, _ = tree_flatten(value, is_leaf=_is_inside(value))
         keys = list(value) if isinstance(value, Mapping) and len(value) == len(children) else range(len(children))
         return [(f".{key}", child) for key, child in zip(keys, children)]
     return [(_text_of(path[0]), child) for path, child in pairs]
+
+
+def _is_inside(container: Any) -> Callable[[Any], bool]:
+    """Return a function that says of a node if it is another one than a container.
+
+    PyTorch keeps the function until the garbage is collected, so that it does not hold the container.
+    """
+    key = id(container)
+    return lambda node: id(node) != key
 
 
 def _fields_of(value: Any) -> list[tuple[Any, Any]]:
