@@ -29,6 +29,8 @@ CALLS = {
     "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
     "max_unpool3d": [((PLACES, 2), VOLUME), ((PLACES, 2, (2, 3, 2), (0, 1, 0), (8, 12, 14)), VOLUME)],
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
+    "pixel_shuffle": [((2,), (2, 6, 8, 5, 7)), ((1,), VOLUME), ((2,), (2, 8, 5, 7))],
+    "pixel_unshuffle": [((2,), (2, 6, 3, 4, 6)), ((3,), (2, 4, 6, 9))],
     "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
 }
 EACH = [(name, *call) for name in CALLS for call in CALLS[name]]

@@ -50,6 +50,8 @@ __all__ = [
     "log_softmax",
     "max_unpool3d",
     "pad",
+    "pixel_shuffle",
+    "pixel_unshuffle",
     "softmax",
 ]
 
@@ -396,6 +398,66 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
     return torch.ops.nhwc.pad_circular(input, pad)
 
 
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    """Stand in for `torch.nn.functional.pixel_shuffle`, which raises for channels-last volumes.
+
+    As in PyTorch, the last three dimensions are channels, height and width. In a volume these are the depth, whose
+    planes are split, and the plane.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 3, 3).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.pixel_shuffle(x, 2).stride()
+        (288, 1, 288, 48, 8)
+    """
+    factor = upscale_factor
+    if not is_scripting():
+        if type(factor) is not int or not isinstance(input, Tensor) or _keeps_its_class(input):
+            return _pass_on("pixel_shuffle", input, factor)
+    if input.dim() != 5 or factor < 1 or input.size(2) % (factor * factor) != 0:
+        return F.pixel_shuffle(input, factor)
+    depth, height, width = input.size(2) // (factor * factor), input.size(3), input.size(4)
+    parts = [depth, factor, factor, height, width]
+    return _move_pixels(input, parts, [0, 3, 1, 4, 2], [depth, height * factor, width * factor])
+
+
+def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    """Stand in for `torch.nn.functional.pixel_unshuffle`, as `pixel_shuffle` for its function.
+
+    Example:
+        >>> x = torch.randn(2, 8, 1, 6, 6).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.pixel_unshuffle(x, 2).stride()
+        (288, 1, 72, 24, 8)
+    """
+    factor = downscale_factor
+    if not is_scripting():
+        if type(factor) is not int or not isinstance(input, Tensor) or _keeps_its_class(input):
+            return _pass_on("pixel_unshuffle", input, factor)
+    is_volume = input.dim() == 5 and input.numel() > 0
+    if not is_volume or factor < 1 or input.size(3) % factor != 0 or input.size(4) % factor != 0:
+        return F.pixel_unshuffle(input, factor)
+    depth, height, width = input.size(2), input.size(3) // factor, input.size(4) // factor
+    parts = [depth, height, factor, width, factor]
+    return _move_pixels(input, parts, [0, 2, 4, 1, 3], [depth * factor * factor, height, width])
+
+
+def _move_pixels(input: Tensor, parts: list[int], order: list[int], merged: list[int]) -> Tensor:
+    """Split depth, height and width of a volume into parts, put these in order, and merge them to three again."""
+    samples, channels = [input.size(0)], [input.size(1)]
+    is_last = _is_channels_last(input)
+    rows = input.permute(0, 2, 3, 4, 1) if is_last else input
+    before = samples if is_last else samples + channels
+    after = channels if is_last else channels[:0]
+    count = len(before)
+    around = [count + at for at in order]
+    dims = [at for at in range(count)] + around + [count + len(parts) + at for at in range(len(after))]
+    moved = rows.reshape(before + parts + after).permute(dims).clone(memory_format=torch.contiguous_format)
+    # The result is no view: an activation in place may follow.
+    result: Tensor = torch.ops.aten._unsafe_view(moved, before + merged + after)
+    if is_last:
+        result = torch.ops.aten._unsafe_view(result.permute(0, 4, 1, 2, 3), samples + channels + merged)
+    return result
+
+
 def conv2d(
     input: Tensor,
     weight: Tensor,
@@ -652,6 +714,11 @@ def is_exported() -> bool:
 def _is_pytorch_s(*tensors: Any) -> bool:
     """Return whether a call is not ours: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
     return is_exported() or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
+
+
+def _keeps_its_class(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a plain subclass whose `__torch_function__` the call has not passed yet."""
+    return type(tensor) not in _TENSORS and _is_plain(type(tensor)) and has_torch_function((tensor,))
 
 
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:

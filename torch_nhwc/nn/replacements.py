@@ -194,6 +194,20 @@ class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
     forward = PreservingCircularPad2d.forward
 
 
+class PreservingPixelShuffle(Preserving, nn.PixelShuffle):
+    """`PixelShuffle` that takes volumes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pixel_shuffle(input, self.upscale_factor)
+
+
+class PreservingPixelUnshuffle(Preserving, nn.PixelUnshuffle):
+    """`PixelUnshuffle` that takes volumes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pixel_unshuffle(input, self.downscale_factor)
+
+
 def _one_channel_in_format(input: Tensor) -> Tensor:
     """Return an input of one channel, which is in both formats at once, with the strides of channels-last.
 
@@ -330,6 +344,7 @@ _GROUP_NORM = "accurate, whatever the means are, and fast, above all backward"
 _INSTANCE_NORM = "in the format and fast, and its gradient is right for a batch of 1"
 _FORMAT = "in the format, forward and backward, and fast"
 _FAST = "fast, forward and backward"
+_VOLUMES = "able to take volumes, too"
 _FORWARD = "in the format and fast, forward"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
@@ -348,6 +363,8 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, _FORWARD),
     nn.CircularPad2d: Replacement(PreservingCircularPad2d, _FORWARD),
     nn.CircularPad3d: Replacement(PreservingCircularPad3d, _FORWARD),
+    nn.PixelShuffle: Replacement(PreservingPixelShuffle, _VOLUMES),
+    nn.PixelUnshuffle: Replacement(PreservingPixelUnshuffle, _VOLUMES),
     nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION),
     nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),

@@ -87,9 +87,10 @@ def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
     return tuple(sorted({site.rank for site in sites}))
 
 
-_NORMS: dict[Reason, tuple[type, ...]] = {
+_FAULTY: dict[Reason, tuple[type, ...]] = {
     Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
     Reason.GROUP_NORM: (nn.GroupNorm,),
+    Reason.PIXEL_SHUFFLE: (nn.PixelShuffle, nn.PixelUnshuffle),
 }
 
 
@@ -100,7 +101,7 @@ def remarks_on(
     remarks = []
     each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
     if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
-        remarks += [reason.value for reason in _losing_norms(found, options, layers)]
+        remarks += [reason.value for reason in _faults_of_kept_layers(found, options, layers)]
     is_saved_as_it_is = state_dict_hook_key(found.model) is None
     if has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
         remarks.append(Reason.BROADCAST.value)
@@ -144,12 +145,14 @@ def _may_train(site: Site) -> bool:
     return site.tensor is None or (site.tensor.requires_grad and site.tensor.device.type in MEASURED_DEVICES)
 
 
-def _losing_norms(found: Found, options: Options, layers: _Layers) -> list[Reason]:
-    """Return why norms that stay as they are will go wrong."""
+def _faults_of_kept_layers(found: Found, options: Options, layers: _Layers) -> list[Reason]:
+    """Return why layers other than convolutions that stay as they are will go wrong."""
     kept = {type(layer.module) for layer, row in layers if row.action is Action.KEEP}
     types: set[Any] = kept if options.preserve else found.module_types
     types = {each for each in types if not is_preserving(each)}
-    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
+    reasons = [reason for reason, faulty in _FAULTY.items() if any(issubclass(each, faulty) for each in types)]
+    has_volumes = any(site.rank == 5 for site in found.sites)
+    return [reason for reason in reasons if has_volumes or reason is not Reason.PIXEL_SHUFFLE]
 
 
 def has_ranks() -> bool:
