@@ -31,7 +31,6 @@ CALLS = {
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
     "pixel_shuffle": [((2,), (2, 6, 8, 5, 7)), ((1,), VOLUME), ((2,), (2, 8, 5, 7))],
     "pixel_unshuffle": [((2,), (2, 6, 3, 4, 6)), ((3,), (2, 4, 6, 9))],
-    "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
 }
 EACH = [(name, *call) for name in CALLS for call in CALLS[name]]
 
@@ -218,9 +217,6 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         lambda f: f.pad(channels_last, (1, 1, 1, 1), "reflect"),
         lambda f: f.pad(channels_last, (1, 1, 1, 1), "constant", 3.0),
         lambda f: f.pad(line, (1, 1), "circular"),
-        lambda f: f.interpolate(channels_last, scale_factor=2),
-        lambda f: f.interpolate(channels_last, scale_factor=2, mode="bilinear", align_corners=True),
-        lambda f: f.interpolate(line, 7),
         lambda f: f.gelu(line),
         lambda f: f.group_norm(line, 2),
         lambda f: f.group_norm(line[..., 0], 2),
@@ -288,8 +284,11 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),
-        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3)),
-        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), scale_factor=2, align_corners=True),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 3, 3, 3), 2),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 0),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 2.0),
+        lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 3), 2),
+        lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 4), -1),
     ],
 )
 def test_errors_are_of_pytorch_s_types(call, monkeypatch):

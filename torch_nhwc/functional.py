@@ -2,8 +2,8 @@
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
 function, and so does every call while a compiler traces, which then fuses as usual, except for convolutions. Subclasses
-of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
-`interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
+of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles them,
+since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
 from functools import lru_cache, wraps
@@ -46,7 +46,6 @@ __all__ = [
     "gelu",
     "group_norm",
     "instance_norm",
-    "interpolate",
     "log_softmax",
     "max_unpool3d",
     "pad",
@@ -661,33 +660,6 @@ def _in_one_order(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
 def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
     """Return a convolution's options with a list for each single number, except for the groups."""
     return tuple([[each] * axes if type(each) is int and at != _GROUPS else each for at, each in enumerate(options)])
-
-
-def interpolate(
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Tensor:
-    """Stand in for `torch.nn.functional.interpolate`, in 3D and for the nearest modes; the others are PyTorch's.
-
-    Example:
-        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
-        >>> torch_nhwc.functional.interpolate(x, scale_factor=2).stride()
-        (4096, 1, 512, 64, 8)
-    """
-    is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
-    if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
-        exact = mode == "nearest-exact"
-        if scale_factor is None and _are_sizes(size):
-            return torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact)
-        if size is None and (type(scale_factor) is float or _are_sizes(scale_factor, kinds=_NUMBER)):
-            factors = [float(each) for each in _as_many(scale_factor, 3)]
-            return torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact)
-    return _pass_on("interpolate", input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
 
 
 _LISTS = (tuple, list, torch.Size)

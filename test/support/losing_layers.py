@@ -42,8 +42,6 @@ LAYERS = {
     "one_tap_in_the_plane": (lambda: nn.Conv3d(6, 4, (3, 1, 1), (2, 1, 1), (1, 0, 0)), (2, 6, 4, 5, 7)),
     "transposed": (lambda: nn.ConvTranspose2d(6, 4, (5, 3), (2, 3), (2, 1), (1, 2), groups=2), (2, 6, 4, 3)),
     "transposed_3d": (lambda: nn.ConvTranspose3d(6, 4, 3, 2, 1), (1, 6, 3, 4, 3)),
-    "upsample": (lambda: nn.Upsample(scale_factor=(2, 1, 1.5)), (2, 6, 4, 5, 7)),
-    "upsample_exact": (lambda: nn.Upsample(size=(3, 8, 9), mode="nearest-exact"), (2, 6, 4, 5, 7)),
 }
 
 

@@ -16,8 +16,6 @@ CALLS = {
     "adaptive_avg_pool3d": (VOLUME, lambda of, x: of.adaptive_avg_pool3d(x, 3)),
     "adaptive_max_pool3d": (VOLUME, lambda of, x: of.adaptive_max_pool3d(x, 3)),
     "max_unpool3d": (VOLUME, lambda of, x: of.max_unpool3d(x, PLACES, 2)),
-    "interpolate": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2)),
-    "interpolate, exact": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2, mode="nearest-exact")),
     "softmax": (IMAGE, lambda of, x: of.softmax(x, 1)),
     "softmax, 3D": (VOLUME, lambda of, x: of.softmax(x, -4)),
     "log_softmax": (IMAGE, lambda of, x: of.log_softmax(x, -3)),
@@ -30,7 +28,6 @@ CALLS = {
 
 # PyTorch's own operator runs inside of ours and loses; ours restores the format.
 RESTORED = {
-    *("aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward"),
     *("aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data"),
 }
 
@@ -64,6 +61,24 @@ def test_our_functions_keep_what_those_of_pytorch_lose(case):
 )
 def test_there_is_no_advice_where_nothing_is_known_to_help(call):
     assert {loss.advice for loss in losses(call, IMAGE)} == {None}
+
+
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_upsampling_of_volumes_loses_backward_and_is_right(mode):
+    def upsampled(x):
+        return F.interpolate(x, scale_factor=(2, 1, 1.5), mode=mode)
+
+    (loss,) = losses(upsampled, VOLUME)
+    assert (loss.phase, loss.advice) == ("backward", None)
+    assert loss.operator.endswith("3d_backward")
+    x = torch.randn(VOLUME).requires_grad_()
+    expected, output = upsampled(x), upsampled(channels_last(x))
+    assert torch.equal(output, expected)
+    gradient = torch.rand_like(expected)
+    results = [
+        torch.autograd.grad(y, x, given) for y, given in ((expected, gradient), (output, channels_last(gradient)))
+    ]
+    torch.testing.assert_close(*results)
 
 
 def test_a_reshape_that_copies_is_unavoidable():

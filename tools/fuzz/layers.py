@@ -155,12 +155,6 @@ def _pixel_shuffle(random: Random, layer_type: type) -> Drawn:
     return {"downscale_factor": factor}, shape
 
 
-def _upsample(random: Random, layer_type: type) -> Drawn:
-    factors = random.choice((2, 1.5, (2, 1, 1.7), (0.5, 3, 1)))
-    size = {"size": tuple(_sizes(random, 3))} if _flag(random) else {"scale_factor": factors}
-    return size | {"mode": random.choice(("nearest", "nearest-exact"))}, _shape(random, _channels(random), 3, 2)
-
-
 # For each class of the table, what draws its arguments and its input's shape.
 GENERATORS: dict[type[nn.Module], Callable[[Random, type], Drawn]] = {
     nn.GroupNorm: _group_norm,
@@ -185,7 +179,6 @@ GENERATORS: dict[type[nn.Module], Callable[[Random, type], Drawn]] = {
     nn.Conv3d: _convolution,
     nn.ConvTranspose2d: _convolution,
     nn.ConvTranspose3d: _convolution,
-    nn.Upsample: _upsample,
 }
 
 

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
@@ -275,29 +274,6 @@ class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
         )
 
 
-class PreservingUpsample(Preserving, nn.Upsample):
-    """`Upsample` to the nearest, in 3D, whose gradient keeps the format."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if is_scripting():  # `functional.interpolate` looks at the types of its arguments, which TorchScript cannot
-            return F.interpolate(
-                input,
-                self.size,
-                self.scale_factor,
-                self.mode,
-                self.align_corners,
-                recompute_scale_factor=self.recompute_scale_factor,
-            )
-        return functional.interpolate(
-            input,
-            self.size,
-            self.scale_factor,
-            self.mode,
-            self.align_corners,
-            recompute_scale_factor=self.recompute_scale_factor,
-        )
-
-
 def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
 
@@ -315,16 +291,6 @@ def loses_gradient(layer: Any) -> bool:
     return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
 
 
-def _is_nearest(layer: Any) -> bool:
-    # A subclass may lack the attributes of its base.
-    return getattr(layer, "mode", None) in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
-
-
-def always(layer: Any) -> bool:
-    """Return true: the layers of a class all lose something, or are all served."""
-    return True
-
-
 class Replacement(NamedTuple):
     """A row of the table."""
 
@@ -332,9 +298,7 @@ class Replacement(NamedTuple):
     """The class that replaces the layer's."""
     gains: str
     """The end of a sentence on the replacement that begins with "it is"."""
-    concerns: Callable[[Any], bool] = always
-    """Says of a layer if it loses anything; if not, it has no row in a plan."""
-    serves: Callable[[Any], bool] = always
+    serves: Callable[[Any], bool] = lambda layer: True
     """Says of a layer if the replacement takes its arguments."""
 
 
@@ -369,18 +333,13 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),
     nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
-    nn.Upsample: Replacement(PreservingUpsample, "in the format backward", _is_nearest),
 }
-
-# The names of the classes of which every layer is replaced.
-ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is always)
 
 
 # Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
 # Left out, since their own forward replaces the one that is overridden, or calls it with other activations:
 # - monai: MaisiGroupNorm3D computes its statistics itself.
-# - diffusers: WanUpsample, QwenImageUpsample and QwenImage21Upsample are 2D; MiniMaxH3VideoGroupNorm makes each frame
-#   contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
+# - diffusers: MiniMaxH3VideoGroupNorm makes each frame contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
 # - transformers: Emu3VQVAEGroupNorm and BitGroupNormActivation call the function; PeVideoMaskedGroupNorm and those of
 #   its kind take a mask, and sequences.
 _DIFFUSERS = "diffusers.models.autoencoders.autoencoder_"

@@ -8,7 +8,7 @@ from torch import nn
 
 from torch_nhwc.layout import CHANNELS_LAST, Format, is_permuted
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving
+from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites.finding import MEASURED_DEVICES, is_layer
@@ -129,7 +129,7 @@ def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Itera
             yield Reason.WRONG_GRADIENTS
     elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         names = {getattr(module, "original_name", "") for module in found.model.modules()}
-        if not names.isdisjoint(ALWAYS_REPLACED):
+        if not names.isdisjoint(each.__name__ for each in REPLACEMENTS):
             yield Reason.SCRIPTED_LAYERS
 
 

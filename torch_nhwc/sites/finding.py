@@ -60,7 +60,7 @@ def walk_layers(model: nn.Module) -> Found:
         kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
         family, rank = kind.family, kind.rank
         if kind.replacement is not None:
-            layers += _replaceable(path, module, kind, wrapped)
+            layers.append(_replaceable(path, module, kind, wrapped))
         if not family:
             continue
         if family == "layer":
@@ -191,16 +191,12 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
     return _LayerKind(*family, replacement, original.__name__, reason)
 
 
-def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> list[ReplaceableLayer]:
-    """Return a layer if it loses anything, as a list."""
+def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> ReplaceableLayer:
     replacement: Any = kind.replacement
     reason = kind.reason
-    # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
     if reason is not Reason.EXCHANGED:
-        if not replacement.concerns(module):
-            return []
         reason = wrapped or reason or _reason_of(module, replacement)
-    return [ReplaceableLayer(path, module, kind.name, replacement.gains, reason)]
+    return ReplaceableLayer(path, module, kind.name, replacement.gains, reason)
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:

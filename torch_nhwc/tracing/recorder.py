@@ -55,8 +55,6 @@ BY_OPERATOR = {
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
     **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
     "aten::max_unpool3d": "max_unpool3d",
-    "aten::upsample_nearest3d_backward": "interpolate",
-    "aten::_upsample_nearest_exact3d_backward": "interpolate",
     **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
     **dict.fromkeys(("aten::_log_softmax", "aten::_log_softmax_backward_data"), "log_softmax"),
 }
