@@ -123,8 +123,8 @@ def remarks_on(
 
 def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Iterator[Reason]:
     """Yield what to know about layers that stay as they are, and that PyTorch computes wrong."""
-    right = _replaced(layers)
     if not options.preserve:
+        right = _replaced(layers)
         if any(_may_train(site) for site in found.sites if id(site.module) not in right):
             yield Reason.WRONG_GRADIENTS
     elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):

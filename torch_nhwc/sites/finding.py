@@ -19,7 +19,7 @@ from torch_nhwc.nn.replacements import (
     is_preserving,
     replacement_for,
 )
-from torch_nhwc.sites import computed_weights, observed, scripted, wrappers
+from torch_nhwc.sites import computed_weights, observed, scripted
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import LAYERS, Found, ReplaceableLayer, Site, TensorContainer, walk
 
@@ -76,33 +76,14 @@ def walk_layers(model: nn.Module) -> Found:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
     device = next((tensor.device for tensor in tensors if tensor is not None), None)
-    if device is not None:  # that of layers without tensors, too
+    if device is not None and device.type not in MEASURED_DEVICES:  # that of layers without tensors, too
         layers = [
             each._replace(reason=_reason_of_device(device, each.module))
-            if each.reason is None and not _tensors_of(each.module)
+            if each.reason is None and _device_of(each.module) is None
             else each
             for each in layers
         ]
     return Found(model, sites, {*kinds}, tensors, layers)
-
-
-def is_plain_layer(layer: Any) -> bool:
-    """Return whether all that there is to find is one weight in one layer of PyTorch's own, with nothing around it."""
-    rank = _RANKS.get(type(layer))
-    weight = layer._parameters.get("weight") if rank else None
-    return (
-        type(weight) is nn.Parameter
-        and weight.dim() == rank
-        and weight.layout is torch.strided
-        and not weight.is_meta
-        and weight.grad is None
-        and not (layer._forward_pre_hooks or layer._modules or layer._buffers)
-        and not layer.groups == 1 == weight.shape[1]
-        and wrappers.reason_of(layer) is None
-    )
-
-
-_RANKS: dict[type, int] = {layer: rank for rank, layers in LAYERS.items() for layer in layers}
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -210,8 +191,8 @@ def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
         return Reason.FORWARD_REPLACED
     if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
-    tensors = _tensors_of(module)
-    return _reason_of_device(tensors[0].device, module) if tensors else None
+    device = _device_of(module)
+    return None if device is None else _reason_of_device(device, module)
 
 
 def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
@@ -226,5 +207,6 @@ def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
 MEASURED_DEVICES = ("cpu", "meta")
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+def _device_of(module: nn.Module) -> torch.device | None:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return next((each.device for each in tensors if each is not None), None)
