@@ -21,7 +21,7 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
