@@ -11,7 +11,8 @@ from torch import nn
 
 from torch_nhwc.nn.class_swap import restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward
-from torch_nhwc.nn.replacements import Preserving, loses_gradient
+from torch_nhwc.nn.replacements import Preserving
+from torch_nhwc.planning.faults import loses_gradient
 
 LAYERS = {
     "conv2d": (lambda: nn.Conv2d(4, 6, 5, padding=2), (2, 4, 2, 3)),

@@ -278,19 +278,6 @@ def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
 
 
-def loses_gradient(layer: Any) -> bool:
-    """Return whether a layer that trains may get a wrong weight gradient because its weight is channels-last.
-
-    This is so for 2D convolutions of 1x1 with a stride and few channels in a group, on some CPUs.
-    """
-    if not layer.training or getattr(layer, "kernel_size", None) != (1, 1) or layer.stride == (1, 1):
-        return False
-    if (layer.out_channels if layer.transposed else layer.in_channels) // layer.groups >= 16:
-        return False
-    # A parametrized weight would be computed if it were read.
-    return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
-
-
 class Replacement(NamedTuple):
     """A row of the table."""
 

@@ -18,9 +18,9 @@ from torch_nhwc.layout import (
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook
-from torch_nhwc.nn.replacements import loses_gradient
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text
 from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
@@ -73,8 +73,9 @@ def decide(
 ) -> "Decisions":
     """Decide what happens to every site, and to what goes with it; nothing is written.
 
-    With a plan, `found` is what `match` returned for it, and what can be done is decided again. `with_gradients=False`
-    is for plans: the operators' answers say already whether a gradient can follow.
+    With a plan, `found` is what `match` returned for it, and what can be done is decided again. A plan has no rows for
+    gradients, and does without them by `with_gradients=False`: the operators refuse a weight whose gradient cannot
+    follow in any case.
     """
     sources.check_optimizers((*found.tensors, *found.weights))
     rows, outcomes = _decide_sites(found, options, plan)
