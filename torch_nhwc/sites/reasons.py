@@ -215,7 +215,7 @@ class Reason(enum.Enum):
     )
     PIXEL_SHUFFLE = (
         Kind.MODEL,
-        "PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: replace the layers by "
+        "on a CPU, PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: replace the layers by "
         "preserve=True, or give them x.contiguous()",
     )
     BROADCAST = (
