@@ -113,11 +113,22 @@ def instance_norm(
 def _with_contiguous_gradient(normed: Tensor) -> Tensor:
     """Return the result of PyTorch's instance norm, whose gradient for a batch of 1 is wrong unless it is contiguous.
 
-    A gradient that passes through a flat tensor is. The result is no view: an activation in place may follow.
+    A gradient that passes through a flat tensor is.
     """
     if normed.is_contiguous():
-        normed = torch.ops.aten._unsafe_view(normed.flatten(), normed.size())
+        normed = _reshaped(normed.flatten(), normed.size())  # type: ignore[arg-type]
     return normed
+
+
+def _reshaped(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """Return a tensor in another shape, as no view, since an activation in place may follow.
+
+    In a trace it is a view: the tracer makes constants of sizes that are given to an operator of `torch.ops`.
+    """
+    if not is_scripting():
+        if not torch.compiler.is_compiling() and torch._C._is_tracing():
+            return tensor.view(sizes)
+    return torch.ops.aten._unsafe_view(tensor, sizes)
 
 
 def batch_norm(
@@ -232,7 +243,7 @@ def cross_entropy(
 
 def _as_pixels(loss: Tensor, rows: Tensor) -> Tensor:
     """Return the losses of all rows in the shape of the pixels, as no view; a single loss stays."""
-    return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])
+    return loss if loss.dim() == 0 else _reshaped(loss, rows.shape[:-1])  # type: ignore[arg-type]
 
 
 def _are_classes(target: Tensor, rows: Tensor) -> bool:
@@ -450,11 +461,8 @@ def _move_pixels(input: Tensor, parts: list[int], order: list[int], merged: list
     around = [count + at for at in order]
     dims = [at for at in range(count)] + around + [count + len(parts) + at for at in range(len(after))]
     moved = rows.reshape(before + parts + after).permute(dims).clone(memory_format=torch.contiguous_format)
-    # The result is no view: an activation in place may follow.
-    result: Tensor = torch.ops.aten._unsafe_view(moved, before + merged + after)
-    if is_last:
-        result = torch.ops.aten._unsafe_view(result.permute(0, 4, 1, 2, 3), samples + channels + merged)
-    return result
+    result = _reshaped(moved, before + merged + after)
+    return _reshaped(result.permute(0, 4, 1, 2, 3), samples + channels + merged) if is_last else result
 
 
 def conv2d(

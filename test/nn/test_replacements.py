@@ -127,9 +127,19 @@ def test_scripted_and_traced_layers_keep_operator_and_format(name, tmp_path):
         replaced.train()
     traced = torch.jit.trace(replaced, x, check_trace=False)
     torch.testing.assert_close(traced(x), expected)
+    for other in (x[:1], torch.cat([x, x], -1), torch.cat([x, x], -1).contiguous()):
+        torch.testing.assert_close(traced(other), replaced(other))
     if "adaptive_avg" not in name:  # whose sizes are those of the input
         assert kept in str(traced.inlined_graph)
         assert traced(x).stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", ["instance_norm", "pixel_shuffle", "pixel_unshuffle"])
+def test_layers_that_are_traced_on_contiguous_inputs_take_other_sizes(name):
+    _, replaced, x = pair(name)
+    traced = torch.jit.trace(replaced.eval(), x, check_trace=False)
+    for other in (torch.cat([x, x]), torch.cat([x, x], -1), torch.cat([x, x, x], -2)):
+        torch.testing.assert_close(traced(other), replaced(other))
 
 
 @pytest.mark.parametrize("name", SOME)
