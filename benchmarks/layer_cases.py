@@ -126,10 +126,6 @@ def circular(functions: ModuleType, x: Tensor) -> Tensor:
     return functions.pad(x, (1,) * 2 * (x.dim() - 2), mode="circular")
 
 
-def upsample(functions: ModuleType, x: Tensor) -> Tensor:
-    return functions.interpolate(x, scale_factor=2.0)
-
-
 def norm_cases() -> Iterator[Case]:
     small, large = ((4, 32, 32, 32), (4, 32, 8, 12, 12)), ((4, 128, 96, 96), (2, 32, 48, 48, 48))
     for shape in (*small, *large):
@@ -175,7 +171,6 @@ def other_cases() -> Iterator[Case]:
     for shape in ((4, 64, 56, 56), (2, 32, 32, 32, 32)):
         yield Case("gelu", "", shape, partial(with_arguments, "gelu", ()))
         yield Case("pad", '1, "circular"', shape, circular)
-    yield Case("interpolate", '2, "nearest"', (2, 32, 16, 16, 16), upsample)
 
 
 CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *other_cases()]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import torch_nhwc as nhwc
-from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.containers import tensors_in
 
 MODES = ("inference", "training")
 CONTIGUOUS, FULL, PRESERVED = "contiguous", "full", "preserved"

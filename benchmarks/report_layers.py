@@ -18,7 +18,6 @@ GROUPS = {
     "cross_entropy": "cross entropy",
     "gelu": "GELU",
     "pad": "circular padding",
-    "interpolate": "nearest upsampling 3D",
 }
 COMPARED = {
     "over_contiguous": "over PyTorch's on contiguous",

@@ -60,10 +60,6 @@ TORCH_LIBRARY(nhwc, m) {
       "conv_transpose3d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[3] stride=1, SymInt[3] padding=0, "
       "SymInt[3] output_padding=0, SymInt groups=1, SymInt[3] dilation=1) -> Tensor",
       compliant);
-  m.def(
-      "upsample_nearest3d(Tensor input, SymInt[]? output_size=None, float[]? scale_factors=None, *, "
-      "bool exact=False) -> Tensor",
-      compliant);
 
   // Kernels of the layers above that PyTorch does not have.
   m.def(

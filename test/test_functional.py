@@ -29,7 +29,8 @@ CALLS = {
     "adaptive_max_pool3d": [((2,), VOLUME), (((1, None, 3),), VOLUME)],
     "max_unpool3d": [((PLACES, 2), VOLUME), ((PLACES, 2, (2, 3, 2), (0, 1, 0), (8, 12, 14)), VOLUME)],
     "pad": [(((1, 2, 0, 3), "circular"), IMAGE), (((1, 2, 0, 3, 1, 0), "circular"), VOLUME)],
-    "interpolate": [((None, 2), VOLUME), (((3, 4, 9), None, "nearest-exact"), VOLUME)],
+    "pixel_shuffle": [((2,), (2, 6, 8, 5, 7)), ((1,), VOLUME), ((2,), (2, 8, 5, 7))],
+    "pixel_unshuffle": [((2,), (2, 6, 3, 4, 6)), ((3,), (2, 4, 6, 9))],
 }
 EACH = [(name, *call) for name in CALLS for call in CALLS[name]]
 
@@ -216,9 +217,6 @@ def test_other_ranks_and_arguments_give_pytorch_s_results():
         lambda f: f.pad(channels_last, (1, 1, 1, 1), "reflect"),
         lambda f: f.pad(channels_last, (1, 1, 1, 1), "constant", 3.0),
         lambda f: f.pad(line, (1, 1), "circular"),
-        lambda f: f.interpolate(channels_last, scale_factor=2),
-        lambda f: f.interpolate(channels_last, scale_factor=2, mode="bilinear", align_corners=True),
-        lambda f: f.interpolate(line, 7),
         lambda f: f.gelu(line),
         lambda f: f.group_norm(line, 2),
         lambda f: f.group_norm(line[..., 0], 2),
@@ -286,8 +284,11 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),
-        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3)),
-        lambda f: f.interpolate(torch.ones(2, 4, 3, 3, 3), scale_factor=2, align_corners=True),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 3, 3, 3), 2),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 0),
+        lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 2.0),
+        lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 3), 2),
+        lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 4), -1),
     ],
 )
 def test_errors_are_of_pytorch_s_types(call, monkeypatch):

@@ -939,3 +939,68 @@ def test_h56_inductor_takes_a_view_of_an_orthogonal_weights_original():
     nhwc.convert_(model, each_forward=True, strict=True)
     torch._dynamo.reset()
     torch.testing.assert_close(torch.compile(model)(x), expected)
+
+
+class ReluOfFlat(nn.Module):
+    """Rectifies a view of an activation, and with it the activation, which is read afterwards."""
+
+    def __init__(self):
+        super().__init__()
+        self.convolution, self.relu = nn.Conv2d(3, 4, 3), nn.ReLU(inplace=True)
+
+    def forward(self, x):
+        y = self.convolution(x)
+        return self.relu(y.flatten(1)).mean() + y.mean()
+
+
+@pytest.mark.parametrize("convert", [nhwc.convert_, lambda model: model.to(memory_format=CL)], ids=["ours", "stock"])
+def test_h78_an_activation_in_place_on_a_reshape_that_copies_is_found(convert):
+    torch.manual_seed(0)
+    model, x = ReluOfFlat(), torch.randn(2, 3, 8, 8)
+    reference = copy.deepcopy(model)
+    convert(model)
+    images = x.to(memory_format=CL)
+    assert not torch.allclose(model(images), reference(x), atol=0.01)
+    verification = nhwc.verify(model, reference, images)
+    assert not verification.ok
+    assert "the model itself" in str(verification)
+    with nhwc.trace(model) as trace:
+        model(images)
+    (loss,) = trace.losses
+    assert (loss.path, loss.operator) == ("", "aten::clone")
+    assert "relu_ writes to the copy" in loss.advice
+
+
+class Shuffling(nn.Module):
+    """Trades the depth of a volume for planes that are larger, and back."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Conv3d(2, 3, 3, padding=1), nn.Conv3d(3, 2, 1)
+        self.shuffle, self.unshuffle = nn.PixelShuffle(2), nn.PixelUnshuffle(2)
+
+    def forward(self, x):
+        return self.unshuffle(self.last(self.shuffle(self.first(x))))
+
+
+def test_h79_pixel_shuffles_raise_for_channels_last_volumes():
+    model, x = Shuffling(), torch.randn(2, 2, 8, 4, 4)
+    expected = model(x)
+    gradients = torch.autograd.grad(expected.square().sum(), [*model.parameters()])
+    report = nhwc.convert_(model, preserve=False, optimizer=())
+    assert Reason.PIXEL_SHUFFLE.value in report.remarks
+    with pytest.raises(RuntimeError, match="Supports only ChannelsLast, Contiguous"):
+        model(x.to(memory_format=CL3D))
+    report = nhwc.convert_(model, optimizer=())
+    assert Reason.PIXEL_SHUFFLE.value not in report.remarks
+    assert {row.layer for row in report.plan.layers} >= {"PixelShuffle", "PixelUnshuffle"}
+    for given in (x, x.to(memory_format=CL3D)):
+        output = model(given)
+        assert output.is_contiguous(memory_format=CL3D)
+        torch.testing.assert_close(output, expected)
+        torch.testing.assert_close(torch.autograd.grad(output.square().sum(), [*model.parameters()]), gradients)
+
+
+def test_h79_there_is_no_remark_on_pixel_shuffles_of_images():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.PixelShuffle(2))
+    assert Reason.PIXEL_SHUFFLE.value not in nhwc.convert_(model, preserve=False).remarks

@@ -4,8 +4,10 @@ import copy
 import gc
 import pickle
 import re
+import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -193,6 +195,36 @@ def test_it_is_installed_until_the_last_revert_and_for_good_if_a_converted_model
     del model, report, again
     gc.collect()
     assert len(hooks()) == 2  # there may be copies
+
+
+@pytest.mark.usefixtures("no_converted_models")
+def test_it_stays_after_a_fused_step_for_the_state_that_follows_no_revert():
+    expected, model = network(), network()
+    optimizers = [FUSED["AdamW"](each.parameters()) for each in (expected, model)]
+    report = nhwc.convert_(model, optimizer=())
+    for each, optimizer in zip((expected, model), optimizers, strict=True):
+        train(each, optimizer, 1)
+    report.revert()
+    assert len(hooks()) == 2
+    with pytest.warns(UserWarning, match="had other strides than the parameters"):
+        train(model, optimizers[1], 1, seed=1)
+    train(expected, optimizers[0], 1, seed=1)
+    torch.testing.assert_close(values(model), values(expected))
+
+
+@pytest.mark.usefixtures("no_converted_models")
+def test_threads_that_convert_at_once_install_one(monkeypatch):
+    def slowly(hook, register=step_guard.register_optimizer_step_pre_hook):
+        time.sleep(0.05)
+        return register(hook)
+
+    monkeypatch.setattr(step_guard, "register_optimizer_step_pre_hook", slowly)
+    models = [network() for _ in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        reports = [*threads.map(nhwc.convert_, models)]
+        assert len(hooks()) == 2
+        [*threads.map(nhwc.Report.revert, reports)]
+    assert hooks() == []
 
 
 @pytest.mark.usefixtures("no_converted_models")

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader, Dataset, _utils, get_worker_info
 
 from torch_nhwc.layout import CHANNELS_LAST, Format, is_convertible, to_format
 from torch_nhwc.ops import copy_weight_
-from torch_nhwc.running.comparison import map_tensors
+from torch_nhwc.running.containers import map_tensors
 
 _CollateFn = Callable[..., Any]
 _stock = _utils.collate

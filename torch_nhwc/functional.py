@@ -2,8 +2,8 @@
 
 A channels-last activation comes out in channels-last, and so does its gradient. Everything else goes to PyTorch's own
 function, and so does every call while a compiler traces, which then fuses as usual, except for convolutions. Subclasses
-of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles all but
-`interpolate`, since the branches that it cannot compile are inside of `if not is_scripting()`.
+of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep their class. TorchScript compiles them,
+since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
 from functools import lru_cache, wraps
@@ -46,10 +46,11 @@ __all__ = [
     "gelu",
     "group_norm",
     "instance_norm",
-    "interpolate",
     "log_softmax",
     "max_unpool3d",
     "pad",
+    "pixel_shuffle",
+    "pixel_unshuffle",
     "softmax",
 ]
 
@@ -112,11 +113,22 @@ def instance_norm(
 def _with_contiguous_gradient(normed: Tensor) -> Tensor:
     """Return the result of PyTorch's instance norm, whose gradient for a batch of 1 is wrong unless it is contiguous.
 
-    A gradient that passes through a flat tensor is. The result is no view: an activation in place may follow.
+    A gradient that passes through a flat tensor is.
     """
     if normed.is_contiguous():
-        normed = torch.ops.aten._unsafe_view(normed.flatten(), normed.size())
+        normed = _reshaped(normed.flatten(), normed.size())  # type: ignore[arg-type]
     return normed
+
+
+def _reshaped(tensor: Tensor, sizes: list[int]) -> Tensor:
+    """Return a tensor in another shape, as no view, since an activation in place may follow.
+
+    In a trace it is a view: the tracer makes constants of sizes that are given to an operator of `torch.ops`.
+    """
+    if not is_scripting():
+        if not torch.compiler.is_compiling() and torch._C._is_tracing():
+            return tensor.view(sizes)
+    return torch.ops.aten._unsafe_view(tensor, sizes)
 
 
 def batch_norm(
@@ -231,7 +243,7 @@ def cross_entropy(
 
 def _as_pixels(loss: Tensor, rows: Tensor) -> Tensor:
     """Return the losses of all rows in the shape of the pixels, as no view; a single loss stays."""
-    return loss if loss.dim() == 0 else torch.ops.aten._unsafe_view(loss, rows.shape[:-1])
+    return loss if loss.dim() == 0 else _reshaped(loss, rows.shape[:-1])  # type: ignore[arg-type]
 
 
 def _are_classes(target: Tensor, rows: Tensor) -> bool:
@@ -394,6 +406,63 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
     return torch.ops.nhwc.pad_circular(input, pad)
+
+
+def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:
+    """Stand in for `torch.nn.functional.pixel_shuffle`, which raises for channels-last volumes.
+
+    As in PyTorch, the last three dimensions are channels, height and width. In a volume these are the depth, whose
+    planes are split, and the plane.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 3, 3).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.pixel_shuffle(x, 2).stride()
+        (288, 1, 288, 48, 8)
+    """
+    factor = upscale_factor
+    if not is_scripting():
+        if type(factor) is not int or not isinstance(input, Tensor) or _keeps_its_class(input):
+            return _pass_on("pixel_shuffle", input, factor)
+    if input.dim() != 5 or factor < 1 or input.size(2) % (factor * factor) != 0:
+        return F.pixel_shuffle(input, factor)
+    depth, height, width = input.size(2) // (factor * factor), input.size(3), input.size(4)
+    parts = [depth, factor, factor, height, width]
+    return _move_pixels(input, parts, [0, 3, 1, 4, 2], [depth, height * factor, width * factor])
+
+
+def pixel_unshuffle(input: Tensor, downscale_factor: int) -> Tensor:
+    """Stand in for `torch.nn.functional.pixel_unshuffle`, as `pixel_shuffle` for its function.
+
+    Example:
+        >>> x = torch.randn(2, 8, 1, 6, 6).to(memory_format=torch.channels_last_3d)
+        >>> torch_nhwc.functional.pixel_unshuffle(x, 2).stride()
+        (288, 1, 72, 24, 8)
+    """
+    factor = downscale_factor
+    if not is_scripting():
+        if type(factor) is not int or not isinstance(input, Tensor) or _keeps_its_class(input):
+            return _pass_on("pixel_unshuffle", input, factor)
+    is_volume = input.dim() == 5 and input.numel() > 0
+    if not is_volume or factor < 1 or input.size(3) % factor != 0 or input.size(4) % factor != 0:
+        return F.pixel_unshuffle(input, factor)
+    depth, height, width = input.size(2), input.size(3) // factor, input.size(4) // factor
+    parts = [depth, height, factor, width, factor]
+    return _move_pixels(input, parts, [0, 2, 4, 1, 3], [depth * factor * factor, height, width])
+
+
+def _move_pixels(input: Tensor, parts: list[int], order: list[int], merged: list[int]) -> Tensor:
+    """Split depth, height and width of a volume into parts, put these in order, and merge them to three again."""
+    samples, channels = [input.size(0)], [input.size(1)]
+    is_last = _is_channels_last(input)
+    rows = input.permute(0, 2, 3, 4, 1) if is_last else input
+    before = samples if is_last else samples + channels
+    after = channels if is_last else channels[:0]
+    count = len(before)
+    around = [count + at for at in order]
+    dims = [at for at in range(count)] + around + [count + len(parts) + at for at in range(len(after))]
+    moved = rows.reshape(before + parts + after).permute(dims).clone(memory_format=torch.contiguous_format)
+    result = _reshaped(moved, before + merged + after)
+    return _reshaped(result.permute(0, 4, 1, 2, 3), samples + channels + merged) if is_last else result
 
 
 def conv2d(
@@ -605,33 +674,6 @@ def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
     return tuple([[each] * axes if type(each) is int and at != _GROUPS else each for at, each in enumerate(options)])
 
 
-def interpolate(
-    input: Tensor,
-    size: Any = None,
-    scale_factor: Any = None,
-    mode: str = "nearest",
-    align_corners: bool | None = None,
-    recompute_scale_factor: bool | None = None,
-    antialias: bool = False,
-) -> Tensor:
-    """Stand in for `torch.nn.functional.interpolate`, in 3D and for the nearest modes; the others are PyTorch's.
-
-    Example:
-        >>> x = torch.randn(2, 8, 4, 4, 4).to(memory_format=torch.channels_last_3d)
-        >>> torch_nhwc.functional.interpolate(x, scale_factor=2).stride()
-        (4096, 1, 512, 64, 8)
-    """
-    is_nearest = mode in ("nearest", "nearest-exact") and align_corners is None and not antialias
-    if is_nearest and not recompute_scale_factor and not _is_pytorch_s(input) and input.dim() == 5:
-        exact = mode == "nearest-exact"
-        if scale_factor is None and _are_sizes(size):
-            return torch.ops.nhwc.upsample_nearest3d(input, _as_many(size, 3), None, exact=exact)
-        if size is None and (type(scale_factor) is float or _are_sizes(scale_factor, kinds=_NUMBER)):
-            factors = [float(each) for each in _as_many(scale_factor, 3)]
-            return torch.ops.nhwc.upsample_nearest3d(input, None, factors, exact=exact)
-    return _pass_on("interpolate", input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
-
-
 _LISTS = (tuple, list, torch.Size)
 _NONE = type(None)
 _NUMBER = (int, float)
@@ -639,7 +681,6 @@ _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
 
 
-@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _is_plain(kind: type) -> bool:
     """Return whether operators take tensors of a class, or `None`, as they take plain tensors.
 
@@ -659,9 +700,14 @@ def _is_pytorch_s(*tensors: Any) -> bool:
     return is_exported() or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
 
 
+def _keeps_its_class(tensor: Tensor) -> bool:
+    """Return whether a tensor is of a plain subclass whose `__torch_function__` the call has not passed yet."""
+    return type(tensor) not in _TENSORS and _is_plain(type(tensor)) and has_torch_function((tensor,))
+
+
 def _are_plain_inside(tensors: tuple[Any, ...]) -> bool:
     """Return whether a call with plain subclasses has passed their `__torch_function__`, or they have none."""
-    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)  # type: ignore[arg-type]
+    return all(_is_plain(type(each)) for each in tensors) and not has_torch_function(tensors)
 
 
 def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:

@@ -190,7 +190,8 @@ def tied_by_view(tensors: Iterable[Tensor | None], weights: Iterable[Tensor | No
                 start = tensor.data_ptr()
             except RuntimeError:  # a sparse tensor or a transform's, which have no memory
                 continue
-            if start and (size := _span(tensor)):
+            if start:
+                size = tensor.nbytes if tensor.is_contiguous() else _span(tensor)
                 spans.append((start, start + size, tensor))
     spans.sort(key=itemgetter(0))
     tied: set[int] = set()
@@ -219,8 +220,6 @@ def _alias_key(tensor: Tensor) -> tuple[object, ...]:
 
 def _span(tensor: Tensor) -> int:
     """Return the bytes from the beginning of a tensor's first element to the end of its last one."""
-    if tensor.is_contiguous() or tensor.numel() == 0:
-        return tensor.nbytes
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return (last + 1) * tensor.element_size()
 

@@ -1,9 +1,13 @@
 """Contiguous state dicts, from a function or from hooks, and the ways to save and load a converted model."""
 
 import copy
+import dataclasses
 import gc
 import pickle
+import types
 import warnings
+from collections import OrderedDict
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -57,6 +61,41 @@ def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
             assert torch.equal(ours, tensor)
     assert not all(is_contiguous(entry) for entry in plain["state"].values())
     optimizer.load_state_dict(state["optimizer"])
+
+
+class Named(NamedTuple):
+    weight: torch.Tensor
+    step: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields:
+    weight: torch.Tensor
+    inner: Any = None
+
+
+def test_every_container_in_a_state_dict_is_made_again():
+    def tensors(state):
+        named, fields = state["named"], state["list"][0]
+        return [named.weight, fields.weight, fields.inner.weight, state["read_only"]["w"], state["ordered"]["weight"]]
+
+    model, _ = converted()
+    weight, ordered = model.block.weight.detach(), model.state_dict()
+    state = {
+        "named": Named(weight, 3),
+        "list": [Fields(weight, Named(weight, 4)), "text"],
+        "read_only": types.MappingProxyType({"w": weight}),
+        "ordered": OrderedDict(weight=weight),
+        "model": ordered,
+    }
+    contiguous = contiguous_state_dict(state)
+    assert not any(each.is_contiguous() for each in tensors(state))
+    assert all(each.is_contiguous() and torch.equal(each, weight) for each in tensors(contiguous))
+    assert len({each.data_ptr() for each in tensors(contiguous)}) == 1  # aliases stay
+    assert (type(contiguous["named"]), contiguous["named"].step) == (Named, 3)
+    assert (type(contiguous["list"][0]), type(contiguous["list"][0].inner)) == (Fields, Named)
+    assert contiguous["list"][1] == "text"
+    assert contiguous["model"]._metadata == ordered._metadata
 
 
 # Hooks.

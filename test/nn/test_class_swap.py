@@ -1,11 +1,13 @@
 """Swapping a layer's class and back: what stays, copies and pickles, and classes that PyTorch makes around a layer."""
 
 import copy
+import gc
 import importlib
 import pickle
 import subprocess
 import sys
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -172,3 +174,63 @@ def test_threads_that_swap_one_class_at_once_make_one(monkeypatch):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda layer: swap_class(layer, Preserving), layers))
     assert len({type(layer) for layer in layers}) == 1
+
+
+def convert_and_run(**options):
+    def use(model, x):
+        nhwc.convert_(model, **options)
+        model(x).sum().backward()
+
+    return use
+
+
+def copy_and_revert(model, x):
+    report = nhwc.convert_(model)
+    assert type(copy.deepcopy(model)[0]) is type(model[0])
+    report.revert()
+
+
+def watch_and_convert_again(model, x):
+    convert_and_run()(model, x)
+    with nhwc.trace(model):
+        model(x)
+    nhwc.convert_(model, torch.contiguous_format, optimizer=())
+
+
+USES = {
+    "preserve": convert_and_run(),
+    "each_forward": convert_and_run(each_forward=True),
+    "example": convert_and_run(example_inputs=torch.ones(1, 3, 4, 4)),
+    "copied": copy_and_revert,
+    "watched": watch_and_convert_again,
+}
+
+
+@pytest.mark.parametrize("is_parametrized", [False, True])
+@pytest.mark.parametrize("name", USES)
+def test_classes_that_a_factory_defines_are_gone_with_their_models(name, is_parametrized):
+    def make():
+        own = type("Own", (nn.Conv2d,), {})
+        norm = type(
+            "PoolFormerGroupNorm", (nn.GroupNorm,), {"__module__": "transformers.models.poolformer.modeling_poolformer"}
+        )
+        model = nn.Sequential(own(3, 4, 3), norm(2, 4), type("Activation", (nn.ReLU,), {})())
+        if is_parametrized:
+            parametrizations.weight_norm(model[0])
+        before = {type(module) for module in model}
+        USES[name](model, torch.ones(1, 3, 4, 4))
+        return [weakref.ref(each) for each in before | {type(module) for module in model}]
+
+    classes = [each for _ in range(3) for each in make()]
+    gc.collect()
+    assert not any(each() for each in classes)
+
+
+def test_two_models_of_one_class_get_one_swapped_class():
+    own = type("Own", (nn.Conv2d,), {})
+    first, second = own(3, 4, 3), own(3, 4, 3)
+    nhwc.convert_(first)
+    gc.collect()
+    nhwc.convert_(second)
+    assert type(first) is type(second) is not own
+    assert original_class(type(first)) is own

@@ -8,10 +8,13 @@ import torch
 from activations import channels_last
 from saved_files import saved_and_loaded
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
+import torch_nhwc as nhwc
 from torch_nhwc.nn.class_swap import restore_class, swap_class
 from torch_nhwc.nn.each_forward import EachForward
-from torch_nhwc.nn.replacements import Preserving, loses_gradient
+from torch_nhwc.nn.replacements import Preserving
+from torch_nhwc.planning.faults import loses_gradient
 
 LAYERS = {
     "conv2d": (lambda: nn.Conv2d(4, 6, 5, padding=2), (2, 4, 2, 3)),
@@ -95,3 +98,40 @@ def test_the_conversion_makes_the_training_of_strided_1x1_convolutions_wrong():
         assert not loses_gradient(layer)
     assert not loses_gradient(nn.ConvTranspose2d(4, 16, 1, 2))
     assert not loses_gradient(nn.GELU())
+
+
+COUNTED = {
+    "images": (
+        lambda: nn.Sequential(
+            *(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 16, 3, groups=16, padding=1), nn.Conv2d(16, 8, 1, 2)),
+            *(nn.ConvTranspose2d(8, 4, 2, 2), nn.GroupNorm(2, 4)),
+        ),
+        (2, 3, 16, 16),
+    ),
+    "volumes": (
+        lambda: nn.Sequential(
+            *(nn.Conv3d(1, 8, 3), nn.Conv3d(8, 8, 1), nn.Conv3d(8, 8, 3, padding=1, groups=8)),
+            *(nn.ConvTranspose3d(8, 4, 2, 2), nn.AvgPool3d(2), nn.Conv3d(4, 4, (3, 1, 1))),
+        ),
+        (1, 1, 12, 12, 12),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_a_counter_of_operators_counts_what_it_counts_before_the_conversion(name):
+    def count():
+        with FlopCounterMode(display=False) as forward:
+            output = model(x)
+        with FlopCounterMode(display=False) as backward:
+            output.sum().backward()
+        return forward.get_total_flops(), backward.get_total_flops()
+
+    make, shape = COUNTED[name]
+    model, x = make(), torch.randn(shape)
+    expected = count()
+    report = nhwc.convert_(model, input_format="channels_last", optimizer=())
+    assert not any(type(layer) in (nn.Conv2d, nn.Conv3d) for layer in model)  # what other counters look for
+    assert count() == expected
+    report.revert()
+    assert count() == expected

@@ -29,7 +29,6 @@ CALLS = {
         (PLACES, [8, 10, 12], [2, 2, 2], [0, 0, 0]),
         lambda x: functional.max_unpool3d(x, PLACES[0, 0].expand(x.shape), 2),
     ),
-    "upsample_nearest3d": (VOLUME, ([5, 6, 7],), lambda x: functional.interpolate(x, (5, 6, 7))),
     "conv3d": (
         VOLUME,
         (KERNEL, BIAS, [2, 1, 1]),
@@ -72,7 +71,7 @@ def test_opcheck(name):
 def test_other_formats_are_pytorchs_own(name):
     shape, _, stock = CALLS[name]
     assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape))
-    if name not in ("max_unpool3d", "upsample_nearest3d", "pad_circular", "group_norm", "instance_norm"):
+    if name not in ("max_unpool3d", "pad_circular", "group_norm", "instance_norm"):
         assert_as_stock(lambda x: call(name, x), stock, torch.rand(shape[1:]))
 
 
@@ -219,15 +218,6 @@ def test_adaptive_pools(size):
     (out, indices), (expected, expected_indices) = nhwc.adaptive_max_pool3d(channels_last(values), size), stock(values)
     torch.testing.assert_close(out, expected, rtol=0, atol=0, equal_nan=True)
     assert torch.equal(indices, expected_indices)
-
-
-@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
-def test_upsample_nearest3d(mode):
-    for sizes in ({"size": [3, 9, 13]}, {"scale_factor": [2.0, 2.0, 2.0]}, {"scale_factor": [1.5, 2.3, 0.7]}):
-        agrees(
-            lambda x: nhwc.upsample_nearest3d(x, sizes.get("size"), sizes.get("scale_factor"), exact=mode != "nearest"),
-            lambda x: functional.interpolate(x, mode=mode, **sizes),
-        )
 
 
 KERNELS = {

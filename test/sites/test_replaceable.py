@@ -53,7 +53,7 @@ def test_layers_that_cannot_be_replaced_have_a_reason():
             "volumes": nn.ConvTranspose3d(2, 2, 3),
             "batch": nn.BatchNorm2d(2).eval(),
             "rows": nn.BatchNorm1d(2),
-            "linear": nn.Upsample(scale_factor=2, mode="trilinear"),
+            "nearest": nn.Upsample(scale_factor=2),
             "lazy": nn.LazyInstanceNorm2d(),
             "lp_pool": nn.LPPool3d(2, 2),
         }

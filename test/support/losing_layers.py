@@ -31,6 +31,8 @@ LAYERS = {
     "circular_pad_3d": (lambda: nn.CircularPad3d((1, 2, 0, 3, 1, 1)), (2, 6, 4, 5, 7)),
     "circular_conv": (lambda: nn.Conv2d(6, 4, 3, padding=1, padding_mode="circular"), (2, 6, 5, 7)),
     "circular_conv_3d": (lambda: nn.Conv3d(6, 4, (1, 3, 2), padding="same", padding_mode="circular"), (2, 6, 4, 5, 7)),
+    "pixel_shuffle": (lambda: nn.PixelShuffle(2), (2, 6, 8, 5, 7)),
+    "pixel_unshuffle": (lambda: nn.PixelUnshuffle(3), (2, 6, 4, 6, 9)),
     "one_tap": (lambda: nn.Conv3d(6, 4, 1), (2, 6, 4, 5, 7)),
     "one_tap_odd": (
         lambda: nn.Conv3d(6, 4, 1, stride=(1, 2, 3), dilation=2, groups=2, bias=False),
@@ -40,8 +42,6 @@ LAYERS = {
     "one_tap_in_the_plane": (lambda: nn.Conv3d(6, 4, (3, 1, 1), (2, 1, 1), (1, 0, 0)), (2, 6, 4, 5, 7)),
     "transposed": (lambda: nn.ConvTranspose2d(6, 4, (5, 3), (2, 3), (2, 1), (1, 2), groups=2), (2, 6, 4, 3)),
     "transposed_3d": (lambda: nn.ConvTranspose3d(6, 4, 3, 2, 1), (1, 6, 3, 4, 3)),
-    "upsample": (lambda: nn.Upsample(scale_factor=(2, 1, 1.5)), (2, 6, 4, 5, 7)),
-    "upsample_exact": (lambda: nn.Upsample(size=(3, 8, 9), mode="nearest-exact"), (2, 6, 4, 5, 7)),
 }
 
 

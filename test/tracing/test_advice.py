@@ -16,8 +16,6 @@ CALLS = {
     "adaptive_avg_pool3d": (VOLUME, lambda of, x: of.adaptive_avg_pool3d(x, 3)),
     "adaptive_max_pool3d": (VOLUME, lambda of, x: of.adaptive_max_pool3d(x, 3)),
     "max_unpool3d": (VOLUME, lambda of, x: of.max_unpool3d(x, PLACES, 2)),
-    "interpolate": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2)),
-    "interpolate, exact": (VOLUME, lambda of, x: of.interpolate(x, scale_factor=2, mode="nearest-exact")),
     "softmax": (IMAGE, lambda of, x: of.softmax(x, 1)),
     "softmax, 3D": (VOLUME, lambda of, x: of.softmax(x, -4)),
     "log_softmax": (IMAGE, lambda of, x: of.log_softmax(x, -3)),
@@ -30,7 +28,6 @@ CALLS = {
 
 # PyTorch's own operator runs inside of ours and loses; ours restores the format.
 RESTORED = {
-    *("aten::upsample_nearest3d_backward", "aten::_upsample_nearest_exact3d_backward"),
     *("aten::_softmax", "aten::_softmax_backward_data", "aten::_log_softmax", "aten::_log_softmax_backward_data"),
 }
 
@@ -66,6 +63,77 @@ def test_there_is_no_advice_where_nothing_is_known_to_help(call):
     assert {loss.advice for loss in losses(call, IMAGE)} == {None}
 
 
+@pytest.mark.parametrize("mode", ["nearest", "nearest-exact"])
+def test_nearest_upsampling_of_volumes_loses_backward_and_is_right(mode):
+    def upsampled(x):
+        return F.interpolate(x, scale_factor=(2, 1, 1.5), mode=mode)
+
+    (loss,) = losses(upsampled, VOLUME)
+    assert (loss.phase, loss.advice) == ("backward", None)
+    assert loss.operator.endswith("3d_backward")
+    x = torch.randn(VOLUME).requires_grad_()
+    expected, output = upsampled(x), upsampled(channels_last(x))
+    assert torch.equal(output, expected)
+    gradient = torch.rand_like(expected)
+    results = [
+        torch.autograd.grad(y, x, given) for y, given in ((expected, gradient), (output, channels_last(gradient)))
+    ]
+    torch.testing.assert_close(*results)
+
+
 def test_a_reshape_that_copies_is_unavoidable():
     (loss,) = losses(lambda x: x.flatten(1).relu()[..., None, None], IMAGE)[:1]
     assert loss.advice == recorder.RESHAPE
+
+
+class WritesTo(nn.Module):
+    """A convolution whose output is written to, as `write` does, and read afterwards."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.convolution, self.write = nn.Conv2d(3, 4, 3), write
+
+    def forward(self, x):
+        y = self.convolution(x)
+        return self.write(y).sum() + y
+
+
+WRITES = {
+    "relu_": lambda y: nn.ReLU(inplace=True)(y.flatten(1)),
+    "mul_": lambda y: y.reshape(len(y), -1)[:, :3].mul_(2),
+    "clamp_": lambda y: y.contiguous().clamp_(-1, 1),
+    "copy_": lambda y: y.ravel()[2:5].copy_(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("operator", WRITES)
+def test_a_write_to_the_copy_of_a_reshape_is_named_where_the_activation_is_still_in_use(operator, mode):
+    model, image = WritesTo(WRITES[operator]), torch.randn(2, 3, 8, 8)
+    with mode(), nhwc.trace(model) as contiguous:
+        expected = model(image)
+    assert not contiguous.losses
+    nhwc.convert_(model, input_format="channels_last")
+    with mode(), nhwc.trace(model) as trace:
+        for _ in range(2):
+            assert not torch.allclose(model(image), expected, atol=1e-3)
+    (loss,) = trace.losses
+    assert loss.operator == "aten::clone"
+    assert loss.advice == recorder.WRITTEN.format(operator)
+    assert operator in str(trace)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        WritesTo(lambda y: y.flatten(2).relu_()),  # a view in either format
+        WritesTo(lambda y: y.flatten(1).relu()),
+        WritesTo(lambda y: y.flatten(1).clone().relu_()),
+        nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.ReLU(inplace=True)),  # nothing reads the activation
+    ],
+)
+def test_writes_that_make_no_difference_are_not_named(model):
+    nhwc.convert_(model, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        model(torch.randn(2, 3, 8, 8)).sum().backward()
+    assert {loss.advice for loss in trace.losses} <= {recorder.RESHAPE}

@@ -146,10 +146,13 @@ def _convolution(random: Random, layer_type: type) -> Drawn:
     return arguments, [random.choice((1, 1, 2, 3)), in_channels, *_sizes(random, space, scale=scale)]
 
 
-def _upsample(random: Random, layer_type: type) -> Drawn:
-    factors = random.choice((2, 1.5, (2, 1, 1.7), (0.5, 3, 1)))
-    size = {"size": tuple(_sizes(random, 3))} if _flag(random) else {"scale_factor": factors}
-    return size | {"mode": random.choice(("nearest", "nearest-exact"))}, _shape(random, _channels(random), 3, 2)
+def _pixel_shuffle(random: Random, layer_type: type) -> Drawn:
+    factor, shape = random.choice((1, 2, 3)), _shape(random, _channels(random), random.choice((2, 3)))
+    if layer_type is nn.PixelShuffle:
+        shape[-3] *= factor * factor
+        return {"upscale_factor": factor}, shape
+    shape[-2:] = [factor * size for size in shape[-2:]]
+    return {"downscale_factor": factor}, shape
 
 
 # For each class of the table, what draws its arguments and its input's shape.
@@ -170,11 +173,12 @@ GENERATORS: dict[type[nn.Module], Callable[[Random, type], Drawn]] = {
     nn.MaxUnpool3d: _max_unpool,
     nn.CircularPad2d: _circular_pad,
     nn.CircularPad3d: _circular_pad,
+    nn.PixelShuffle: _pixel_shuffle,
+    nn.PixelUnshuffle: _pixel_shuffle,
     nn.Conv2d: _convolution,
     nn.Conv3d: _convolution,
     nn.ConvTranspose2d: _convolution,
     nn.ConvTranspose3d: _convolution,
-    nn.Upsample: _upsample,
 }
 
 

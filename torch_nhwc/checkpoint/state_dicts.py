@@ -14,6 +14,7 @@ from torch_nhwc.layout import Format, contiguous_copies
 from torch_nhwc.nn.hooks import ContiguousStateDict, state_dict_hook_key
 from torch_nhwc.ops import set_strides_
 from torch_nhwc.planning.plans import Action, Plan, expect_plan
+from torch_nhwc.running.containers import map_tensors
 
 
 def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) -> dict[str, Any]:
@@ -23,8 +24,8 @@ def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) ->
         model_or_state_dict: A model, which is not changed, or a state dict, which may be an optimizer's.
 
     Returns:
-        A copy of the state dict, nested ones included. Tensors that are contiguous are the same objects; the others
-        are contiguous copies. Exact aliases stay aliases.
+        A copy of the state dict, with all containers of tensors in it: mappings, lists, tuples, dataclasses. Tensors
+        that are contiguous are the same objects; the others are contiguous copies. Exact aliases stay aliases.
 
     Raises:
         TypeError: It is neither; an optimizer, for example.
@@ -39,7 +40,9 @@ def contiguous_state_dict(model_or_state_dict: nn.Module | Mapping[str, Any]) ->
         hint = ": pass its state_dict()" if hasattr(model_or_state_dict, "state_dict") else ""
         raise TypeError(f"expected a model or a state dict, got {type(model_or_state_dict).__name__}{hint}")
     state = model_or_state_dict.state_dict() if isinstance(model_or_state_dict, nn.Module) else model_or_state_dict
-    return _map_tensors(state, contiguous_copies())  # type: ignore[no-any-return]
+    contiguous = _copy(state)
+    contiguous.update(map_tensors(dict(state), contiguous_copies()))
+    return contiguous  # type: ignore[no-any-return]
 
 
 def contiguous_checkpoints_(model_or_optimizer: nn.Module | Optimizer) -> RemovableHandle:
@@ -153,19 +156,6 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
 
 def _contiguous_state(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
     return contiguous_state_dict(state_dict)
-
-
-def _map_tensors(value: Any, function: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, Mapping):
-        mapped = _copy(value)
-        for key, each in value.items():
-            mapped[key] = _map_tensors(each, function)
-        return mapped
-    if type(value) in (list, tuple):
-        return type(value)(_map_tensors(each, function) for each in value)
-    return value
 
 
 def _copy(mapping: Mapping[str, Any]) -> Any:

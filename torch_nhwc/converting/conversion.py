@@ -1,7 +1,6 @@
 """`convert_`: find the sites, decide, and change everything or nothing."""
 
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -9,30 +8,28 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nhwc.converting.edits import Undo, change, commit, guard_edits, swap_edit, warn_unshared
+from torch_nhwc.converting.edits import change, warn_unshared
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import is_guarded
-from torch_nhwc.layout import Format, known_strides
-from torch_nhwc.nn.replacements import REPLACEMENTS, Preserving, has_own_method, is_patched, is_preserving
+from torch_nhwc.layout import Format
+from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
-from torch_nhwc.planning.companions import NO_SOURCES, sources_of
-from torch_nhwc.planning.deciding import PLAIN, Decisions, decide, outcomes_of, row_of
+from torch_nhwc.planning.companions import sources_of
+from torch_nhwc.planning.deciding import Decisions, decide
 from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import (
     SEEN_BY_EXAMPLE,
     Action,
     CompanionRow,
     FilterFunction,
-    LayerRow,
     Options,
     Plan,
     PlanRow,
 )
-from torch_nhwc.planning.remarks import has_ranks
 from torch_nhwc.rendering import first_of, warn
-from torch_nhwc.sites.finding import find, is_plain_layer
+from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import RANKS, Site
+from torch_nhwc.sites.site import RANKS
 
 
 def convert_(
@@ -92,11 +89,6 @@ def convert_(
         ((27, 1, 9, 3), (81, 1, 27, 9, 3))
     """
     start = time.perf_counter()
-    others = (memory_format, optimizer, ema, filter_fn, plan, example_inputs, storage, input_format)
-    if preserve is True and each_forward is False and others == _NO_OTHERS and is_plain_layer(model):
-        report = _convert_plain(model, start)
-        if report is not None:
-            return report
     if plan is None:
         options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)
@@ -110,35 +102,6 @@ def convert_(
         options = plan.options(storage, input_format)
     decisions = decide(found, options, sources_of(optimizer, ema, model), plan)
     return apply(decisions, strict, start)
-
-
-_NO_OTHERS = (None,) * 8
-_NOTHING = NO_SOURCES.weakly()
-
-
-def _convert_plain(layer: Any, start: float) -> Report | None:
-    """Convert one layer that only its weight has to be looked at of; `None` if there is more to decide.
-
-    What is done and reported is the same as after the walk, which takes three times as long.
-    """
-    weight: nn.Parameter = layer._parameters["weight"]
-    layer_type = type(layer)
-    (outcome,) = outcomes_of([weight], [Format(None)], "auto")
-    is_usual = outcome in (Outcome.IN_PLACE, Outcome.UNCHANGED) and 0 not in weight.stride()
-    if not is_usual or not weight.is_cpu or has_ranks():
-        return None
-    if is_patched(layer_type) or has_own_method(layer):
-        return None
-    site = Site("", "weight", layer_type.__name__, weight.dim(), layer.groups, layer, weight, None)
-    row = row_of(site, *PLAIN[outcome], known_strides(weight.shape, True))
-    layers = (LayerRow("", row.layer, REPLACEMENTS[layer_type].gains, Action.EXCHANGE, None),)
-    edits = [swap_edit(layer, Preserving), *guard_edits(layer)]
-    undo = Undo(weakref.ref(layer), _NOTHING, {}, edits)
-    moving = [weight] if row.changes else []
-    commit(moving, [row.target_strides or ()] * len(moving), edits)
-    row.outcome = outcome
-    plan = Plan((row,), None, layers=layers)
-    return Report(plan, (), (Reason.SAVED_WHOLE.value,), 0, time.perf_counter() - start, undo)
 
 
 @contextmanager

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from torch_nhwc.converting.edits import Edit, change, commit, guard_edits
-from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake, known_strides
+from torch_nhwc.converting.edits import Edit, change
+from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake
 from torch_nhwc.ops import Outcome
 from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
 from torch_nhwc.planning.plans import Action, Options
 from torch_nhwc.rendering import warn
-from torch_nhwc.sites.finding import instead_of, is_plain_layer, walk_layers
+from torch_nhwc.sites.finding import instead_of, walk_layers
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import LAYERS, Site
+from torch_nhwc.sites.site import Site
 
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -94,8 +94,6 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}{instead_of(module)}")
     if not isinstance(memory_format, (torch.memory_format, type(None))):
         raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
-    if type(module) in LAYERS[rank] and memory_format is CHANNELS_LAST[rank] and _convert_plain(module):
-        return module
     found = walk_layers(module)
     sites = [site for site in found.sites if site.rank == rank]
     if memory_format not in (torch.contiguous_format, CHANNELS_LAST[rank]):
@@ -115,24 +113,6 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     _warn(caller, decisions, left)
     change(decisions, edits)
     return module
-
-
-def _convert_plain(layer: Any) -> bool:
-    """Convert one layer of PyTorch's own whose weight is its own and has no companions; return whether it is such.
-
-    Everything else, what to refuse and what to warn of among it, is for the walk, which takes ten times as long.
-    """
-    if layer.kernel_size == (1, 1) or not is_plain_layer(layer):
-        return False
-    weight = layer._parameters["weight"]
-    edits = guard_edits(layer)
-    strides = known_strides(weight.shape, True)
-    is_moving = weight.stride() != strides
-    try:
-        commit([weight] if is_moving else [], [strides] if is_moving else [], edits, "reuse")
-    except RuntimeError:  # something else sees the bytes, or stands against it
-        return False
-    return True
 
 
 _convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)

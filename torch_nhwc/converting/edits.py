@@ -223,20 +223,6 @@ def _edits_of(decisions: Decisions) -> list[Edit]:
     return edits + _loading(decisions.sources)
 
 
-def guard_edits(layer: Any) -> list[Edit]:
-    """Return the edit that installs the step guard for one layer that trains, unless it is installed."""
-    trains = any(each is not None and each.requires_grad for each in layer._parameters.values())
-    return [Edit(weakref.ref(layer), _watch, _release)] if trains and not is_watched(layer) else []
-
-
-def _watch(layer: nn.Module) -> None:
-    watch([layer])
-
-
-def _release(layer: nn.Module) -> None:
-    release([layer])
-
-
 def _for_all(function: Callable[[Iterable[Any]], object], layers: Iterable[weakref.ref[Any]], _: object) -> None:
     function([layer for each in layers if (layer := each()) is not None])
 
@@ -256,7 +242,7 @@ def _swaps(decisions: Decisions) -> list[Edit]:
     preserving: list[weakref.ref[nn.Module]] = []
     for layer, layer_row in decisions.layers:
         layers = [layer.module] if layer_row.action is Action.EXCHANGE else []
-        if layer_row.is_wanted:
+        if layer_row.is_wanted and sources.copies:
             copies = sources.layers_at(layer_row.path)
             layers += [each for each in copies if original_class(type(each)).__name__ == layer_row.layer]
         preserving += [weakref.ref(each) for each in layers if not issubclass(type(each), Preserving)]
@@ -269,7 +255,7 @@ def _swaps(decisions: Decisions) -> list[Edit]:
             swapped |= {id(each): each for each in (site.module, *sources.layers_at(site.path))}
     for each in swapped.values():
         if not is_in_each_forward(type(each)):
-            edits.append(swap_edit(each, EachForward))
+            edits.append(_swap_edit(each, EachForward))
     return edits + _input_hook(found.model, decisions.input_hook)
 
 
@@ -287,10 +273,10 @@ def _restorations(decisions: Decisions) -> list[Edit]:
 
 def _restoring(layer: nn.Module) -> list[Edit]:
     """Return the edits that restore the original class of a layer."""
-    return [swap_edit(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
+    return [_swap_edit(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
 
 
-def swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:
+def _swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:
     """Return the edit that swaps a layer's class."""
     return Edit(weakref.ref(layer), partial(swap_class, kind=kind), partial(restore_class, kind=kind))
 

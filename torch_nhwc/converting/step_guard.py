@@ -1,4 +1,4 @@
-"""The step guard: an optimizer pre-step hook, installed until every converted layer is reverted.
+"""The step guard: an optimizer pre-step hook, installed once a model that trains is converted.
 
 Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different layouts,
 for example after loading a checkpoint in the other layout: their kernels read all of them in memory order. Before such
@@ -7,6 +7,7 @@ channels-last format, since loading, copying and casting replace the parameters 
 """
 
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, MutableMapping
 from functools import partial
@@ -29,6 +30,7 @@ from torch_nhwc.sites.wrappers import with_inner
 _logger = logging.getLogger("torch_nhwc")
 _PLAIN = (Tensor, nn.Parameter)
 
+_lock = threading.RLock()  # held where what follows changes: threads may convert at once
 _is_enabled = True
 _handles: list[RemovableHandle] = []
 # Owners by their ids, each until it is deleted.
@@ -46,7 +48,8 @@ def set_step_guard(enabled: bool) -> None:
     Fused CPU optimizers give wrong updates, silently, when a parameter, its gradient and its state have different
     layouts. Once a model that trains is converted, the guard checks before each step of such an optimizer, gives state
     and gradients the strides of their parameter, and warns once for each optimizer. It is removed when every converted
-    layer is reverted, and stays if one was deleted, since copies of it may exist. It never raises. It does not see
+    layer is reverted. It stays for the rest of the process once such an optimizer has stepped under it, whose state has
+    the converted strides, or a converted layer was deleted, of which copies may exist. It never raises. It does not see
     gradients that a closure or the optimizer's own step hooks assign.
 
     Example:
@@ -56,8 +59,9 @@ def set_step_guard(enabled: bool) -> None:
     global _is_enabled
     if not isinstance(enabled, bool):
         raise TypeError(f"set_step_guard: expected True or False, got {enabled!r}")
-    _is_enabled = enabled
-    _install_or_remove()
+    with _lock:
+        _is_enabled = enabled
+        _install_or_remove()
 
 
 def is_guarded() -> bool:
@@ -67,9 +71,10 @@ def is_guarded() -> bool:
 
 def watch(owners: Iterable[nn.Module | Optimizer]) -> None:
     """Keep the guard installed until these are released; for good if one is deleted before that."""
-    new = [each for each in owners if id(each) not in _watched]
-    _watched.update({id(each): weakref.ref(each, partial(_watched.pop, id(each))) for each in new})
-    _keep_installed_for(len(new))
+    with _lock:
+        new = [each for each in owners if id(each) not in _watched]
+        _watched.update({id(each): weakref.ref(each, partial(_watched.pop, id(each))) for each in new})
+        _keep_installed_for(len(new))
 
 
 def is_watched(owner: nn.Module | Optimizer) -> bool:
@@ -79,7 +84,8 @@ def is_watched(owner: nn.Module | Optimizer) -> bool:
 
 def release(owners: Iterable[nn.Module | Optimizer]) -> None:
     """End what `watch` began."""
-    _keep_installed_for(-sum(_watched.pop(id(each), None) is not None for each in owners))
+    with _lock:
+        _keep_installed_for(-sum(_watched.pop(id(each), None) is not None for each in owners))
 
 
 def watch_for_good() -> None:
@@ -113,8 +119,9 @@ def loading_optimizer(optimizer: Any) -> Optimizer | None:
 
 def _keep_installed_for(more: int) -> None:
     global _count
-    _count += more
-    _install_or_remove()
+    with _lock:
+        _count += more
+        _install_or_remove()
 
 
 def _install_or_remove() -> None:

@@ -6,7 +6,9 @@ was made around a layer's, as PyTorch does to parametrize or shard it, stays the
 
 import sys
 import threading
+from collections.abc import MutableMapping
 from typing import Any, ClassVar, cast
+from weakref import WeakValueDictionary
 
 from torch import nn
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -19,6 +21,8 @@ class Swap:
     """The beginning of the names of the classes."""
     order: ClassVar[int]
     """If a layer has two swaps, the one with the higher number overrides the methods of the other."""
+    swaps: ClassVar[type]
+    """The class that it swaps, in each class that `swap_class` gives to layers."""
 
     @classmethod
     def mixin_for(cls, layer_type: type) -> type:
@@ -41,8 +45,9 @@ class ModuleName(str):
         return str, (str(self),)
 
 
-_swapped: dict[tuple[type[Swap], type], type] = {}
-_below: dict[type, type] = {}
+# By the kind of a swap and the id of the class that it swaps. A swapped class keeps that class alive, as its base, so
+# that no id is used again while it is here. Weak, since classes may be made and dropped as models are.
+_swapped: MutableMapping[tuple[type[Swap], int], type] = WeakValueDictionary()
 _lock = threading.RLock()  # two threads that swap one class get the same
 
 
@@ -69,7 +74,7 @@ def restore_class(layer: nn.Module, kind: type[Swap]) -> None:
 
 def swapped_class(layer_type: type, kind: type[Swap]) -> type:
     """Return the class that `swap_class` gives to layers of a class."""
-    known = _swapped.get((kind, layer_type))
+    known = _swapped.get((kind, id(layer_type)))
     if known is not None:
         return known
     if issubclass(layer_type, kind):
@@ -80,7 +85,7 @@ def swapped_class(layer_type: type, kind: type[Swap]) -> type:
 
 def original_class(layer_type: type) -> type:
     """Return the class that a layer has in its package: without swaps, and without what parametrizes or shards it."""
-    inner = _below.get(layer_type) or _wrapped_class(layer_type)
+    inner = _below(layer_type) or _wrapped_class(layer_type)
     return layer_type if inner is None else original_class(inner)
 
 
@@ -94,20 +99,25 @@ def _kinds_of(layer_type: type) -> set[type[Swap]]:
     return {kind for kind in Swap.__subclasses__() if issubclass(layer_type, kind)}
 
 
+def _below(layer_type: type) -> type | None:
+    """Return the class that a class swaps; `None` for any other class, those that derive from such a class included."""
+    return vars(layer_type).get("swaps")
+
+
 def _with_kinds(layer_type: type, kinds: set[type[Swap]]) -> type:
     """Return the class that has these swaps and no others."""
     wrapped = _wrapped_class(layer_type)
     if wrapped is not None:
         return _around(layer_type, wrapped, _with_kinds(wrapped, kinds))
-    while layer_type in _below:
-        layer_type = _below[layer_type]
+    while (below := _below(layer_type)) is not None:
+        layer_type = below
     for kind in sorted(kinds, key=lambda kind: kind.order):
         layer_type = _one_swap(layer_type, kind)
     return layer_type
 
 
 def _one_swap(layer_type: type, kind: type[Swap]) -> type:
-    swapped = _swapped.get((kind, layer_type))
+    swapped: Any = _swapped.get((kind, id(layer_type)))
     if swapped is None:
         mixin = kind.mixin_for(layer_type)
         if layer_type in mixin.__bases__:  # a class of its own, which needs no other
@@ -118,7 +128,8 @@ def _one_swap(layer_type: type, kind: type[Swap]) -> type:
             if lazily is not None:
                 body["cls_to_become"] = swapped_class(lazily, kind)
             swapped = type(layer_type)(f"{kind.prefix}{layer_type.__name__}", (mixin, layer_type), body)
-        _swapped[kind, layer_type], _below[swapped] = swapped, layer_type
+        _swapped[kind, id(layer_type)] = swapped
+        swapped.swaps = layer_type
         swapped.__module__ = name = ModuleName(swapped.__module__)
         name.original = original_class(layer_type).__module__
     return swapped
@@ -139,7 +150,7 @@ def blank(layer_type: type, *kinds: type[Swap]) -> Any:
 
 def _wrapped_class(layer_type: type) -> type | None:
     """Return the class that a class was made around: by PyTorch, or by anybody around a swapped one; or `None`."""
-    if layer_type in _below:
+    if _below(layer_type) is not None:
         return None
     if issubclass(layer_type, Swap):
         return next(base for base in layer_type.__bases__ if issubclass(base, Swap))

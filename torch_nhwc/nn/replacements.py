@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
@@ -194,6 +193,20 @@ class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
     forward = PreservingCircularPad2d.forward
 
 
+class PreservingPixelShuffle(Preserving, nn.PixelShuffle):
+    """`PixelShuffle` that takes volumes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pixel_shuffle(input, self.upscale_factor)
+
+
+class PreservingPixelUnshuffle(Preserving, nn.PixelUnshuffle):
+    """`PixelUnshuffle` that takes volumes."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pixel_unshuffle(input, self.downscale_factor)
+
+
 def _one_channel_in_format(input: Tensor) -> Tensor:
     """Return an input of one channel, which is in both formats at once, with the strides of channels-last.
 
@@ -259,54 +272,8 @@ class PreservingConvTranspose3d(Preserving, nn.ConvTranspose3d):
         )
 
 
-class PreservingUpsample(Preserving, nn.Upsample):
-    """`Upsample` to the nearest, in 3D, whose gradient keeps the format."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        if is_scripting():  # `functional.interpolate` looks at the types of its arguments, which TorchScript cannot
-            return F.interpolate(
-                input,
-                self.size,
-                self.scale_factor,
-                self.mode,
-                self.align_corners,
-                recompute_scale_factor=self.recompute_scale_factor,
-            )
-        return functional.interpolate(
-            input,
-            self.size,
-            self.scale_factor,
-            self.mode,
-            self.align_corners,
-            recompute_scale_factor=self.recompute_scale_factor,
-        )
-
-
 def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
-
-
-def loses_gradient(layer: Any) -> bool:
-    """Return whether a layer that trains may get a wrong weight gradient because its weight is channels-last.
-
-    This is so for 2D convolutions of 1x1 with a stride and few channels in a group, on some CPUs.
-    """
-    if not layer.training or getattr(layer, "kernel_size", None) != (1, 1) or layer.stride == (1, 1):
-        return False
-    if (layer.out_channels if layer.transposed else layer.in_channels) // layer.groups >= 16:
-        return False
-    # A parametrized weight would be computed if it were read.
-    return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
-
-
-def _is_nearest(layer: Any) -> bool:
-    # A subclass may lack the attributes of its base.
-    return getattr(layer, "mode", None) in ("nearest", "nearest-exact") and not layer.recompute_scale_factor
-
-
-def always(layer: Any) -> bool:
-    """Return true: the layers of a class all lose something, or are all served."""
-    return True
 
 
 class Replacement(NamedTuple):
@@ -316,9 +283,7 @@ class Replacement(NamedTuple):
     """The class that replaces the layer's."""
     gains: str
     """The end of a sentence on the replacement that begins with "it is"."""
-    concerns: Callable[[Any], bool] = always
-    """Says of a layer if it loses anything; if not, it has no row in a plan."""
-    serves: Callable[[Any], bool] = always
+    serves: Callable[[Any], bool] = lambda layer: True
     """Says of a layer if the replacement takes its arguments."""
 
 
@@ -328,6 +293,7 @@ _GROUP_NORM = "accurate, whatever the means are, and fast, above all backward"
 _INSTANCE_NORM = "in the format and fast, and its gradient is right for a batch of 1"
 _FORMAT = "in the format, forward and backward, and fast"
 _FAST = "fast, forward and backward"
+_VOLUMES = "able to take volumes, too"
 _FORWARD = "in the format and fast, forward"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
@@ -346,22 +312,19 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, _FORWARD),
     nn.CircularPad2d: Replacement(PreservingCircularPad2d, _FORWARD),
     nn.CircularPad3d: Replacement(PreservingCircularPad3d, _FORWARD),
+    nn.PixelShuffle: Replacement(PreservingPixelShuffle, _VOLUMES),
+    nn.PixelUnshuffle: Replacement(PreservingPixelUnshuffle, _VOLUMES),
     nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION),
     nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),
     nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
-    nn.Upsample: Replacement(PreservingUpsample, "in the format backward", _is_nearest),
 }
-
-# The names of the classes of which every layer is replaced.
-ALWAYS_REPLACED = frozenset(each.__name__ for each, row in REPLACEMENTS.items() if row.concerns is always)
 
 
 # Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
 # Left out, since their own forward replaces the one that is overridden, or calls it with other activations:
 # - monai: MaisiGroupNorm3D computes its statistics itself.
-# - diffusers: WanUpsample, QwenImageUpsample and QwenImage21Upsample are 2D; MiniMaxH3VideoGroupNorm makes each frame
-#   contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
+# - diffusers: MiniMaxH3VideoGroupNorm makes each frame contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
 # - transformers: Emu3VQVAEGroupNorm and BitGroupNormActivation call the function; PeVideoMaskedGroupNorm and those of
 #   its kind take a mask, and sequences.
 _DIFFUSERS = "diffusers.models.autoencoders.autoencoder_"

@@ -2,27 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from torch_nhwc.layout import (
-    CHANNELS_LAST,
     Format,
     Strides,
     is_fake,
-    known_strides,
     memory_id,
     tied_by_view,
 )
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
 from torch_nhwc.nn.each_forward import is_in_each_forward
 from torch_nhwc.nn.hooks import InputHook
-from torch_nhwc.nn.replacements import loses_gradient
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text
 from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
@@ -75,8 +73,9 @@ def decide(
 ) -> "Decisions":
     """Decide what happens to every site, and to what goes with it; nothing is written.
 
-    With a plan, `found` is what `match` returned for it, and what can be done is decided again. `with_gradients=False`
-    is for plans: the operators' answers say already whether a gradient can follow.
+    With a plan, `found` is what `match` returned for it, and what can be done is decided again. A plan has no rows for
+    gradients, and does without them by `with_gradients=False`: the operators refuse a weight whose gradient cannot
+    follow in any case.
     """
     sources.check_optimizers((*found.tensors, *found.weights))
     rows, outcomes = _decide_sites(found, options, plan)
@@ -160,39 +159,18 @@ def _in_one_format(tensors: list[Tensor], wanted: Format, storage: Storage) -> l
         return [each for part in (tensors[:half], tensors[half:]) for each in _in_one_format(part, wanted, storage)]
 
 
-# What happens to a weight that nothing stands against, by what the operators would do to it.
-PLAIN: dict[Outcome | None, tuple[Action, Reason | None]] = {
-    Outcome.IN_PLACE: (Action.CONVERT, None),
-    Outcome.RESTRIDED: (Action.RESTRIDE, None),
-    Outcome.UNCHANGED: (Action.KEEP, Reason.IN_FORMAT),
-}
-
-
 def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[list[PlanRow], list[Outcome | None]]:
     """Return a row for each site, and what the operators would do to each weight."""
     wanted, sites = options.format, found.sites
     formats = [site.format(wanted) for site in sites]
     outcomes = outcomes_of(found.weights, formats, options.storage)
     tied = tied_by_view(found.tensors, found.weights)
-    has_swapped = any(map(is_in_each_forward, found.module_types))
-    ranks = [rank for rank in CHANNELS_LAST if wanted.serves(rank)]
-    asks_nothing_else = not (options.filter_fn or options.each_forward or has_swapped)
     first: dict[int, PlanRow] = {}  # the first row of each tensor
     remarks: dict[int, Reason | None] = {}
     rows: list[PlanRow] = []
     for index, (site, own, outcome) in enumerate(zip(sites, formats, outcomes)):
         tensor, key = site.tensor, id(site.tensor)
         planned = plan.rows[index] if plan else None
-        # Most weights are plain, and need no table.
-        is_plain = asks_nothing_else and own is wanted and site.reason is None and outcome in PLAIN
-        is_plain = is_plain and (planned is None or planned.changes or planned.reason is Reason.IN_FORMAT)
-        if is_plain and site.name == "weight" and site.rank in ranks and key not in tied and key not in first:
-            weight: Any = tensor
-            row = row_of(site, *PLAIN[outcome], known_strides(weight.shape, wanted.is_channels_last))
-            if not (weight.is_meta or 0 in weight.stride()):
-                first[key] = row
-                rows.append(row)
-                continue
         reason = options.skip_reason(site.module, site.path) or site.reason
         if reason in CONTIGUOUS_ONLY and not wanted.is_channels_last:
             reason = None
@@ -204,10 +182,10 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
         earlier = None if tensor is None else first.get(key)
         if planned:
             action = Action.REFUSE if planned.action is Action.REFUSE else Action.KEEP
-            row = row_of(site, action, planned.reason, planned.target_strides)
+            row = _row_of(site, action, planned.reason, planned.target_strides)
         else:
             case = _Case(found, site, tensor, wanted, own, outcome, reason, earlier, remarks)
-            row = row_of(site, *_by_table(case, _IN_EACH_FORWARD if in_each_forward else _REGULAR))
+            row = _row_of(site, *_by_tables(case, in_each_forward))
         if tensor is not None and earlier is None:
             first[key] = row
         rows.append(row)
@@ -215,7 +193,7 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
     return rows, outcomes
 
 
-def row_of(site: Site, action: Action, reason: Reason | None, target: Strides | None) -> PlanRow:
+def _row_of(site: Site, action: Action, reason: Reason | None, target: Strides | None) -> PlanRow:
     """Return the row of a site, with what is decided about it."""
     tensor = site.tensor
     if tensor is None:
@@ -313,7 +291,7 @@ class _Case:
         return self.remarks[key]
 
 
-_Rule = tuple[Callable[[_Case], bool], Action, Callable[[_Case], Reason | None] | Reason | None]
+_Rule = tuple[Callable[[Any], bool], Action, Callable[[Any], Reason | None] | Reason | None]
 
 # Reasons that come from optimizers, which need not be the same when a plan is applied again.
 _FROM_OPTIMIZERS = (Reason.FLATTENING_OPTIMIZER, Reason.BUCKET_VIEW, Reason.STATE_IN_THE_WAY)
@@ -331,7 +309,8 @@ _NOT_REQUESTED = (Reason.OTHER_RANK, Reason.FILTERED, Reason.IN_EACH_FORWARD)
 
 # The tables of decisions: the first condition that holds says what happens to a site, and why. A reason may be a
 # function of the case.
-_REQUESTED: tuple[_Rule, ...] = (
+_Rules = tuple[_Rule, ...]
+_REQUESTED: _Rules = (
     (lambda c: not c.wanted.serves(c.site.rank), Action.KEEP, Reason.OTHER_RANK),
     (lambda c: c.reason is Reason.FILTERED, Action.KEEP, Reason.FILTERED),
     (
@@ -340,8 +319,7 @@ _REQUESTED: tuple[_Rule, ...] = (
         Reason.IN_EACH_FORWARD,
     ),
 )
-_REGULAR: tuple[_Rule, ...] = (
-    *_REQUESTED,
+_WITH_REASON: _Rules = (
     (lambda c: c.reason is Reason.LAZY and c.wanted.is_channels_last, Action.CONVERT, Reason.LAZY),
     (lambda c: c.reason is Reason.LAZY, Action.KEEP, Reason.LAZY),
     (
@@ -355,28 +333,36 @@ _REGULAR: tuple[_Rule, ...] = (
         Reason.PART_OF_LARGER_STORAGE,
     ),
     (lambda c: c.is_against, Action.REFUSE, lambda c: c.reason),
-    # Sites that share a tensor.
-    (
-        lambda c: c.earlier is not None and c.earlier.action is Action.REFUSE,
-        Action.REFUSE,
-        lambda c: c.earlier.reason if c.earlier else None,
-    ),
-    (lambda c: c.earlier is not None, Action.KEEP, Reason.TIED),
-    # What the operators would do.
-    (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.kept_reason),
-    (lambda c: c.outcome is None, Action.REFUSE, Reason.UNSUPPORTED),
-    (lambda c: c.outcome is Outcome.TRACED and is_fake(c.tensor), Action.KEEP, Reason.FAKE),
-    (lambda c: c.outcome is Outcome.TRACED, Action.REFUSE, Reason.SUBCLASS),
-    (lambda c: c.outcome in _REFUSALS, Action.REFUSE, lambda c: _REFUSALS[c.outcome]),
+)
+_OF_SHARED_TENSORS: _Rules = (
+    (lambda c: c.earlier.action is Action.REFUSE, Action.REFUSE, lambda c: c.earlier.reason),
+    (lambda c: True, Action.KEEP, Reason.TIED),
+)
+_OF_TENSORS: _Rules = (
     (lambda c: wrappers.is_offloaded(c.site.module, c.tensor), Action.REFUSE, Reason.OFFLOADED),
     (lambda c: c.computed_remark is Reason.COMPUTED, Action.REFUSE, Reason.COMPUTED),
-    (lambda c: c.outcome is Outcome.UNCHANGED, Action.KEEP, lambda c: c.remark or Reason.IN_FORMAT),
-    (lambda c: c.outcome is Outcome.RESTRIDED and c.tensor.is_meta, Action.RESTRIDE, Reason.META),
-    (lambda c: c.outcome is Outcome.RESTRIDED, Action.RESTRIDE, lambda c: c.remark),
-    (lambda c: True, Action.CONVERT, lambda c: c.remark),
 )
-_IN_EACH_FORWARD: tuple[_Rule, ...] = (
-    *_REQUESTED,
+# By what the operators would do.
+_BY_OUTCOME: dict[Outcome | None, _Rules] = {
+    None: ((lambda c: True, Action.REFUSE, Reason.UNSUPPORTED),),
+    Outcome.TRACED: (
+        (lambda c: is_fake(c.tensor), Action.KEEP, Reason.FAKE),
+        (lambda c: True, Action.REFUSE, Reason.SUBCLASS),
+    ),
+    Outcome.UNCHANGED: (
+        (lambda c: c.site.name == "weight" and c.is_in_format, Action.KEEP, lambda c: c.reason or c.kept_reason),
+        *_OF_TENSORS,
+        (lambda c: True, Action.KEEP, lambda c: c.remark or Reason.IN_FORMAT),
+    ),
+    Outcome.RESTRIDED: (
+        *_OF_TENSORS,
+        (lambda c: c.tensor.is_meta, Action.RESTRIDE, Reason.META),
+        (lambda c: True, Action.RESTRIDE, lambda c: c.remark),
+    ),
+    **{outcome: ((lambda c: True, Action.REFUSE, reason),) for outcome, reason in _REFUSALS.items()},
+}
+_OF_ANY_OTHER_OUTCOME: _Rules = (*_OF_TENSORS, (lambda c: True, Action.CONVERT, lambda c: c.remark))
+_IN_EACH_FORWARD: _Rules = (
     (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
     (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, lambda c: c.reason),
     (lambda c: c.reason is Reason.ON_THE_FLY and not c.is_swappable, Action.REFUSE, Reason.ON_THE_FLY),
@@ -387,11 +373,23 @@ _IN_EACH_FORWARD: tuple[_Rule, ...] = (
 )
 
 
-def _by_table(case: _Case, rules: tuple[_Rule, ...]) -> tuple[Action, Reason | None, Strides | None]:
+@cache
+def _rules_for(in_each_forward: bool, has_reason: bool, is_shared: bool, outcome: Outcome | None) -> _Rules:
+    if in_each_forward:
+        return _REQUESTED + _IN_EACH_FORWARD
+    against = (_WITH_REASON if has_reason else ()) + (_OF_SHARED_TENSORS if is_shared else ())
+    return _REQUESTED + against + _BY_OUTCOME.get(outcome, _OF_ANY_OTHER_OUTCOME)
+
+
+def _by_tables(case: _Case, in_each_forward: bool) -> tuple[Action, Reason | None, Strides | None]:
     """Return what happens to a site, why, and the strides that its weight should have."""
-    action, why = next((action, why) for condition, action, why in rules if condition(case))
+    has_reason = case.reason is not None or case.tensor is None
+    for rule in _rules_for(in_each_forward, has_reason, case.earlier is not None, case.outcome):
+        if rule[0](case):
+            break
+    _, action, why = rule
     reason = why(case) if callable(why) else why
-    has_target = rules is not _IN_EACH_FORWARD and reason not in _NOT_REQUESTED
+    has_target = not in_each_forward and reason not in _NOT_REQUESTED
     return action, reason, case.own.strides(case.tensor.shape) if has_target and case.tensor is not None else None
 
 

@@ -8,10 +8,10 @@ from torch import nn
 
 from torch_nhwc.layout import CHANNELS_LAST, Format, is_permuted
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
-from torch_nhwc.nn.replacements import ALWAYS_REPLACED, is_preserving
+from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
+from torch_nhwc.planning.faults import FAULTY, may_be_wrong_on_one_channel, may_get_wrong_gradient
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow
 from torch_nhwc.rendering import amount
-from torch_nhwc.sites.finding import MEASURED_DEVICES, is_layer
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Found, ReplaceableLayer, Site
 
@@ -36,7 +36,7 @@ def decide_input_hook(found: Found, options: Options, layers: _Layers) -> InputH
     if not sites:
         return present
     right = _replaced(layers)
-    others = [site for site in sites if id(site.module) not in right and _may_be_wrong_on_one_channel(site)]
+    others = [site for site in sites if id(site.module) not in right and may_be_wrong_on_one_channel(site)]
     return InputHook(_ranks_of(sites), _ranks_of(others)).joined(present)
 
 
@@ -71,26 +71,8 @@ def ranks_to_bring(input_format: str, weights: Format) -> list[int]:
     return [rank for rank in CHANNELS_LAST if weights.serves(rank) and of_inputs.serves(rank)]
 
 
-def _may_be_wrong_on_one_channel(site: Site) -> bool:
-    """Return whether a convolution of one group takes one channel and strides over its width, if that is known."""
-    strides = getattr(site.module, "stride", None)
-    if isinstance(strides, tuple) and strides[-1:] == (1,):
-        return False
-    if site.tensor is None:
-        return True
-    channels = getattr(site.module, "in_channels", None)  # a computed weight may come from tensors of other shapes
-    has_one = site.tensor.shape[1:2] == (1,) if channels is None else channels == 1
-    return bool(has_one) and site.groups <= 1
-
-
 def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
     return tuple(sorted({site.rank for site in sites}))
-
-
-_NORMS: dict[Reason, tuple[type, ...]] = {
-    Reason.INSTANCE_NORM: (nn.InstanceNorm2d, nn.InstanceNorm3d),
-    Reason.GROUP_NORM: (nn.GroupNorm,),
-}
 
 
 def remarks_on(
@@ -100,7 +82,7 @@ def remarks_on(
     remarks = []
     each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
     if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
-        remarks += [reason.value for reason in _losing_norms(found, options, layers)]
+        remarks += [reason.value for reason in _faults_of_kept_layers(found, options, layers)]
     is_saved_as_it_is = state_dict_hook_key(found.model) is None
     if has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
         remarks.append(Reason.BROADCAST.value)
@@ -122,13 +104,13 @@ def remarks_on(
 
 def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Iterator[Reason]:
     """Yield what to know about layers that stay as they are, and that PyTorch computes wrong."""
-    right = _replaced(layers)
     if not options.preserve:
-        if any(_may_train(site) for site in found.sites if id(site.module) not in right):
+        right = _replaced(layers)
+        if any(may_get_wrong_gradient(site) for site in found.sites if id(site.module) not in right):
             yield Reason.WRONG_GRADIENTS
     elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         names = {getattr(module, "original_name", "") for module in found.model.modules()}
-        if not names.isdisjoint(ALWAYS_REPLACED):
+        if not names.isdisjoint(each.__name__ for each in REPLACEMENTS):
             yield Reason.SCRIPTED_LAYERS
 
 
@@ -137,19 +119,14 @@ def _replaced(layers: _Layers) -> set[int]:
     return {id(layer.module) for layer, row in layers if row.is_wanted}
 
 
-def _may_train(site: Site) -> bool:
-    """Return whether a weight of a layer of PyTorch's may get a gradient on a CPU, in this mode or the other."""
-    if is_preserving(type(site.module)) or not is_layer(site.module):
-        return False
-    return site.tensor is None or (site.tensor.requires_grad and site.tensor.device.type in MEASURED_DEVICES)
-
-
-def _losing_norms(found: Found, options: Options, layers: _Layers) -> list[Reason]:
-    """Return why norms that stay as they are will go wrong."""
+def _faults_of_kept_layers(found: Found, options: Options, layers: _Layers) -> list[Reason]:
+    """Return why layers other than convolutions that stay as they are will go wrong."""
     kept = {type(layer.module) for layer, row in layers if row.action is Action.KEEP}
     types: set[Any] = kept if options.preserve else found.module_types
     types = {each for each in types if not is_preserving(each)}
-    return [reason for reason, norms in _NORMS.items() if any(issubclass(each, norms) for each in types)]
+    reasons = [reason for reason, faulty in FAULTY.items() if any(issubclass(each, faulty) for each in types)]
+    has_volumes = any(site.rank == 5 for site in found.sites)
+    return [reason for reason in reasons if has_volumes or reason is not Reason.PIXEL_SHUFFLE]
 
 
 def has_ranks() -> bool:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_nhwc.running.comparison import map_tensors, tensors_in
+from torch_nhwc.running.containers import map_tensors, tensors_in
 
 Model = TypeVar("Model", bound=nn.Module)
 Job = Callable[[], object]

@@ -1,13 +1,12 @@
 """Compare the outputs of two models, in whatever containers they come."""
 
-import copy
-import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import GetAttrKey, MappingKey, SequenceKey, tree_flatten, tree_flatten_with_path, tree_is_leaf
+
+from torch_nhwc.running.containers import tensors_in
 
 
 class Difference(NamedTuple):
@@ -75,33 +74,6 @@ def tolerance_of(dtypes: Iterable[torch.dtype]) -> Tolerance:
     return Tolerance(*map(max, zip(*found))) if found else Tolerance(0.0, 0.0, 0.0, 0.0)
 
 
-def tensors_in(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in nested containers with their names, such as `output.images[0]` if the value is `output`.
-
-    Containers are lists, tuples, mappings, dataclasses and registered pytree nodes.
-    """
-    if isinstance(value, Tensor):
-        yield name, value
-        return
-    for key, child in _children_of(value):
-        yield from tensors_in(child, f"{name}{key}")
-
-
-def map_tensors(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested containers with other tensors.
-
-    A tensor that occurs several times is mapped once. A container without tensors is returned unchanged.
-    """
-    done: dict[int, tuple[Tensor, Tensor]] = {}  # with the original, which keeps its id from being used again
-
-    def once(tensor: Tensor) -> Tensor:
-        if id(tensor) not in done:
-            done[id(tensor)] = tensor, function(tensor)
-        return done[id(tensor)][1]
-
-    return _map(value, once)
-
-
 def largest(tensor: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest element for each channel, whose dimension is `dim`; without it all is one channel."""
     others = [each for each in range(tensor.dim()) if each != dim]
@@ -150,50 +122,3 @@ def _as_real(tensor: Tensor) -> Tensor:
 
 def _reduced(tensor: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     return reduce(tensor) if tensor.numel() else torch.zeros(1, dtype=torch.float64)
-
-
-def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if next(tensors_in(value), None) is None:
-        return value
-    if not tree_is_leaf(value):
-        children, spec = tree_flatten(value, is_leaf=lambda node: node is not value)
-        return spec.unflatten([_map(child, function) for child in children])
-    other = copy.copy(value)
-    for key, child in _fields_of(value):
-        mapped = _map(child, function)
-        if dataclasses.is_dataclass(value):
-            object.__setattr__(other, key, mapped)  # a dataclass may be frozen
-        elif isinstance(other, MutableMapping):
-            other[key] = mapped
-    return other
-
-
-def _children_of(value: Any) -> list[tuple[str, Any]]:
-    if tree_is_leaf(value):
-        return [(f".{key}", child) for key, child in _fields_of(value)]
-    try:
-        pairs, _ = tree_flatten_with_path(value, is_leaf=lambda node: node is not value)
-    except ValueError:  # a registered class without names for its children, such as the outputs of diffusers' models
-        children, _ = tree_flatten(value, is_leaf=lambda node: node is not value)
-        keys = list(value) if isinstance(value, Mapping) and len(value) == len(children) else range(len(children))
-        return [(f".{key}", child) for key, child in zip(keys, children)]
-    return [(_text_of(path[0]), child) for path, child in pairs]
-
-
-def _fields_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what a container holds that pytree does not know."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
-    return []
-
-
-def _text_of(key: Any) -> str:
-    if isinstance(key, SequenceKey):
-        return f"[{key.idx}]"
-    if isinstance(key, MappingKey):
-        return f".{key.key}"
-    return f".{key.name}" if isinstance(key, GetAttrKey) else str(key)

@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +19,7 @@ from torch_nhwc.nn.replacements import (
     is_preserving,
     replacement_for,
 )
-from torch_nhwc.sites import computed_weights, observed, scripted, wrappers
+from torch_nhwc.sites import computed_weights, observed, scripted
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import LAYERS, Found, ReplaceableLayer, Site, TensorContainer, walk
 
@@ -61,7 +60,7 @@ def walk_layers(model: nn.Module) -> Found:
         kind = kinds[module_type] if module_type in kinds else kinds.setdefault(module_type, _layer_kind(module))
         family, rank = kind.family, kind.rank
         if kind.replacement is not None:
-            layers += _replaceable(path, module, kind, wrapped)
+            layers.append(_replaceable(path, module, kind, wrapped))
         if not family:
             continue
         if family == "layer":
@@ -77,41 +76,21 @@ def walk_layers(model: nn.Module) -> Found:
             found = [site if site.reason is Reason.PACKED else site.because(wrapped) for site in found]
         sites += found
     device = next((tensor.device for tensor in tensors if tensor is not None), None)
-    if device is not None:  # that of layers without tensors, too
+    if device is not None and device.type not in MEASURED_DEVICES:  # that of layers without tensors, too
         layers = [
             each._replace(reason=_reason_of_device(device, each.module))
-            if each.reason is None and not _tensors_of(each.module)
+            if each.reason is None and _device_of(each.module) is None
             else each
             for each in layers
         ]
     return Found(model, sites, {*kinds}, tensors, layers)
 
 
-def is_plain_layer(layer: Any) -> bool:
-    """Return whether all that there is to find is one weight in one layer of PyTorch's own, with nothing around it."""
-    rank = _RANKS.get(type(layer))
-    weight = layer._parameters.get("weight") if rank else None
-    return (
-        type(weight) is nn.Parameter
-        and weight.dim() == rank
-        and weight.layout is torch.strided
-        and not weight.is_meta
-        and weight.grad is None
-        and not (layer._forward_pre_hooks or layer._modules or layer._buffers)
-        and not layer.groups == 1 == weight.shape[1]
-        and wrappers.reason_of(layer) is None
-    )
-
-
-_RANKS: dict[type, int] = {layer: rank for rank, layers in LAYERS.items() for layer in layers}
-
-
 def is_layer(module: nn.Module) -> bool:
     """Return whether a module is a convolution layer or derived from one, and neither quantized nor scripted."""
-    return _kind_of(type(module))[0] == "layer"  # type: ignore[arg-type]
+    return _kind_of(type(module))[0] == "layer"
 
 
-@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
 def _kind_of(module_type: type) -> tuple[str, int]:
     """Return the family of a class (empty for most) and the rank of its weight."""
     # This does not use issubclass: quantized layers have an abstract base, which would try all of its subclasses.
@@ -177,7 +156,7 @@ class _LayerKind(NamedTuple):
 
 def _layer_kind(module: nn.Module) -> _LayerKind:
     layer_type = _later_class(module) or type(module)
-    family = _kind_of(type(module))  # type: ignore[arg-type]
+    family = _kind_of(type(module))
     replacement = None if family[0] == "scripted" else replacement_for(layer_type)
     if replacement is None:
         return _LayerKind(*family, None)
@@ -193,16 +172,12 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
     return _LayerKind(*family, replacement, original.__name__, reason)
 
 
-def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> list[ReplaceableLayer]:
-    """Return a layer if it loses anything, as a list."""
+def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> ReplaceableLayer:
     replacement: Any = kind.replacement
     reason = kind.reason
-    # A replaced layer has its row whatever its arguments are by then: a conversion back has to find it.
     if reason is not Reason.EXCHANGED:
-        if not replacement.concerns(module):
-            return []
         reason = wrapped or reason or _reason_of(module, replacement)
-    return [ReplaceableLayer(path, module, kind.name, replacement.gains, reason)]
+    return ReplaceableLayer(path, module, kind.name, replacement.gains, reason)
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:
@@ -216,8 +191,8 @@ def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
         return Reason.FORWARD_REPLACED
     if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
-    tensors = _tensors_of(module)
-    return _reason_of_device(tensors[0].device, module) if tensors else None
+    device = _device_of(module)
+    return None if device is None else _reason_of_device(device, module)
 
 
 def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
@@ -232,5 +207,6 @@ def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
 MEASURED_DEVICES = ("cpu", "meta")
 
 
-def _tensors_of(module: nn.Module) -> list[Tensor]:
-    return [each for each in (*module._parameters.values(), *module._buffers.values()) if each is not None]
+def _device_of(module: nn.Module) -> torch.device | None:
+    tensors = (*module._parameters.values(), *module._buffers.values())
+    return next((each.device for each in tensors if each is not None), None)

@@ -213,6 +213,11 @@ class Reason(enum.Enum):
         "on a CPU, PyTorch's group norm is inaccurate for channels-last, more so the farther the means are from zero: "
         "replace the layers by preserve=True",
     )
+    PIXEL_SHUFFLE = (
+        Kind.MODEL,
+        "on a CPU, PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: replace the layers by "
+        "preserve=True, or give them x.contiguous()",
+    )
     BROADCAST = (
         Kind.MODEL,
         "there are several processes: if a checkpoint is broadcast while it is loaded (broadcast_from_rank0), its "

@@ -3,9 +3,9 @@
 They are recognised by the names of their classes and attributes, without importing their packages.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
+from collections.abc import Iterator, MutableMapping
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -44,22 +44,27 @@ WRAPPERS = {
 REASONS = frozenset(wrapper.reason for wrapper in WRAPPERS.values()) - {None} - CONTIGUOUS_ONLY
 
 
-@lru_cache(maxsize=256)  # bounded, since it keeps the classes alive
+_known: MutableMapping[type, Wrapper] = WeakKeyDictionary()
+
+
 def wrapper_of(module_type: type) -> Wrapper:
     """Return what is known of a class; most wrap nothing."""
-    names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
-    return next((WRAPPERS[name] for name in names if name in WRAPPERS), Wrapper(None))
+    known = _known.get(module_type)
+    if known is None:
+        names = (base.__name__ for base in module_type.__mro__ if base.__module__.split(".")[0] in _PACKAGES)
+        known = _known[module_type] = next((WRAPPERS[name] for name in names if name in WRAPPERS), Wrapper(None))
+    return known
 
 
 def inside(module: nn.Module) -> tuple[str, nn.Module] | None:
     """Return the model that a module wraps, with the name of the attribute that holds it; `None` if it wraps none."""
-    name = wrapper_of(type(module)).inside  # type: ignore[arg-type]
+    name = wrapper_of(type(module)).inside
     return None if name is None else (name, getattr(module, name))
 
 
 def reason_of(module: nn.Module) -> Reason | None:
     """Return why nothing in a module may be converted, or `None`."""
-    wrapper = wrapper_of(type(module))  # type: ignore[arg-type]
+    wrapper = wrapper_of(type(module))
     if wrapper.reason is not None and (wrapper.where is None or len(getattr(module, wrapper.where, ()))):
         return wrapper.reason
     # nn.Module.compile() and the hooks of Opacus, diffusers and accelerate leave the class unchanged.

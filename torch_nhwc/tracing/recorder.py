@@ -18,9 +18,10 @@ from torch._C import _current_autograd_node, _current_graph_task_id
 from torch._C._autograd import _get_sequence_nr
 from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 from torch._ops import OpOverload
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
-from torch_nhwc.running.comparison import tensors_in
+from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
@@ -45,6 +46,7 @@ from torch_nhwc.tracing.traces import (
 OURS = "torch_nhwc.functional"
 PRESERVE = "replaced by preserve=True"
 RESHAPE = "a reshape that is unavoidable"
+WRITTEN = "{0} writes to the copy; in a contiguous model, it writes to the activation itself, which is still in use"
 # What this package has instead, by the function of `torch.nn.functional` that called the operator,
 BY_FUNCTION = frozenset(("cross_entropy", "instance_norm", "pad"))
 # or by the operator itself. test/tracing/test_advice.py tries all of them.
@@ -53,8 +55,6 @@ BY_OPERATOR = {
     **dict.fromkeys(("aten::_adaptive_avg_pool3d", "aten::_adaptive_avg_pool3d_backward"), "adaptive_avg_pool3d"),
     **dict.fromkeys(("aten::adaptive_max_pool3d", "aten::adaptive_max_pool3d_backward"), "adaptive_max_pool3d"),
     "aten::max_unpool3d": "max_unpool3d",
-    "aten::upsample_nearest3d_backward": "interpolate",
-    "aten::_upsample_nearest_exact3d_backward": "interpolate",
     **dict.fromkeys(("aten::_softmax", "aten::_softmax_backward_data"), "softmax"),
     **dict.fromkeys(("aten::_log_softmax", "aten::_log_softmax_backward_data"), "log_softmax"),
 }
@@ -114,8 +114,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         for tensor in (*model.parameters(), *model.buffers()):
             self.weights.add(tensor)
         self.has_channels_last = False
-        # The last loss, and the id of its result, if it was a copy and no operator ran since.
-        self.copied: tuple[int, FormatLoss] | None = None
+        # Copies of activations, by the address of their storage.
+        self.copies: dict[int, _Copy] = {}
         self.lock = threading.RLock()  # the backward of several GPUs runs in several threads
         for path, module, _ in walk(model):
             if isinstance(module, torch.jit.ScriptModule):
@@ -126,6 +126,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
     def begin_forward(self, args: Any) -> None:
         """Note that a module is called outside of all others."""
         self.has_channels_last = False
+        self.copies = {key: each for key, each in self.copies.items() if not each.copy.expired()}  # type: ignore[no-untyped-call, unused-ignore]
         for _, tensor in tensors_in(args):
             self._use(tensor)
 
@@ -156,19 +157,30 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         activations = self._activations(operator, tensors, results, is_backward, site)
         if operator.weight_gradient and result[operator.weight_gradient] is not None:
             self.weights.add(result[operator.weight_gradient])
-        if self.copied is not None:
-            if operator.name == "aten::_unsafe_view" and id(args[0]) == self.copied[0]:
-                self.copied[1].advice = RESHAPE
-            self.copied = None
+        if self.copies and (operator.writes_in_place or operator.name == "aten::_unsafe_view") and not is_backward:
+            self._note_use_of_copies(operator, results)
         for kind, size in self._findings(operator, args, activations, result, is_backward) if activations else ():
             site = site or self.calls.locate(operator.name)
             inputs = tensors[: 3 if is_backward else 2] if kind is MixedConvolution else tensors
             layouts = layouts_of(inputs), layouts_of(results)
-            row = kind(site.path, operator.name, phase, *layouts, site.source, size, 1)
-            if self.writer.add(row) and isinstance(row, FormatLoss):
-                row.advice = self._advice(row, site, args)
-                if operator.name == "aten::clone" and row.advice is None:
-                    self.copied = id(result), row
+            new = kind(site.path, operator.name, phase, *layouts, site.source, size, 1)
+            row = self.writer.add(new)
+            if isinstance(row, FormatLoss):
+                row.advice = self._advice(row, site, args) if row is new else row.advice
+                if operator.name == "aten::clone" and row.advice != PRESERVE:
+                    storages = result.untyped_storage(), tensors[0].untyped_storage()
+                    self.copies[storages[0]._cdata] = _Copy(row, *map(StorageWeakRef, storages))
+
+    def _note_use_of_copies(self, operator: "_Operator", results: list[Tensor]) -> None:
+        """Say of copies of activations that they are reshapes, or that an operator writes to them."""
+        for each in results:
+            copied = self.copies.get(each.untyped_storage()._cdata) if each.layout == torch.strided else None
+            if copied is None:
+                continue
+            if not operator.writes_in_place:
+                copied.loss.advice = copied.loss.advice or RESHAPE
+            elif not copied.activation.expired():  # type: ignore[no-untyped-call, unused-ignore]
+                copied.loss.advice = WRITTEN.format(operator.name.removeprefix("aten::"))
 
     def _use(self, tensor: Tensor) -> None:
         """Take a tensor for an activation from here on."""
@@ -319,6 +331,15 @@ def _bytes_lost(
         if has_read and (operator.writes_in_place or not any(_is_alias_of(each, other) for other in read)):
             bytes_lost += each.nbytes
     return bytes_lost
+
+
+class _Copy(NamedTuple):
+    """A contiguous copy of a channels-last activation, which a contiguous model would not make."""
+
+    loss: FormatLoss
+    copy: StorageWeakRef
+    """Weak, and keeps the address of the storage from being used again."""
+    activation: StorageWeakRef
 
 
 class _TensorSet(dict[int, "ref[Tensor]"]):

@@ -303,8 +303,8 @@ class TraceWriter:
         self.trace = Trace({"forward": 0, "backward": 0})
         self._rows: dict[tuple[object, ...], OperatorRow] = {}
 
-    def add(self, row: OperatorRow) -> bool:
-        """Add a row, or its amounts to those of the row that is like it; return whether it is new."""
+    def add(self, row: OperatorRow) -> OperatorRow:
+        """Add a row, or its amounts to those of the row that is like it; return the row that is in the trace."""
         formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
         key = type(row), row.path, row.operator, row.phase, row.source, *formats
         known = self._rows.setdefault(key, row)
@@ -314,7 +314,7 @@ class TraceWriter:
         else:
             known.bytes += row.bytes
             known.count += row.count
-        return known is row
+        return known
 
     def add_unseen(self, path: str, why: str) -> None:
         """Add a part that could not be seen, once."""

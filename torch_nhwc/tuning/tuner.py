@@ -15,7 +15,8 @@ from torch.nn.parameter import is_lazy
 from torch_nhwc.planning import Plan, plan
 from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
-from torch_nhwc.running.comparison import distances, magnitudes, tensors_in, tolerance_of
+from torch_nhwc.running.comparison import distances, magnitudes, tolerance_of
+from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.machine import machine
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of

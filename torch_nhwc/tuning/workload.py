@@ -16,7 +16,8 @@ from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import first_line
 from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
-from torch_nhwc.running.comparison import Difference, compare, tensors_in
+from torch_nhwc.running.comparison import Difference, compare
+from torch_nhwc.running.containers import tensors_in
 
 Mode = Literal["inference", "training"]
 Loss = Callable[[Any], Tensor]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.running.calls import Draws, preserved_state
-from torch_nhwc.running.comparison import map_tensors, tensors_in
+from torch_nhwc.running.containers import map_tensors, tensors_in
 
 Change = Callable[[Tensor], Tensor]
 """Makes another tensor of one."""
