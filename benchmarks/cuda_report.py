@@ -4,12 +4,11 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tables import NOT_MEASURED, Point, at_least, at_most, name, ratio, spanned, table, taps, verdict
+from tables import Point, at_least, at_most, name, ratio, spanned, table, taps
 
 LARGE = 16 << 20
 TAPS_OF_THE_BARS = (9, 25, 27, 49)
 OVER_COPY = {"float32": 0.9, "bfloat16": 0.9, "uint8": 0.75}
-OVER_SHARED_COPY = 0.97
 OVER_MODEL_COPY = {"ResNet-50": 1.3, "Stable Diffusion": 1.15}
 
 
@@ -24,31 +23,19 @@ def over(point: Point, longer: str, shorter: str) -> float | None:
     return ratio(point, longer, shorter) if {longer, shorter} <= point["times"].keys() else None
 
 
-def over_shared_copy(point: Point) -> float | None:
-    """Return the time of the best copy through shared memory over ours."""
-    ratios = [over(point, job, "ours") for job in point["times"] if job.startswith("shared_copy")]
-    return min(filter(None, ratios), default=None)
-
-
-def copy_bar(dtype: str, limit: float, points: Sequence[Point]) -> list[str]:
-    """Return the bar that each weight can meet in either of two ways."""
-    copies, shared_copies = [over(p, "plain_copy", "ours") for p in points], [over_shared_copy(p) for p in points]
-    met = [(copy or 0) >= limit or (shared or 0) >= OVER_SHARED_COPY for copy, shared in zip(copies, shared_copies)]
-    return [
-        f"weights of 16 MB and more, K = 9, 25, 27, 49, {dtype}: bandwidth over `copy_` in the same layout, or over "
-        "the best copy through shared memory",
-        f"at least {limit:g}, or {OVER_SHARED_COPY:g}",
-        f"{spanned(copies)}, or {spanned(shared_copies)}",
-        verdict(met) if any(copies) else NOT_MEASURED,
-    ]
-
-
 def weight_bars(points: Sequence[Point]) -> list[list[str]]:
     large = [p for p in points if p["bytes"] >= LARGE and taps(p) in TAPS_OF_THE_BARS]
     moved = [p for p in large if not p["to"]]
     casts = [over(p, "plain_copy", "ours") for p in large if p["to"] == "bfloat16"]
     return [
-        *(copy_bar(dtype, limit, [p for p in moved if p["dtype"] == dtype]) for dtype, limit in OVER_COPY.items()),
+        *(
+            at_least(
+                f"weights of 16 MB and more, K = 9, 25, 27, 49, {dtype}: bandwidth over `copy_` in the same layout",
+                limit,
+                [over(p, "plain_copy", "ours") for p in moved if p["dtype"] == dtype],
+            )
+            for dtype, limit in OVER_COPY.items()
+        ),
         at_least("... float32 to bfloat16: bandwidth over `copy_` of the same bytes", 0.85, casts),
         at_least("... eager `copy_` over ours", 5, [over(p, "eager_copy", "ours") for p in moved]),
         at_least("... eager `contiguous` over ours", 5, [over(p, "eager_contiguous", "ours_fresh") for p in moved]),
@@ -93,14 +80,6 @@ def norm_bars(layers: Sequence[Point]) -> list[list[str]]:
     ]
 
 
-def counter_bar(results: Sequence[dict]) -> list[str]:
-    """Return the bar for how far the model is from the hardware."""
-    values = [
-        r["read"] and abs(r["modelled"][name] / max(1, r["read"][name]) - 1) for r in results for name in r["modelled"]
-    ]
-    return at_most("sectors and passes, modelled over counted by hardware: off by", 0.05, values)
-
-
 def cell(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}"
 
@@ -116,11 +95,11 @@ def weights(points: Sequence[Point]) -> str:
     for p in points:
         if p["back"]:
             continue
-        values = [speed(p, "plain_copy"), speed(p, "ours"), over(p, "plain_copy", "ours"), over_shared_copy(p)]
+        values = [speed(p, "plain_copy"), speed(p, "ours"), over(p, "plain_copy", "ours")]
         values += [over(p, "eager_copy", "ours"), over(p, "eager_contiguous", "ours_fresh")]
         values += [over(p, "eager_two_steps", "ours"), over(p, "compiled_clone", "ours_fresh")]
         rows.append([name(p), f"{p['bytes'] / 1e6:.1f}", *map(cell, values)])
-    head = ["weight", "MB", "`copy_`, TB/s", "ours, TB/s", "`copy_` / ours", "best copy through shared memory / ours"]
+    head = ["weight", "MB", "`copy_`, TB/s", "ours, TB/s", "`copy_` / ours"]
     head += ["eager `copy_` / ours", "eager `contiguous` / `convert_weight`", "eager cast, then `copy_` / ours"]
     return table(head + ["`torch.compile` of the clone / `convert_weight`"], rows)
 
@@ -196,20 +175,6 @@ def gains(folder: Path) -> str:
     )
 
 
-def accesses(folder: Path) -> str:
-    """Return the table of what the kernels' accesses cost by the model."""
-    results = json.loads((folder / "accesses-model.json").read_text())["results"]
-    groups = list(dict.fromkeys(r["group"] for r in results))
-    cells = {
-        (r["kind"], r["group"]): f"{r['least_load_efficiency']:.2f}, {r['least_store_efficiency']:.2f}; "
-        f"{r['mean_conflict_degree']:.2f} ({r['most_conflict_degree']:.2f})"
-        for r in results
-    }
-    names = {r["kind"]: r["kind"] if r["is_cast"] else f"{r['bytes']}-byte elements" for r in results}
-    rows = [[name, *(cells.get((kind, group), "") for group in groups)] for kind, name in names.items()]
-    return table(["elements", *groups], rows)
-
-
 def origin(measured: dict) -> str:
     gpu, machine = measured["gpu"], measured["machine"]
     return (
@@ -222,19 +187,16 @@ def failures(files: dict[str, dict]) -> set[str]:
     """Return the texts of all errors."""
     measured = files["weights"]["results"] + [each for m in files["models"]["results"] for each in m["device"].values()]
     measured += files["layers"]["results"] + files["layouts"]["results"]
-    errors = {f"{job}: {error}" for each in measured for job, error in each["errors"].items()}
-    unreadable = files["counters"].get("unreadable")
-    return errors | ({unreadable} if unreadable else set())
+    return {f"{job}: {error}" for each in measured for job, error in each["errors"].items()}
 
 
 def section(folder: Path) -> str:
     """Return the section of docs/performance.md."""
-    files = {which: load(folder, which) for which in ("weights", "models", "counters", "layers", "layouts")}
+    files = {which: load(folder, which) for which in ("weights", "models", "layers", "layouts")}
     results = {which: measured["results"] for which, measured in files.items()}
     if not any(results.values()):
         return "Nothing has been measured yet."
-    bars = [*weight_bars(results["weights"]), *model_bars(results["models"]), counter_bar(results["counters"])]
-    bars += norm_bars(results["layers"])
+    bars = [*weight_bars(results["weights"]), *model_bars(results["models"]), *norm_bars(results["layers"])]
     parts = [origin(measured) for measured in files.values() if measured["results"]]
     parts += [table(["case, medians", "bar", "measured", "met"], bars)]
     parts += [f"Failed: {error}" for error in sorted(failures(files))]

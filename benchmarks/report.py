@@ -243,7 +243,6 @@ def documents() -> dict[Path, dict[str, str]]:
             "sizes": sizes(weights),
             "large filters": large_filters(*large),
             "models": models(of_models),
-            "accesses": cuda_report.accesses(RESULTS),
             "cuda": cuda_report.section(RESULTS),
         },
     }

@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import cuda_build
 import pytest
 import torch
 from onednn import IS_X86
@@ -20,7 +18,6 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_collate
 import bench_convolutions
-import bench_counters
 import bench_layers
 import bench_layouts
 import bench_models
@@ -42,7 +39,6 @@ import report_layers
 import report_peers
 import report_tune
 import shapes
-import shared_copy
 from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
 
 import torch_nhwc as nhwc
@@ -134,20 +130,6 @@ def test_the_passes_of_convolutions_are_measured_by_who_computes_them():
     assert ("| depthwise, 3D | weight gradient | 2 of 2: " in bench_convolutions.as_table(measured)) is IS_X86
 
 
-@pytest.mark.cuda
-def test_copies_through_shared_memory_copy():
-    source = torch.randint(0, 100, (1 << 20 | 48,), dtype=torch.uint8, device="cuda")
-    for copy in shared_copy.variants().values():
-        out = torch.zeros_like(source)
-        copy(out, source)
-        assert torch.equal(out, source)
-
-
-def test_the_copy_through_shared_memory_compiles(tmp_path):
-    nvcc = cuda_build.required_toolkit() / "bin/nvcc"
-    subprocess.run(shared_copy.compile_command(nvcc, "sm_90", tmp_path / "copy.so"), check=True)
-
-
 @pytest.mark.parametrize("name", bench_models.MODELS)
 def test_the_shapes_are_those_of_the_models(name):
     with torch.device("meta"):
@@ -173,13 +155,8 @@ def test_batches_are_measured_and_become_rows_of_a_table(tmp_path, monkeypatch):
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """Provide a GPU that is the CPU, without launches to count."""
-    limits = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
     monkeypatch.setattr(machine, "gpu", lambda: {"name": "Fake", "driver": "1.0", "CUDA": "13.0"})
     monkeypatch.setitem(STOPWATCHES, "cuda", STOPWATCHES["cpu"])
-    monkeypatch.setattr(shared_copy, "variants", lambda: {"shared_copy": lambda out, source: out.copy_(source)})
-    monkeypatch.setattr(bench_counters, "read_counters", lambda: "ncu is missing")
-    monkeypatch.setattr(bench_counters, "CASES", [((4, 8, 3, 3), torch.float32)])
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)
 
 
@@ -192,12 +169,9 @@ def with_norms():
 def run_all(folder, models, monkeypatch):
     """Do what `make bench-cuda` does, into a folder, and return what each script wrote."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # what it is set to ends with the test
-    monkeypatch.setattr(cuda_weights, "LARGE", 0)
     monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     cuda_weights.run(2, False, folder / "weights-cuda.json")
     cuda_models.run(models, 2, folder / "models-cuda.json")
-    monkeypatch.setattr(sys, "argv", ["bench_counters.py", "--out", str(folder / "counters-cuda.json")])
-    bench_counters.main()
     norms = [case._replace(shape=(*case.shape[:2], *(8 for _ in case.shape[2:]))) for case in cuda_layers.CASES]
     kinds = {(case.layer, len(case.shape)): case for case in norms}
     cuda_layers.run(list(kinds.values()), 0, folder / "layers-cuda.json")
@@ -213,7 +187,7 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
     written = run_all(tmp_path, tiny_models, monkeypatch)
     measured, models = written["weights"], written["models"]["results"]
     for point, row in zip(POINTS, measured["results"], strict=True):
-        jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy", "shared_copy"}
+        jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy"}
         assert row["times"].keys() == jobs | {"eager_two_steps" if point.to else "eager_contiguous"}
         assert row["errors"] == {}
         assert_times(row["times"])
@@ -241,7 +215,6 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
     assert {"commit", "processor", "cores", "capability", "environment"} <= measured["machine"].keys()
     text = cuda_report.section(tmp_path)
     assert "Fake, driver" in text
-    assert "Failed: ncu is missing" in text
     assert "| launches for a model, every model: in place | at most 6 | not measured | not measured |" in text
     assert "| in place, every model: extra device memory, bytes | at most 0 | 0.00 | yes |" in text
     assert "| norms of 64 MB and more: bandwidth over a copy | at least 0.8 | not measured | not measured |" in text
