@@ -15,7 +15,7 @@ namespace {
 
 // The table of faults. `mended_in` is the first version of PyTorch (major * 100 + minor) whose oneDNN is right, and 0
 // where no such version is known: 2.11.0, 2.13.0 and 2.15.0 have all of them, but 2.15.0 less of `halves_with_amx`.
-// `tools/search_convolutions.py` measures them. Where the instruction set is unknown, all are expected.
+// `tools/fuzz/convolutions.py` finds them. Where the instruction set is unknown, all are expected.
 struct Fault {
   OnednnIsa from;
   int mended_in;
