@@ -25,10 +25,7 @@ import bench_overhead
 import bench_peers
 import bench_tune
 import bench_weights
-import cuda_layers
-import cuda_layouts
 import cuda_models
-import cuda_weights
 import figures_gpu
 import figures_layers
 import figures_peers
@@ -44,10 +41,10 @@ from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
 import torch_nhwc as nhwc
 
 POINTS = [
-    cuda_weights.Point((4, 8, 3, 3), torch.float32),
-    cuda_weights.Point((4, 8, 3, 3, 3), torch.uint8, back=True),
-    cuda_weights.Point((4, 8, 5, 5), torch.float32, to=torch.bfloat16),
-    cuda_weights.Point((4, 8, 7, 7), torch.bfloat16, back=True, to=torch.float32),
+    bench_weights.Point((4, 8, 3, 3), torch.float32),
+    bench_weights.Point((4, 8, 3, 3, 3), torch.uint8, back=True),
+    bench_weights.Point((4, 8, 5, 5), torch.float32, to=torch.bfloat16),
+    bench_weights.Point((4, 8, 7, 7), torch.bfloat16, back=True, to=torch.float32),
 ]
 TINY = "ResNet-50, a tiny one"
 
@@ -169,14 +166,17 @@ def with_norms():
 def run_all(folder, models, monkeypatch):
     """Do what `make bench-cuda` does, into a folder, and return what each script wrote."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # what it is set to ends with the test
-    monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
-    cuda_weights.run(2, False, folder / "weights-cuda.json")
+    monkeypatch.setattr(bench_weights, "points_on_gpu", lambda with_compile: POINTS)
+    out = str(folder / "weights-cuda.json")
+    monkeypatch.setattr(sys, "argv", ["bench_weights.py", "--device", "cuda", "--samples", "2", "--out", out])
+    bench_weights.main()
     cuda_models.run(models, 2, folder / "models-cuda.json")
-    norms = [case._replace(shape=(*case.shape[:2], *(8 for _ in case.shape[2:]))) for case in cuda_layers.CASES]
+    norms = [case._replace(shape=(*case.shape[:2], *(8 for _ in case.shape[2:]))) for case in layer_cases.CASES_ON_GPU]
     kinds = {(case.layer, len(case.shape)): case for case in norms}
-    cuda_layers.run(list(kinds.values()), 0, folder / "layers-cuda.json")
-    monkeypatch.setattr(cuda_layouts, "MODELS", {"tiny": layout_models.LayoutModel(with_norms, (1, 1, 8, 8, 8))})
-    cuda_layouts.run(["tiny"], 0, folder / "layouts-cuda.json")
+    bench_layers.run(list(kinds.values()), 0, folder / "layers-cuda.json", "cuda")
+    tiny_one = layout_models.LayoutModel(with_norms, (1, 1, 8, 8, 8))
+    monkeypatch.setattr(bench_layouts, "MODELS_ON_GPU", {"tiny": tiny_one})
+    bench_layouts.run(["tiny"], [bench_layouts.AUTOCAST], 0, folder / "layouts-cuda.json", "cuda")
     names = ("weights", "models", "layers", "layouts")
     return {name: read(folder / f"{name}-cuda.json") for name in names}
 
@@ -223,7 +223,7 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
 
 @pytest.mark.cuda
 def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
-    with_compile = cuda_weights.Point((64, 64, 3, 3), torch.float32, with_compile=True)
+    with_compile = bench_weights.Point((64, 64, 3, 3), torch.float32, with_compile=True)
     monkeypatch.setattr(sys.modules[__name__], "POINTS", [*POINTS, with_compile])
     monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
     # Tiny objects would go through a million sets of memory to fill the cache of a GPU.
@@ -275,8 +275,7 @@ def test_layers_are_measured_and_compute_what_pytorchs_do(case):
 
 
 def test_layers_are_reported(tmp_path, monkeypatch):
-    measured = bench_layers.run([small(layer_cases.CASES[0])], 0)
-    machine.write(tmp_path / "layers.json", "bench_layers.py", measured, quick=True)
+    bench_layers.run([small(layer_cases.CASES[0])], 0, tmp_path / "layers.json")
     layers = read(tmp_path / "layers.json")
     monkeypatch.setattr(report, "load", lambda name: layers)
     assert report.QUICK in report.written((figures_layers.bars, ("layers-cpu",)))
@@ -549,15 +548,15 @@ def test_every_model_of_the_layouts_is_made(name):
 
 
 def test_a_model_of_a_gpu_is_compiled_as_a_whole():
-    model = cuda_layouts.Autocast(with_norms(), "cpu")
+    model = bench_layouts.Autocast(with_norms(), "cpu")
     model.compile(fullgraph=True, backend="aot_eager")
     assert model(torch.randn(1, 1, 8, 8, 8)).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", cuda_layouts.MODELS)
+@pytest.mark.parametrize("name", bench_layouts.MODELS_ON_GPU)
 def test_the_models_of_a_gpu_take_their_inputs(name):
     if name == "residual_encoder_unet3d":
         pytest.importorskip("dynamic_network_architectures")
-    measured = cuda_layouts.MODELS[name]
+    measured = bench_layouts.MODELS_ON_GPU[name]
     with torch.device("meta"):
         assert measured.call(measured.make(), torch.empty(measured.shape)).dim() in (2, 4, 5)
