@@ -7,8 +7,11 @@ by itself. GFLOP/s are of minima, ratios medians over rounds; the peak is that o
 additions in registers, in the same run. A row that our table leaves to PyTorch says so.
 """
 
+import ctypes
 import math
 import statistics
+import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -169,7 +172,9 @@ def way_of(layer: Layer, dtype: torch.dtype, pass_: str) -> str:
     weight.requires_grad_(pass_ == "weight gradient")
     sizes = [layer.stride] * layer.axes, list(layer.padding), [layer.dilation] * layer.axes
     with torch.set_grad_enabled(pass_ != "forward"):
-        return str(torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups))
+        answer = torch.ops.nhwc.convolution_way(channels_last(x), channels_last(weight), bias, *sizes, layer.groups)
+    # Until the operator also answers with the kind.
+    return answer if isinstance(answer, str) else answer[0]
 
 
 def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, object]:
@@ -199,32 +204,30 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
 
 def peak() -> float:
     """Return the GFLOP/s of a loop of fused multiplications and additions of float32 in registers, on one thread."""
-    from torch.utils.cpp_extension import load_inline
-
-    bits = 256 if "AVX2" in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") or not _has_avx512() else 512
+    has_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    bits = 512 if has_avx512 and "AVX2" not in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") else 256
     names = [f"sum{index}" for index in range(12)]  # an array of them would be in memory
     step = " ".join(f"{name} = {name} * factor + factor;" for name in names)
     kept = ", ".join(f'"+v"({name})' for name in names)  # so that each round is computed
     source = f"""
     typedef float Register __attribute__((vector_size({bits // 8})));
-    double sum(int64_t rounds) {{
-      const Register factor = Register{{}} + 0.999f;
+    float sum(long rounds) {{
+      const Register factor = (Register){{}} + 0.999f;
       Register {", ".join(f"{name} = factor" for name in names)};
-      for (int64_t round = 0; round < rounds; ++round) {{
+      for (long round = 0; round < rounds; ++round) {{
         {step}
         asm volatile("" : {kept});
       }}
       return {" + ".join(f"{name}[0]" for name in names)};
     }}"""
-    flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else [])]
-    module = load_inline(f"peak_{bits}", source, functions="sum", extra_cflags=flags)
+    flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else []), "-fPIC", "-shared"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/peak.so"
+        subprocess.run(["cc", *flags, "-x", "c", "-", "-o", library], input=source, text=True, check=True)
+        loop = ctypes.CDLL(library).sum
     rounds = 10_000_000
-    microseconds = min(Stopwatch().wall(partial(module.sum, rounds)) for _ in range(5))
+    microseconds = min(Stopwatch().wall(partial(loop, ctypes.c_long(rounds))) for _ in range(5))
     return 2 * 12 * (bits // 32) * rounds / microseconds / 1e3
-
-
-def _has_avx512() -> bool:
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def main() -> None:

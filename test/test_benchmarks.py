@@ -36,7 +36,7 @@ import peers
 import profile_peers
 import report
 import shapes
-from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
+from stopwatch import STOPWATCHES, in_turns
 
 import torch_nhwc as nhwc
 
@@ -96,12 +96,6 @@ def test_measurements_take_turns_after_a_round_that_does_not_count():
     taken = in_turns({name: lambda name=name: calls.append(name) or len(calls) for name in "ab"}, 2)
     assert calls == list("ababab")
     assert taken == {"a": [3, 5], "b": [4, 6]}
-
-
-def test_each_sample_has_a_preparation_that_is_not_timed():
-    prepared = []
-    taken = seconds_in_turns({"job": lambda: prepared.append(None) or (lambda: None)}, samples=3)
-    assert (len(taken["job"]), len(prepared)) == (3, 4)
 
 
 def test_a_replaced_convolution_is_measured_next_to_pytorch_s():
