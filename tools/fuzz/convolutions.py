@@ -115,7 +115,7 @@ def answers(case: Case, layout: str, functions: Any) -> Iterator[Any]:
     yield name, kind, way_of(case, "contiguous")[1] if kind == "faster" else kind
     try:
         yield errors(case, layout, functions)
-    except (RuntimeError, NotImplementedError) as error:
+    except Exception as error:
         yield f"{type(error).__name__}: {error}".splitlines()[0]
 
 
@@ -148,8 +148,11 @@ def check(case: Case) -> dict[str, float]:
         if kind != "pytorchs":
             ours, ended_by = forked(case, layout, functional)
             expect(not is_wrong(ours, case), f"{layout}, {name}: ours is wrong: {ours[1:] or ended_by}")
+            is_refused = isinstance(ours[1], str) and not isinstance(theirs[-1], str)
+            expect(not is_refused, f"{layout}, {name}: ours raises: {ours[1]}")
         counted = {"cases": True, "flagged": is_flagged}
         what = f"{case['convolution'].kind} {str(case['dtype']).removeprefix('torch.')}, ours by {name}"
         counted |= {f"{what}: PyTorch wrong": is_bad, f"{what}: PyTorch died": len(theirs) < 2}
+        counted |= {f"{what}: PyTorch raised": isinstance(theirs[-1], str)}
         figures.update({f"{layout}: {each}": int(is_so) for each, is_so in counted.items()})
     return {what: count for what, count in figures.items() if count}
