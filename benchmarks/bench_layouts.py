@@ -104,7 +104,7 @@ def measure(
         except RuntimeError as error:
             errors[layout] = str(error).strip().split("\n")[0]
     fewest, most = SAMPLES[stopwatch.device]
-    samples = min(most, max(fewest, int(budget / took)))
+    samples = min(most, max(fewest, int(budget / max(took, 1e-3))))
     taken = in_turns({layout: partial(stopwatch.wall, steps[layout]) for layout in extra}, samples, warm_up=0)
     reference = next(iter(made))
     return {
