@@ -16,7 +16,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -56,14 +56,9 @@ lint: $(VENV)/has-lint $(VENV)/built
 planted-bugs: $(VENV)/has-test $(VENV)/built
 	$(bin)/python tools/planted_bugs.py
 
-# Random convolutions that PyTorch computes wrong, on this CPU and as on one without AVX-512: for a new version of torch,
-# some minutes on two cores. Not a part of `make test`. `--python` of the script names another environment.
-search-convolutions: $(VENV)/built
-	$(bin)/python tools/search_convolutions.py
-	$(bin)/python tools/search_convolutions.py --isa AVX2
-
 # Generated cases at scale, with a crash as a result: two hours in full on an idle core. FUZZ="--scale 0.01" runs fewer,
-# FUZZ="--networks 100 --seed 3" those of one part; tools/fuzz says what the parts are.
+# FUZZ="--networks 100 --seed 3" those of one part; tools/fuzz says what the parts are. For a new version of torch,
+# FUZZ="--convolutions 5000" counts what PyTorch computes wrong, with `--isa AVX2` as on a CPU without AVX-512.
 fuzz: $(VENV)/built
 	$(bin)/python tools/fuzz $(FUZZ)
 
@@ -90,7 +85,6 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py
 	$(bin)/python benchmarks/bench_tune.py
-	$(bin)/python benchmarks/count_accesses.py
 	$(bin)/python benchmarks/report.py
 
 # The other ways to run a model, in an environment that has OpenVINO and ONNX Runtime next to what is here: two hours.
@@ -144,7 +138,6 @@ bench-cuda: $(VENV)/built
 	$(bin)/python benchmarks/bench_models.py --device cuda
 	$(bin)/python benchmarks/bench_layers.py --device cuda
 	$(bin)/python benchmarks/bench_layouts.py --device cuda
-	$(bin)/python benchmarks/bench_counters.py
 	$(bin)/python benchmarks/report.py
 
 # Every kernel under the tools of compute-sanitizer, which comes with the CUDA toolkit; fails where it is missing.

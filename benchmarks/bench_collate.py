@@ -14,8 +14,7 @@ from typing import Any
 
 import machine
 import torch
-from stopwatch import seconds_in_turns, summary
-from tables import table
+from stopwatch import Stopwatch, in_turns, summary
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -82,35 +81,19 @@ def measure(name: str, samples: int, workers: int) -> dict[str, object]:
     """Return the milliseconds of a batch, in this process and in workers."""
     count, make, bar = CASES[name]
     batch = [make() for _ in range(count)]
-    here = {way: lambda collate=collate: partial(collate, batch) for way, collate in COLLATE.items()}
-    times = {"here": seconds_in_turns(here, samples)}
+
+    def taken(calls: dict[str, Callable[[], object]], samples: int, batches: int = 1) -> dict[str, dict[str, float]]:
+        timed = in_turns({way: partial(Stopwatch().wall, call) for way, call in calls.items()}, samples)
+        return {way: summary([each / 1e3 / batches for each in values]) for way, values in timed.items()}
+
+    ms = {"here": taken({way: partial(collate, batch) for way, collate in COLLATE.items()}, samples)}
     if workers:
         loading = {"num_workers": workers, "persistent_workers": True, "batch_size": count}
         loaders = {way: DataLoader(batch * BATCHES, collate_fn=fn, **loading) for way, fn in COLLATE.items()}
-        passes = {way: lambda loader=loader: partial(a_pass, loader) for way, loader in loaders.items()}
-        taken = seconds_in_turns(passes, max(2, samples // 8))
-        times["workers"] = {way: [each / BATCHES for each in values] for way, values in taken.items()}
-    ms = {
-        where: {way: summary([each * 1e3 for each in values]) for way, values in ways.items()}
-        for where, ways in times.items()
-    }
+        passes = {way: partial(a_pass, loader) for way, loader in loaders.items()}
+        ms["workers"] = taken(passes, max(2, samples // 8), BATCHES)
     ratios = {where: each["stock"]["median"] / each["ours"]["median"] for where, each in ms.items()}
     return {"case": name, "samples": count, "bar": bar, "ms": ms, "ratios": ratios}
-
-
-def as_table(measured: dict) -> str:
-    """Return a table with a row for each case."""
-    rows = []
-    for row in measured["results"]:
-        cells = []
-        for where in ("here", "workers"):
-            if where in row["ms"]:
-                stock, ours = (row["ms"][where][way]["median"] for way in ("stock", "ours"))
-                cells.append(f"{stock:.2f} → {ours:.2f} ms, **{row['ratios'][where]:.2f}x**")
-            else:
-                cells.append("")
-        rows.append([f"{row['samples']} of {row['case']}", *cells, f"{row['bar']:.1f}x"])
-    return table(["a batch", "in one process", "in workers", "bar"], rows)
 
 
 def run(names: list[str], samples: int, workers: int, out: Path) -> None:

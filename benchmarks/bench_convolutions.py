@@ -7,9 +7,11 @@ by itself. GFLOP/s are of minima, ratios medians over rounds; the peak is that o
 additions in registers, in the same run. A row that our table leaves to PyTorch says so.
 """
 
-import itertools
+import ctypes
 import math
 import statistics
+import subprocess
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
@@ -17,9 +19,7 @@ from typing import Any, NamedTuple
 import machine
 import torch
 from layout_models import channels_last
-from report_layers import kind as kind_of
 from stopwatch import Stopwatch, in_turns
-from tables import spanned, table
 from torch import Tensor
 from torch.nn import functional as stock
 
@@ -200,56 +200,32 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
     }
 
 
-def as_table(*machines: dict) -> str:
-    """Return what the passes gain that our kernels compute, for each kind of layer, pass and machine."""
-    columns = [
-        (measured, dtype)
-        for measured in machines
-        for dtype in DTYPES
-        if any(row["dtype"] == dtype for row in measured["results"])
-    ]
-    kinds = dict.fromkeys(row["kind"] for row in machines[0]["results"])
-    rows = []
-    for kind, pass_ in itertools.product(kinds, PASSES):
-        cells = []
-        for measured, dtype in columns:
-            of_all = [r for r in measured["results"] if (r["kind"], r["pass"], r["dtype"]) == (kind, pass_, dtype)]
-            ours = [row for row in of_all if row["way"].startswith("kernels")]
-            gains = (spanned(row[f"over {layout}"] for row in ours) for layout in ("channels-last", "contiguous"))
-            cells.append(f"{len(ours)} of {len(of_all)}: {'; '.join(gains)}" if ours else "PyTorch's")
-        if any(cell != "PyTorch's" for cell in cells):
-            rows.append([kind, pass_, *cells])
-    return table(["layers", "pass", *(f"{kind_of(measured)}, {dtype}" for measured, dtype in columns)], rows)
-
-
 def peak() -> float:
     """Return the GFLOP/s of a loop of fused multiplications and additions of float32 in registers, on one thread."""
-    from torch.utils.cpp_extension import load_inline
-
-    bits = 256 if "AVX2" in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") or not _has_avx512() else 512
+    has_avx512 = "AVX512" in torch.backends.cpu.get_cpu_capability()
+    bits = 512 if has_avx512 and "AVX2" not in machine.bounds().get("ONEDNN_MAX_CPU_ISA", "") else 256
     names = [f"sum{index}" for index in range(12)]  # an array of them would be in memory
     step = " ".join(f"{name} = {name} * factor + factor;" for name in names)
     kept = ", ".join(f'"+v"({name})' for name in names)  # so that each round is computed
     source = f"""
     typedef float Register __attribute__((vector_size({bits // 8})));
-    double sum(int64_t rounds) {{
-      const Register factor = Register{{}} + 0.999f;
+    float sum(long rounds) {{
+      const Register factor = (Register){{}} + 0.999f;
       Register {", ".join(f"{name} = factor" for name in names)};
-      for (int64_t round = 0; round < rounds; ++round) {{
+      for (long round = 0; round < rounds; ++round) {{
         {step}
         asm volatile("" : {kept});
       }}
       return {" + ".join(f"{name}[0]" for name in names)};
     }}"""
-    flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else [])]
-    module = load_inline(f"peak_{bits}", source, functions="sum", extra_cflags=flags)
+    flags = ["-O3", "-mfma", "-mavx2", *(["-mavx512f"] if bits == 512 else []), "-fPIC", "-shared"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/peak.so"
+        subprocess.run(["cc", *flags, "-x", "c", "-", "-o", library], input=source, text=True, check=True)
+        loop = ctypes.CDLL(library).sum
     rounds = 10_000_000
-    microseconds = min(Stopwatch().wall(partial(module.sum, rounds)) for _ in range(5))
+    microseconds = min(Stopwatch().wall(partial(loop, ctypes.c_long(rounds))) for _ in range(5))
     return 2 * 12 * (bits // 32) * rounds / microseconds / 1e3
-
-
-def _has_avx512() -> bool:
-    return "AVX512" in torch.backends.cpu.get_cpu_capability()
 
 
 def main() -> None:

@@ -1,15 +1,19 @@
-"""Whole models in three layouts: contiguous, channels-last, and channels-last with replaced layers.
+r"""Whole models in three layouts: contiguous, channels-last, and channels-last with replaced layers.
 
     python benchmarks/bench_layouts.py [--device cpu|cuda] [--model NAME ...] [--dtype NAME ...] [--seconds S]
         [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
-forward, a mean of squares, and backward. Times are milliseconds, minimum and median. The results of models that are
-not measured again stay in the file, if they were taken on the same machine with the same torch. A model whose library
-is missing is left out.
+forward, a mean of squares, and backward. Times are milliseconds that a caller waits, minimum and median. The results of
+models that are not measured again stay in the file, if they were taken on the same machine with the same torch. A model
+whose library is missing is left out.
 
 Rows of bfloat16 also have the model in float32. Where oneDNN does not take bfloat16, PyTorch's convolutions take
-minutes in it, so only the model with replaced layers is measured in bfloat16. On a GPU: cuda_layouts.py.
+minutes in it, so only the model with replaced layers is measured in bfloat16.
+
+On a GPU, models of the size that people train run in bfloat16 autocast, also contiguous under `torch.compile`, with the
+memory in use beyond the model and its input at its highest. cuDNN chooses among its kernels by their time
+(`cudnn.benchmark`).
 
 To measure a machine with AVX-512 as one without, name another file and set what bounds each library:
 
@@ -23,27 +27,58 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-import cuda_layouts
+import layout_models
 import machine
 import torch
 from layout_models import CONTIGUOUS, MODELS, PRESERVED, STEPS, Copies, LayoutModel, difference, layouts, replaced
-from stopwatch import in_turns, summary
-
-from torch_nhwc.running.calls import seconds
+from stopwatch import STOPWATCHES, Stopwatch, in_turns, summary
+from torch import Tensor, nn
 
 IN_FLOAT32 = {f"{layout} float32": layout for layout in (CONTIGUOUS, PRESERVED)}
-FEWEST, MOST = 3, 15
+COMPILED, AUTOCAST = "compiled", "bfloat16 autocast"
+# The fewest and the most samples on each device.
+SAMPLES = {"cpu": (3, 15), "cuda": (5, 50)}
 
 
-def copies(measured: LayoutModel, dtype: torch.dtype, mode: str) -> Copies:
+def sized(name: str, *shape: int) -> LayoutModel:
+    """Return a model of the CPU's with an input of another shape."""
+    return layout_models.MODELS[name]._replace(shape=shape)
+
+
+MODELS_ON_GPU = {
+    "dynunet3d": LayoutModel(layout_models.dynunet(32, 64, 128, 256, 320), (2, 1, 128, 128, 128)),
+    "residual_encoder_unet3d": sized("residual_encoder_unet3d", 2, 1, 128, 128, 128),
+    "resnet50": sized("resnet50", 64, 3, 224, 224),
+    "vae_kl": sized("vae_kl", 8, 3, 256, 256),
+}
+
+
+class Autocast(nn.Module):
+    """A model whose forward runs in bfloat16 autocast, and not its backward, as PyTorch advises."""
+
+    def __init__(self, model: nn.Module, device: str) -> None:
+        super().__init__()
+        self.model, self.device = model, device
+
+    def forward(self, x: Tensor) -> object:
+        with torch.autocast(self.device, torch.bfloat16):
+            return self.model(x)
+
+
+def copies(measured: LayoutModel, dtype: str, mode: str, device: str = "cpu") -> Copies:
     """Return what is measured in a dtype, the reference for differences first."""
     torch.manual_seed(0)
-    model = measured.make().train(mode == "training")
-    x = torch.randn(measured.shape)
+    model = measured.make().to(device).train(mode == "training")
+    x = torch.randn(measured.shape, device=device)
     made = layouts(measured, model, x)
-    if dtype == torch.float32:
+    if dtype == AUTOCAST:
+        made[COMPILED] = (copy.deepcopy(model), x)
+        casting = {layout: (Autocast(each, device), given) for layout, (each, given) in made.items()}
+        casting[COMPILED][0].compile()
+        return casting
+    if dtype == "float32":
         return made
-    halves = layouts(measured, copy.deepcopy(model).to(dtype), x.to(dtype))
+    halves = layouts(measured, copy.deepcopy(model).to(torch.bfloat16), x.to(torch.bfloat16))
     if not takes_bfloat16():
         halves = {PRESERVED: halves[PRESERVED]}
     return {**{name: made[layout] for name, layout in IN_FLOAT32.items()}, **halves}
@@ -53,28 +88,38 @@ def takes_bfloat16() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def measure(name: str, dtype: torch.dtype, mode: str, budget: float) -> dict[str, object]:
-    """Measure every layout of a model in one dtype and mode, and the largest difference of its results."""
-    measured = MODELS[name]
-    made = copies(measured, dtype, mode)
+def measure(
+    stopwatch: Stopwatch, name: str, measured: LayoutModel, dtype: str, mode: str, budget: float
+) -> dict[str, object]:
+    """Measure every layout of a model, and the largest difference of its results; what fails is among the errors."""
+    made = copies(measured, dtype, mode, stopwatch.device)
     steps = {layout: partial(STEPS[mode], measured, *each) for layout, each in made.items()}
-    computed, took = {}, {}
-    for layout, run in steps.items():
-        torch.manual_seed(0)
-        took[layout] = seconds(lambda layout=layout, run=run: computed.update({layout: run().float()}))
-    samples = min(MOST, max(FEWEST, int(budget / sum(took.values()))))
-    taken = in_turns({layout: partial(seconds, run) for layout, run in steps.items()}, samples, warm_up=0)
-    reference = next(iter(computed.values()))
-    model, preserved = next(iter(made.values()))[0], made[PRESERVED][0]
+    computed, extra, errors, took = {}, {}, {}, 0.0
+    for layout, step in steps.items():
+        try:
+            torch.manual_seed(0)
+            computed[layout] = step().float()
+            extra[layout] = stopwatch.extra_bytes(step)  # compiled, and with the choices of cuDNN
+            took += stopwatch.wall(step) * 1e-6
+        except RuntimeError as error:
+            errors[layout] = str(error).strip().split("\n")[0]
+    fewest, most = SAMPLES[stopwatch.device]
+    samples = min(most, max(fewest, int(budget / max(took, 1e-3))))
+    taken = in_turns({layout: partial(stopwatch.wall, steps[layout]) for layout in extra}, samples, warm_up=0)
+    reference = next(iter(made))
     return {
         "model": name,
         "shape": list(measured.shape),
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype,
         "mode": mode,
         "samples": samples,
-        "replaced": replaced(model, preserved),
-        "times": {layout: summary([each * 1e3 for each in values]) for layout, values in taken.items()},
-        "differences": {layout: difference(each, reference) for layout, each in computed.items()},
+        "replaced": replaced(made[reference][0], made[PRESERVED][0]),
+        "times": {layout: summary([each / 1e3 for each in values]) for layout, values in taken.items()},
+        "extra_bytes": extra,
+        "differences": {layout: difference(each, computed[reference]) for layout, each in computed.items()}
+        if reference in computed
+        else {},
+        "errors": errors,
         "commit": machine.commit(),
     }
 
@@ -88,40 +133,46 @@ def default_dtypes() -> list[str]:
     return ["float32", "bfloat16"] if takes_bfloat16() else ["float32"]
 
 
-def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path) -> None:
-    """Measure models, and write the file after each of them."""
+def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path, device: str = "cpu") -> None:
+    """Measure models, and write the file after each of them. One without its library is left out."""
     torch.set_num_threads(1)
-    order = list(MODELS)
+    script, models, how = "bench_layouts.py", MODELS, {"quick": budget == 0, "threads": 1}
+    if device == "cuda":
+        torch.backends.cudnn.benchmark = True
+        script, models, how = f"{script} --device cuda", MODELS_ON_GPU, {"gpu": machine.gpu()}
+    stopwatch, order = STOPWATCHES[device](), list(models)
     for name in names:
-        cases = [(getattr(torch, dtype), mode) for dtype in dtypes for mode in MODELS[name].modes]
+        cases = [(dtype, mode) for dtype in dtypes for mode in models[name].modes]
         try:
-            rows = [measure(name, *case, budget) for case in cases]
+            rows = [measure(stopwatch, name, models[name], *case, budget) for case in cases]
         except ModuleNotFoundError as error:
             print(f"{name} is left out: {error}", flush=True)
             continue
         for row in rows:
             show(row)
         machine.add(
-            *(out, "bench_layouts.py", rows),
+            *(out, script, rows),
             order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
-            **{"quick": budget == 0, "threads": 1, "seconds": budget},
+            **how,
+            seconds=budget,
         )
 
 
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", nargs="*", choices=list(MODELS), help="all, or on a GPU those of cuda_layouts.py")
+    parser.add_argument("--model", nargs="*", choices=list(MODELS), help="all of the device by default")
     parser.add_argument("--dtype", nargs="*", default=default_dtypes(), choices=["float32", "bfloat16"])
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each model, dtype and mode; 0 is for a look at what comes out"
     )
     arguments = parser.parse_args()
     out = arguments.out or machine.RESULTS / f"layouts-{arguments.device}.json"
+    models, dtypes = MODELS, arguments.dtype
     if arguments.device == "cuda":
         machine.switch_norms_on()
-        return cuda_layouts.run(arguments.model or list(cuda_layouts.MODELS), arguments.seconds, out)
-    run(arguments.model or list(MODELS), arguments.dtype, arguments.seconds, out)
+        models, dtypes = MODELS_ON_GPU, [AUTOCAST]
+    run(arguments.model or list(models), dtypes, arguments.seconds, out, arguments.device)
 
 
 if __name__ == "__main__":

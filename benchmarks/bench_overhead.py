@@ -4,7 +4,7 @@
 
 PyTorch's call and ours take turns, `--rounds` times, on one thread; each sample is many calls. A row has the medians in
 microseconds of one call, and those of the rounds' differences and ratios. A layer and its replacement are called on the
-same channels-last input, without gradients and with the backward. The other calls have a bar: for microseconds more
+same channels-last input, without gradients and with the backward. Most other calls have a bar: for microseconds more
 than PyTorch's, for times as long, or for microseconds alone.
 """
 
@@ -19,7 +19,6 @@ from functools import partial
 import machine
 import torch
 from stopwatch import Stopwatch, in_turns
-from tables import table
 from torch import Tensor, nn
 
 import torch_nhwc
@@ -197,8 +196,8 @@ def to_channels_last(layer: nn.Module) -> object:
     return layer.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
 
 
-# Each call: how it is prepared, the calls of a sample, what its bar is for, and the bar.
-CALLS: dict[str, tuple[Callable[[], Prepared], int, str, float]] = {
+# Each call: how it is prepared, the calls of a sample, which figure counts, and the bar for it, if it has one.
+CALLS: dict[str, tuple[Callable[[], Prepared], int, str, float | None]] = {
     "hook of `input_format`, over `.to(memory_format=...)`": (partial(hook, False), CALLS_OF_A_SAMPLE, "more", 10),
     "hook of `input_format`, input in format": (partial(hook, True), CALLS_OF_A_SAMPLE, "more", 5),
     "ten blocks, inference": (partial(blocks, FORWARD), 5, "times", 1.15),
@@ -209,7 +208,7 @@ CALLS: dict[str, tuple[Callable[[], Prepared], int, str, float]] = {
         partial(convert, 1, [to_channels_last]),
         10,
         "times",
-        4,
+        None,
     ),
     "`convert_` of 2,000 layers, each": (partial(convert, 2000), 2000, "replaced", 20),
     "`import torch_nhwc` after torch": (importing, 1, "replaced", 1e5),
@@ -221,31 +220,6 @@ def measure_call(name: str, rounds: int) -> dict[str, object]:
     prepare, calls, of, bar = CALLS[name]
     figures = compare(prepare(), min(rounds, FEW_ROUNDS.get(name, rounds)), calls)
     return {"call": name, **figures, "of": of, "bar": bar}
-
-
-def as_table(measured: dict) -> str:
-    """Return the report's table of layers: microseconds of a call, and how many more the replacement takes."""
-    by_layer: dict[str, list[str]] = {}
-    for row in measured["results"]:
-        if "layer" in row:
-            cells = by_layer.setdefault(row["layer"], [row["layer"], "x".join(map(str, row["shape"]))])
-            cells += [f"{row['stock']:.0f}", f"{row['more']:+.0f}"]
-    head = [cell for mode in MODES for cell in (f"{mode}: PyTorch's, us", "ours, more")]
-    return table(["layer", "input", *head], by_layer.values())
-
-
-def as_table_of_calls(measured: dict) -> str:
-    """Return the report's table of the other calls, with their bars."""
-    texts = {"more": "{:+.1f} us", "times": "{:.2f}x", "replaced": "{:.0f} us"}
-    rows = []
-    for row in measured["results"]:
-        if "call" in row:
-            text = texts[row["of"]]
-            theirs = "" if row["of"] == "replaced" else f"{row['stock']:.0f}"
-            met = "yes" if row[row["of"]] <= row["bar"] else "no"
-            rows.append([row["call"], theirs, f"{row['replaced']:.0f}", text.format(row[row["of"]]), met])
-            rows[-1][-1:] = [text.format(row["bar"]), met]
-    return table(["call", "PyTorch's, us", "ours, us", "measured", "bar", "met"], rows)
 
 
 def main() -> None:

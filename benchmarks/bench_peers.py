@@ -35,11 +35,10 @@ from bench_models import PRELOADED, PROCESSES
 from bench_tune import LEVEL, Called, loss_of
 from layout_models import MODELS, MODES, LayoutModel, difference
 from peers import CONTIGUOUS, FAULTS, PEERS, Call
-from stopwatch import summary
+from stopwatch import raced, summary
 from torch import Tensor, nn
 
 from torch_nhwc.running.calls import seconds
-from torch_nhwc.tuning.tuner import Race
 
 CHOSEN = (
     *("dynunet3d", "basic_unet3d", "segresnet3d", "resnet50", "convnext_t", "efficientnet_b0"),
@@ -195,10 +194,7 @@ def timed(calls: dict[str, Apart], limit: float) -> dict[str, dict[str, Any]]:
     """Return the times of peers that take turns, and how many times as fast as the contiguous model they are."""
     for call in calls.values():
         call(peak)
-    race, start = Race(calls), time.monotonic()
-    while race.rounds < ROUNDS.start or (race.rounds < ROUNDS.stop - 1 and time.monotonic() - start < limit):
-        race.running = [peer for peer in calls if peer not in race.failures]  # slower ones are measured as well
-        race.run_round(lambda peer: calls[peer](sample))
+    race = raced(calls, lambda peer: calls[peer](sample), ROUNDS, limit)
     figures: dict[str, dict[str, Any]] = {peer: {"failure": reason} for peer, reason in race.failures.items()}
     for peer in race.measured:
         figures[peer] = {

@@ -14,7 +14,6 @@ are named.
 """
 
 import multiprocessing
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -23,12 +22,12 @@ import machine
 import torch
 from bench_layouts import default_dtypes
 from layout_models import MODELS, MODES, first_tensor
-from stopwatch import summary
+from stopwatch import raced, summary
 from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc.tuning import Tuning
-from torch_nhwc.tuning.tuner import interval, policies
+from torch_nhwc.tuning.tuner import policies
 from torch_nhwc.tuning.workload import Workload, optimizer_for
 
 CHOSEN = (
@@ -92,19 +91,8 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
     workload = Workload(model, inputs, mode, torch.device("cpu"), None, loss_of, steps)
     for plan in plans.values():
         workload.sample(plan)
-    taken: dict[str, list[float]] = {policy: [] for policy in plans}
-    start, rounds = time.monotonic(), 0
-    while rounds < ROUNDS.start or (rounds < ROUNDS.stop - 1 and time.monotonic() - start < seconds):
-        rounds += 1
-        for policy in list(plans)[:: -1 if rounds % 2 else 1]:
-            taken[policy].append(workload.sample(plans[policy]))
-    ours = taken[tuning.choice]
-    over = {
-        policy: interval([theirs / own for theirs, own in zip(times, ours)])._asdict()
-        if policy != tuning.choice
-        else {"ratio": 1.0, "low": 1.0, "high": 1.0}
-        for policy, times in taken.items()
-    }
+    race = raced(plans, lambda policy: workload.sample(plans[policy]), ROUNDS, seconds)
+    over = {policy: race.compare(policy, tuning.choice)._asdict() for policy in plans}
     return {
         "model": name,
         "dtype": dtype,
@@ -112,8 +100,8 @@ def compare(name: str, dtype: str, mode: str, decided: str, seconds: float) -> d
         "shape": list(inputs["x"].shape),
         "choice": tuning.choice,
         "seconds": tuning.seconds,
-        "rounds": rounds,
-        "times": {policy: summary([each * 1e3 for each in times]) for policy, times in taken.items()},
+        "rounds": race.rounds,
+        "times": {policy: summary([each * 1e3 for each in race.samples(policy)]) for policy in plans},
         "over": over,
         "best": min(over, key=lambda policy: over[policy]["ratio"]),
         "commit": machine.commit(),

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import torch
 from models import weights_of
-from torch import Tensor, nn
+from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc.layout import CHANNELS_LAST
@@ -42,8 +42,3 @@ def memcpy(model: nn.Module) -> Callable[[], object]:
     weights = weights_of(model)
     copies = [torch.zeros_like(weight) for weight in weights]
     return lambda: [copy.copy_(weight) for copy, weight in zip(copies, weights, strict=True)]
-
-
-def compiled_clone(memory_format: torch.memory_format) -> Callable[[Tensor], Tensor]:
-    torch._dynamo.reset()
-    return torch.compile(lambda weight: weight.clone(memory_format=memory_format))

@@ -173,5 +173,22 @@ def other_cases() -> Iterator[Case]:
         yield Case("pad", '1, "circular"', shape, circular)
 
 
+def norm_cases_on_gpu() -> Iterator[Case]:
+    """Yield group norm with one group, with 32 and with one channel in each, and instance norm.
+
+    The first shapes have at least 64 MB in each dtype, the others are the deep levels of a U-Net, and blocks of a
+    diffusion model.
+    """
+    for shape in (
+        *((32, 256, 64, 64), (4, 32, 512, 512), (2, 64, 64, 64, 64), (1, 32, 128, 128, 64)),
+        *((8, 320, 32, 32), (2, 1280, 16, 16), (2, 320, 8, 8, 8), (2, 128, 16, 16, 16), (1, 32, 32, 32, 32)),
+    ):
+        affine = ((shape[1],),) * 2
+        for groups in sorted({1, 32, shape[1]}):
+            yield Case("group_norm", str(groups), shape, partial(group_norm, groups), affine)
+        yield Case("instance_norm", "affine", shape, instance_norm, affine)
+
+
+CASES_ON_GPU = list(norm_cases_on_gpu())
 CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *other_cases()]
 FUNCTIONS = {"ours": ours, "stock_channels_last": stock, "contiguous": stock}

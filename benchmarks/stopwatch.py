@@ -8,14 +8,16 @@ cache holds them: `sets_beyond_cache` says how many.
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property, partial
 from typing import Any, TypeVar
 
 import torch
 
-from torch_nhwc.running.calls import seconds
+from torch_nhwc.running.calls import seconds as seconds_of
+from torch_nhwc.tuning.tuner import Race
 
 Call = Callable[[], object]
 Sample = TypeVar("Sample")
@@ -54,7 +56,7 @@ class Stopwatch:
 
     def wall(self, job: Call) -> float:
         """Return the microseconds until the job and the device are done."""
-        return seconds(job, self.device) * 1e6
+        return seconds_of(job, self.device) * 1e6
 
     def extra_bytes(self, job: Call) -> int:
         """Return by how much the memory in use on the device grows at most."""
@@ -157,15 +159,14 @@ def in_turns(
     return {name: values[warm_up:] for name, values in taken.items()}
 
 
-def seconds_in_turns(
-    preparations: Mapping[str, Callable[[], Call]], samples: int, device: str = "cpu"
-) -> dict[str, list[float]]:
-    """Return the `seconds` of jobs that take turns; each preparation makes a job for one sample, untimed."""
-
-    def measure(prepare: Callable[[], Call]) -> float:
-        return seconds(prepare(), device)
-
-    return in_turns({name: partial(measure, prepare) for name, prepare in preparations.items()}, samples)
+def raced(names: Iterable[str], sample: Callable[[str], float], rounds: range, seconds: float) -> Race:
+    """Return a race of as many rounds as the seconds allow, within limits; slower ones stay in it, too."""
+    names = list(names)
+    race, start = Race(names), time.monotonic()
+    while race.rounds < rounds.start or (race.rounds < rounds.stop - 1 and time.monotonic() - start < seconds):
+        race.running = [name for name in names if name not in race.failures]
+        race.run_round(sample)
+    return race
 
 
 def interleaved(

@@ -66,3 +66,50 @@ def test_failures_and_crashes_are_reported_and_the_rest_runs(tmp_path):
     assert "python tools/fuzz --operators 1 --first 11 --seed 5 --child" in done.stdout
     assert "python tools/fuzz --operators 4 --first 10 --seed 5 --child" in done.stdout  # as it came to the crash
     assert "operators: 6 cases, 3 failed" in done.stdout  # the second process has a second call, too
+
+
+def test_a_drawn_convolution_reaches_every_known_fault():
+    convolutions = loaded("convolutions")
+    drawn = [convolutions.draw(fuzz.generator(0, "convolutions", number)) for number in range(2000)]
+    assert {each["dtype"] for each in drawn} == {*convolutions.LIMITS}
+    for is_drawn in (
+        lambda each: any(stride > kernel for stride, kernel in zip(each.stride, each.kernel)),
+        lambda each: each.padding[-1] > each.output[-1] and each.stride[-1] > 1,
+        lambda each: "2D depthwise" in each.kind and max(each.dilation) > 1 and each.size[-1] >= 29,
+        lambda each: each.groups == 1 and each.kernel[-1] % 4 == each.stride[-1] % 4 == each.padding[-1] == 0,
+        lambda each: len(each.size) == 3 and any(more > p for more, p in zip(each.output_padding, each.padding)),
+    ):
+        assert any(is_drawn(each["convolution"]) for each in drawn)
+
+
+def wrong(convolutions, when):
+    """Return what takes the place of `errors`: PyTorch's are wrong, or end the process, in one format."""
+
+    def errors(case, layout, functions):
+        if functions is convolutions.F and layout == "channels-last":
+            when()
+            return {"output": float("nan")}
+        return {"output": 0.0}
+
+    return errors
+
+
+@pytest.mark.parametrize(("when", "also"), [(lambda: None, ""), (lambda: os.kill(os.getpid(), 9), "PyTorch died")])
+def test_what_pytorch_computes_wrong_fails_unless_it_is_mended(monkeypatch, when, also):
+    convolutions = loaded("convolutions")
+    case = convolutions.draw(fuzz.generator(0, "convolutions", 0))
+    monkeypatch.setattr(convolutions, "errors", wrong(convolutions, when))
+    monkeypatch.setattr(convolutions, "warm_up", lambda: None)
+    for kind in ("pytorchs", "faster"):
+        monkeypatch.setattr(convolutions, "way_of", lambda case, layout, kind=kind: ("a way", kind))
+        with pytest.raises(AssertionError, match="channels-last, a way: PyTorch is wrong"):
+            convolutions.check(case)
+    monkeypatch.setattr(convolutions, "way_of", lambda case, layout: ("another", "mended"))
+    figures = convolutions.check(case)
+    assert figures["channels-last: flagged"] == figures["contiguous: cases"] == 1
+    (what,) = [each.rpartition(": ")[2] for each in figures if "another: PyTorch died" in each] or [""]
+    assert what == also
+    assert sum("another: PyTorch wrong" in each for each in figures) == 1
+    monkeypatch.setattr(convolutions, "errors", lambda case, layout, functions: {"output": 1.0})
+    with pytest.raises(AssertionError, match="contiguous, another: ours is wrong"):
+        convolutions.check(case)

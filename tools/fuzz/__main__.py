@@ -1,6 +1,7 @@
 """Generate cases at scale, in child processes that show unwritten memory, and whose crash is a result.
 
-    python tools/fuzz [--scale 0.01] [--seed 7] [--operators 9] [--layers 9] [--networks 9]
+    python tools/fuzz [--scale 0.01] [--seed 7] [--isa AVX2] [--operators 9] [--layers 9] [--networks 9]
+        [--convolutions 9]
 
 Each part has a file here, with `draw`, which makes a case of plain data from a random generator, and `check`, which
 raises if the case fails. Without counts, all parts run in full, times the scale; otherwise, those that are named run.
@@ -28,7 +29,15 @@ from typing import Any
 sys.path.append(str(Path(__file__).parents[2] / "test/support"))
 
 # For each part, its cases in full, and those that one process runs.
-PARTS = {"operators": (200_000, 5_000), "layers": (20_000, 1_000), "networks": (5_000, 250)}
+PARTS = {
+    "operators": (200_000, 5_000),
+    "layers": (20_000, 1_000),
+    "networks": (5_000, 250),
+    "convolutions": (5_000, 500),
+}
+# What shows memory that nobody wrote; and for computations of PyTorch that may damage the heap, what ends them then.
+UNWRITTEN = {"MALLOC_PERTURB_": "165"}
+CHECKED = {"convolutions": {"MALLOC_CHECK_": "3", "LD_PRELOAD": "libc_malloc_debug.so.0", "OMP_WAIT_POLICY": "passive"}}
 LEVELS = ("baseline", "avx2", "avx2_128", "avx512", "avx512_vbmi")
 HANGS_AFTER = 300  # seconds in one case
 
@@ -47,9 +56,11 @@ def merge(total: dict[str, float], figures: Mapping[str, float]) -> None:
 def run_cases(part: str, seed: int, first: int, count: int) -> None:
     """Run cases in this process, and write a line of JSON before and after each."""
     faulthandler.enable()
+    # No timer of faulthandler: that is a thread, which may hold a lock of the heap while a part forks.
+    faulthandler.register(signal.SIGALRM, chain=True)
     module, figures = importlib.import_module(part), dict[str, float]()
     for number in range(first, first + count):
-        faulthandler.dump_traceback_later(HANGS_AFTER, exit=True)
+        signal.alarm(HANGS_AFTER)
         print(json.dumps({"at": number}), flush=True)
         case = module.draw(generator(seed, part, number))
         try:
@@ -68,8 +79,9 @@ def run_cases(part: str, seed: int, first: int, count: int) -> None:
 class Run:
     """The cases of one part, by child processes one after another."""
 
-    def __init__(self, part: str, seed: int) -> None:
+    def __init__(self, part: str, seed: int, isa: str | None) -> None:
         self.part, self.seed = part, seed
+        self.environment = UNWRITTEN | CHECKED.get(part, {}) | ({"ONEDNN_MAX_CPU_ISA": isa} if isa else {})
         self.failures, self.done, self.figures = 0, 0, dict[str, float]()
 
     def all(self, first: int, count: int, levels: tuple[str, ...]) -> None:
@@ -78,7 +90,7 @@ class Run:
         while first < end:
             # A process ends at a multiple of the size, so that a case always has the same instruction set.
             stop = min(end, (first // size + 1) * size)
-            environment = {"MALLOC_PERTURB_": "165", "TORCH_NHWC_CPU_CAPABILITY": levels[first // size % len(levels)]}
+            environment = self.environment | {"TORCH_NHWC_CPU_CAPABILITY": levels[first // size % len(levels)]}
             first = self._batch(first, stop, environment)
 
     def _batch(self, first: int, stop: int, environment: dict[str, str]) -> int:
@@ -136,6 +148,7 @@ def main() -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="the share of the full counts")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first case")
+    parser.add_argument("--isa", help="the instruction sets that oneDNN may use, such as AVX2")
     parser.add_argument("--child", action="store_true", help="run the cases in this process")
     options = parser.parse_args()
     named: dict[str, Any] = {part: getattr(options, part) for part in PARTS if getattr(options, part) is not None}
@@ -146,7 +159,7 @@ def main() -> int:
         return 0
     found, runnable = 0, levels()
     for part, count in counts.items():
-        start, run = time.monotonic(), Run(part, options.seed)
+        start, run = time.monotonic(), Run(part, options.seed, options.isa)
         run.all(options.first, count, runnable)
         found += run.failures
         print(f"{part}: {run.done} cases, {run.failures} failed, {time.monotonic() - start:.0f} s", flush=True)

@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 import torch
-from drawing import expect, in_order, order_of_dims
+from drawing import draw_convolution, expect, in_order, order_of_dims
 from reference import FORMATS
 from torch import Tensor, nn
 
@@ -115,35 +115,24 @@ def _circular_pad(random: Random, layer_type: type) -> Drawn:
 
 
 def _convolution(random: Random, layer_type: type) -> Drawn:
-    """Draw a convolution; those of a float64 reference that PyTorch itself would refuse are left out by the caller."""
-    space, is_transposed = _space(random, layer_type), "Transpose" in layer_type.__name__
-    groups = random.choice((1, 1, 1, 2, 3))
-    in_channels, out_channels = groups * random.choice((1, 2, 3, 4, 8)), groups * random.choice((1, 2, 3, 4, 8))
-    if random.random() < 0.15:
-        groups = in_channels = out_channels = random.choice((3, 8, 16))
-    is_pointwise = random.random() < 0.3
-    kernel = [1 if is_pointwise else random.choice((1, 2, 3, 3, 4, 5, 7)) for _ in range(space)]
-    if space == 3 and random.random() < 0.4:
-        kernel[1:] = 1, 1
-    stride = [random.choice((1, 1, 2, 3)) for _ in range(space)]
+    drawn = draw_convolution(random, _space(random, layer_type), "Transpose" in layer_type.__name__)
     arguments: Arguments = {
-        "in_channels": in_channels,
-        "out_channels": out_channels,
-        "kernel_size": tuple(kernel),
-        "stride": tuple(stride),
-        "padding": tuple(random.randint(0, size // 2) for size in kernel),
-        "dilation": tuple(random.choice((1, 1, 1, 2)) for _ in range(space)),
-        "groups": groups,
-        "bias": _flag(random),
+        "in_channels": drawn.in_channels,
+        "out_channels": drawn.out_channels,
+        "kernel_size": drawn.kernel,
+        "stride": drawn.stride,
+        "padding": drawn.padding,
+        "dilation": drawn.dilation,
+        "groups": drawn.groups,
+        "bias": drawn.bias,
     }
-    if is_transposed:
-        arguments["output_padding"] = tuple(random.choice((0, 0, each - 1)) for each in stride)
+    if drawn.transposed:
+        arguments["output_padding"] = drawn.output_padding
     else:
         arguments["padding_mode"] = random.choice(("zeros", "zeros", "circular", "reflect", "replicate"))
         if random.random() < 0.1:
             arguments |= {"padding": random.choice(("same", "valid")), "stride": 1}
-    scale = random.choice((1, 1, 1, 2)) if space == 2 else 1
-    return arguments, [random.choice((1, 1, 2, 3)), in_channels, *_sizes(random, space, scale=scale)]
+    return arguments, [drawn.batch, drawn.in_channels, *drawn.size]
 
 
 def _pixel_shuffle(random: Random, layer_type: type) -> Drawn:
