@@ -16,7 +16,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs search-convolutions docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz search-convolutions docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -50,11 +50,6 @@ lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	$(bin)/python setup.py --quiet build_ext --build-lib build/lint
-
-# Ten bugs, one at a time, each of which a test must find: a quarter of an hour on two cores with ccache. Not a part of
-# `make test`; it needs a working tree without changes and green tests, and leaves the tree as it was.
-planted-bugs: $(VENV)/has-test $(VENV)/built
-	$(bin)/python tools/planted_bugs.py
 
 # Random convolutions that PyTorch computes wrong, on this CPU and as on one without AVX-512: for a new version of torch,
 # some minutes on two cores. Not a part of `make test`. `--python` of the script names another environment.
