@@ -222,18 +222,6 @@ def test_constant_channels():
     torch.testing.assert_close(running, (x[0, :, 0, 0].detach(), torch.zeros(8)), atol=1e-10, rtol=1e-6)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_every_derivative(training):
-    x, *numbers, _ = (each.double() for each in tensors((2, 3, 3, 2)))
-
-    def norm(x, weight, bias):
-        return native(x, numbers[0].clone(), numbers[1].clone(), weight, bias, training)
-
-    given = tuple(each.requires_grad_() for each in (channels_last(x), *numbers[2:]))
-    assert torch.autograd.gradcheck(norm, given, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(norm, given, check_fwd_over_rev=True)
-
-
 def test_models_of_several_weights_under_vmap():
     """As `torch.func.stack_module_state` is used: parameters and running statistics are batched."""
     layers = [torch.nn.BatchNorm2d(4).double() for _ in range(3)]
@@ -251,44 +239,6 @@ def test_models_of_several_weights_under_vmap():
 
     torch.testing.assert_close(call(ops.batch_norm), call(F.batch_norm))
     assert functional_call(layers[0], {}, (x,)).shape == x.shape
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(("shape", "dtypes"), [((2, 8, 20, 20), "float32"), ((1, 8, 9, 8, 9), "bfloat16 with float32")])
-def test_opcheck(shape, dtypes, requires_grad, training):
-    x, *numbers, gradient = tensors(shape, *DTYPES[dtypes])
-    x = channels_last(x).requires_grad_(requires_grad)
-    weight, bias = (each.requires_grad_(requires_grad) for each in numbers[2:])
-    given = (x, *numbers[:2], weight, bias, training, 0.1, 1e-5)
-    # Schemas with optional buffers that are written are not for functionalization.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.native_batch_norm.default, given, test_utils=checks)
-    torch.library.opcheck(ops.batch_norm.default, given, test_utils=checks[:2])
-    _, mean, rstd = ops.native_batch_norm(x.detach(), *numbers[:2], weight, bias, training, 0.1, 1e-5)
-    torch.library.opcheck(
-        ops.native_batch_norm_backward.default,
-        (
-            channels_last(gradient),
-            x.detach(),
-            mean.detach(),
-            rstd.detach(),
-            weight.detach(),
-            training,
-            1e-5,
-            [True] * 3,
-        ),
-    )
-
-
-@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (1, 8, 2, 3, 2), (2, 8, 1, 1), (2, 1, 3, 4)], ids=str)
-def test_meta_tensors_have_the_strides_of_real_ones(shape):
-    given = (None, None, None, None, True, 0.1, 1e-5)
-    x = channels_last(torch.randn(shape))
-    real, meta = ops.native_batch_norm(x, *given), ops.native_batch_norm(x.to("meta"), *given)
-    for one, other in zip(real, meta):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    assert real[0].stride() == canonical(shape)
 
 
 @pytest.mark.parametrize("training", [True, False])

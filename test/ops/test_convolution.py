@@ -9,7 +9,7 @@ import convolution_cases
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_differentiable, assert_in_format, channels_last, gradients
+from activations import assert_in_format, channels_last, gradients
 from compiled_graphs import HAS_NUMBERS, compiled
 from convolution_cases import HALVES, NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDE_BEYOND_KERNEL, STRIDED_TAPS, way_of
 from onednn import CPU_HAS_AVX512, HAS_AVX512, IS_X86, TAKES
@@ -166,27 +166,6 @@ def test_small_inputs_of_every_dtype(name, dtype, is_batched):
             assert got[0].stride() == torch.empty(got[0].shape).stride()
 
 
-@every_function
-def test_every_derivative_of_small_inputs(name):
-    x, w, b, arguments = small(name, torch.float64)
-    call = getattr(functional, name)
-    w.requires_grad_()
-    assert_differentiable(lambda x: call(x, w, b, *arguments), x)
-    torch.autograd.gradgradcheck(lambda w, b: call(x, w, b, *arguments), (w, b.requires_grad_()), fast_mode=True)
-    # An ensemble, and the gradient of a weight inside of transforms, of each sample.
-    weights = torch.stack([w, 2 * w]).detach()
-    each = torch.stack([getattr(F, name)(x, w, b, *arguments) for w in weights])
-    torch.testing.assert_close(torch.func.vmap(lambda w: call(x, w, b, *arguments))(weights), each)
-
-    def total(w, x, function):
-        return function(x, w, b, *arguments).square().sum()
-
-    gradient = torch.func.vmap(torch.func.grad(total), (None, 0, None))
-    batch = torch.stack([x, 3 * x])
-    expected = gradient(w.detach(), batch, getattr(F, name))
-    torch.testing.assert_close(gradient(w.detach(), batch, call), expected)
-
-
 def operators_of(function):
     with torch.profiler.profile() as profile:
         function()
@@ -230,29 +209,6 @@ def test_a_small_input_is_padded_or_ours_with_and_without_gradients(name):
         assert way_of(name, x, given, b, arguments) == ("kernels" if "transpose" in name else "padded")  # two groups
 
 
-@every_function
-def test_opcheck(name):
-    x, w, b, arguments = small(name)
-    sizes = in_lists(arguments, w.dim() - 2)
-    torch.library.opcheck(getattr(nhwc, name).default, (x.requires_grad_(), w.requires_grad_(), b, *sizes))
-    if "transpose" not in name:
-        one = [1] * (w.dim() - 2)
-        torch.library.opcheck(nhwc.__getattr__(name).padding, (x, w, b, one, "same"))
-
-
-@every_function
-def test_autocast(name):
-    x, w, b, arguments = small(name)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = getattr(functional, name)(x, w.requires_grad_(), b, *arguments)
-    assert out.dtype == torch.bfloat16
-    expected = getattr(F, name)(x, w, b, *arguments)
-    torch.testing.assert_close(out.float(), expected, rtol=5e-2, atol=5e-2 * float(expected.detach().abs().max()))
-    (gradient,) = torch.autograd.grad(out.float().sum(), w)
-    (right,) = torch.autograd.grad(getattr(F, name)(x.double(), w.double(), b.double(), *arguments).sum(), w)
-    torch.testing.assert_close(gradient, right, rtol=5e-2, atol=5e-2 * float(right.abs().max()))
-
-
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [("conv2d", False), ("conv2d", True), ("conv_transpose3d", False)]
@@ -272,15 +228,6 @@ def test_compiled_graphs_hold_pytorch_s_operators_and_our_kernels(name, dynamic)
     assert "aten.convolution.default" in operators
     is_ours = HAS_NUMBERS and not dynamic and not ways.isdisjoint({"kernels", "kernels_in_part"})
     assert any("nhwc" in operator for operator in operators) == is_ours
-
-
-@every_function
-def test_scripted_functions(name):
-    x, w, b, arguments = small(name)
-    names = ["stride", "padding", "output_padding", "groups"] if "transpose" in name else ["stride", "padding"]
-    text = ", ".join(f"{key}={value}" for key, value in zip(names, arguments))
-    unit = torch.jit.CompilationUnit(f"def call(x, w, b):\n    return torch.ops.nhwc.{name}(x, w, b, {text})\n")
-    torch.testing.assert_close(unit.call(x, w.requires_grad_(), b), getattr(F, name)(x, w, b, *arguments))
 
 
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")

@@ -98,45 +98,6 @@ def test_h76_a_first_layer_whose_input_needs_no_gradient():
     torch.testing.assert_close(ours, stock, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("shape", [(2, 4, 3, 2), (1, 4, 2, 2, 2), (2, 4, 5)], ids=str)
-def test_every_derivative(shape):
-    x, weight, bias, _ = (each.double() for each in tensors(shape))
-    given = tuple(each.requires_grad_() for each in (channels_last(x), weight, bias))
-
-    def norm(x, weight, bias):
-        return ops.group_norm(x, 2, weight, bias)
-
-    assert torch.autograd.gradcheck(
-        norm, given, check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
-    assert torch.autograd.gradgradcheck(norm, given, check_fwd_over_rev=True)
-    assert torch.autograd.gradgradcheck(lambda x: ops.instance_norm(x) ** 2, given[:1])
-
-
-SAMPLES = {
-    "4d": ((2, 8, 4, 5), torch.float32, True),
-    "5d": ((1, 8, 2, 3, 2), torch.bfloat16, True),
-    "3d without parameters": ((2, 6, 5), torch.float32, False),
-    "one voxel": ((2, 8, 1, 1), torch.float32, False),
-}
-
-
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize("sample", SAMPLES)
-def test_opcheck(sample, requires_grad):
-    shape, dtype, has_parameters = SAMPLES[sample]
-    x, weight, bias, gradient = tensors(shape, dtype)
-    x = channels_last(x).requires_grad_(requires_grad)
-    parameters = [each.requires_grad_(requires_grad) for each in (weight, bias)] if has_parameters else [None, None]
-    torch.library.opcheck(ops.native_group_norm.default, (x, 2, *parameters, 1e-5))
-    _, mean, rstd = ops.native_group_norm(x.detach(), 2, *parameters, 1e-5)
-    masks = [True, has_parameters, has_parameters]
-    torch.library.opcheck(
-        ops.native_group_norm_backward.default,
-        (channels_last(gradient), x.detach(), mean.detach(), rstd.detach(), weight.detach(), 2, 1e-5, masks),
-    )
-
-
 def test_what_is_not_channels_last_goes_to_pytorch():
     x, weight, bias, _ = tensors((2, 8, 4, 5))
     for each in (x, x.transpose(2, 3), x[:, :, ::2], torch.randn(2, 8), torch.empty(0, 8, 4, 5), x.flatten(2)):

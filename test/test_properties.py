@@ -1,0 +1,273 @@
+"""Properties of all operators and functions, over the table in `support/calls.py`: no operator can forget one."""
+
+import pytest
+import torch
+from activations import channels_last
+from calls import ANSWERS, CALLS, LACKS
+from selection import some_of
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from torch_nhwc import functional
+
+OPERATORS = [name for name, call in CALLS.items() if isinstance(call.of, torch._ops.OpOverload)]
+
+
+def each_call(test):
+    """Run a test with every call but those that lack the property."""
+    name = test.__name__.removeprefix("test_")
+    return pytest.mark.parametrize("name", [key for key in CALLS if name not in LACKS.get(key, ())])(test)
+
+
+class Side:
+    """One side of a comparison: ours in float32 and channels-last, or plain torch in float64 and contiguous."""
+
+    def __init__(self, function, arguments):
+        self.function = function
+        self.flat, self.form = tree_flatten(arguments)
+        self.at = [at for at, each in enumerate(self.flat) if isinstance(each, torch.Tensor) and each.requires_grad]
+        self.leaves = [self.flat[at].detach() for at in self.at]
+        for at in self.at:
+            self.flat[at] = None
+
+    def __call__(self, *tensors):
+        """Return the first result for other tensors to derive by; what is written to is copied."""
+        given = [each.clone() if isinstance(each, torch.Tensor) else each for each in self.flat]
+        for at, tensor in zip(self.at, tensors, strict=True):
+            given[at] = tensor
+        return tree_leaves(self.function(*tree_unflatten(given, self.form)))[0]
+
+    def required(self):
+        """Return the tensors to derive by, as leaves."""
+        return [each.clone().requires_grad_() for each in self.leaves]
+
+
+def converted(arguments, arrange, dtype):
+    """Return the arguments with floating-point tensors of another dtype, and all of them in another format."""
+
+    def convert(each):
+        out = each.detach().to(dtype) if each.is_floating_point() else each
+        return arrange(out).clone().requires_grad_(each.requires_grad)
+
+    return tree_map_only(torch.Tensor, convert, arguments)
+
+
+def sides(name):
+    """Return ours and plain torch."""
+    call = CALLS[name]
+    arguments = call.make()
+    return Side(call.of, arguments), Side(call.stock, converted(arguments, torch.Tensor.contiguous, torch.float64))
+
+
+def random_like(tensors):
+    """Return random tensors of these shapes and dtypes, the same numbers for each dtype."""
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(each.shape, generator=generator).to(each.dtype) for each in tensors]
+
+
+def gradients(out, leaves, directions=None, **options):
+    directions = random_like([out])[0] if directions is None else directions
+    return torch.autograd.grad(out, leaves, directions, materialize_grads=True, **options)
+
+
+def assert_near(ours, real, tolerance=1e-5):
+    for own, right in zip(ours, real, strict=True):
+        assert own.shape == right.shape
+        assert float((own.double() - right.double()).norm()) <= tolerance * float(right.double().norm()) + 1e-6
+
+
+def test_every_operator_and_every_function_has_a_row():
+    assert LACKS.keys() <= CALLS.keys()
+    schemas = [each for each in torch._C._jit_get_all_schemas() if each.name.startswith("nhwc::")]
+    operators = {
+        getattr(getattr(torch.ops.nhwc, each.name.removeprefix("nhwc::")), each.overload_name or "default")
+        for each in schemas
+    }
+    functions = {getattr(functional, name) for name in functional.__all__}
+    assert operators | functions == {call.of for call in CALLS.values()} | {*ANSWERS}
+
+
+@each_call
+def test_values_gradients_and_formats(name):
+    results = []
+    for side in reversed(sides(name)):
+        leaves = side.required()
+        out = side(*leaves)
+        results[:0] = [[out, *(gradients(out, leaves) if leaves else ())]]
+    assert_near(*results)
+    out, *found = results[0]
+    if out.dim() in (4, 5):
+        assert out.stride() == channels_last(out).stride()
+    if found:  # PyTorch's gradients of weights go by strides of size 1
+        assert found[0].stride() == leaves[0].stride()
+
+
+@each_call
+def test_other_formats_are_pytorch_s_bit_for_bit(name):
+    call = CALLS[name]
+    arguments = converted(call.make(), torch.Tensor.contiguous, torch.float32)
+    ours, theirs = (Side(function, arguments) for function in (call.of, call.stock))
+    out, expected = (side(*side.leaves) for side in (ours, theirs))
+    assert torch.equal(out, expected)
+    assert out.stride() == expected.stride()
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_opcheck(name):
+    call = CALLS[name]
+    arguments = call.make()
+    torch.library.opcheck(call.of, tuple(arguments), test_utils=call.checks, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", [name for name in OPERATORS if "norm_backward" not in name])  # whose saved are float32
+def test_opcheck_without_gradients(name, dtype):
+    call = CALLS[name]
+    arguments = tree_map_only(torch.Tensor, torch.Tensor.detach, converted(call.make(), torch.Tensor.detach, dtype))
+    checks = [each for each in call.checks if each != "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(call.of, tuple(arguments), test_utils=checks)
+
+
+@each_call
+def test_gradients_are_right_to_any_order(name):
+    call = CALLS[name]
+    side = Side(call.of, converted(call.make(), lambda each: each, torch.float64))
+    leaves = tuple(side.required())
+    assert torch.autograd.gradcheck(side, leaves, check_forward_ad=True, fast_mode=True)
+    assert torch.autograd.gradgradcheck(side, leaves, fast_mode=True)
+
+
+@each_call
+def test_higher_orders(name):
+    """In float32, where finite differences are too coarse."""
+    results = []
+    for side in sides(name):
+        leaves = side.required()
+        first = gradients(side(*leaves).pow(2), leaves, create_graph=True)
+        results.append([*first, *gradients(sum(each.square().sum() for each in first), leaves)])
+    assert_near(*results)
+
+
+@each_call
+def test_forward_mode(name):
+    assert_near(*(torch.func.jvp(side, tuple(side.leaves), tuple(random_like(side.leaves))) for side in sides(name)))
+
+
+@each_call
+def test_vmap(name):
+    """Over each tensor to derive by, of results and gradients."""
+    ours, theirs = sides(name)
+    for at in range(len(ours.leaves)):
+
+        def with_gradient(side, at=at):
+            (direction,) = random_like([side(*side.leaves)])
+
+            def total(each):
+                out = side(*side.leaves[:at], each, *side.leaves[at + 1 :])
+                return (out * direction).sum(), out
+
+            return torch.func.grad(total, has_aux=True)
+
+        mapped = torch.func.vmap(with_gradient(ours))(torch.stack([ours.leaves[at], 2 * ours.leaves[at]]))
+        looped = [with_gradient(theirs)(each) for each in (theirs.leaves[at], 2 * theirs.leaves[at])]
+        assert_near(mapped, [torch.stack(each) for each in zip(*looped)])
+
+
+@each_call
+def test_autocast(name):
+    call = CALLS[name]
+    arguments, results = call.make(), []
+    for side in (Side(call.of, arguments), Side(call.stock, arguments)):
+        leaves = side.required()
+        with torch.autocast("cpu", torch.bfloat16):
+            out = side(*leaves)
+        results.append([out, *gradients(out, leaves)])
+    assert [each.dtype for each in results[0]] == [each.dtype for each in results[1]]
+    assert_near(*results, tolerance=3e-2)
+
+
+@each_call
+def test_checkpoints(name):
+    side = sides(name)[0]
+    results = []
+    for run in (side, lambda *each: checkpoint(side, *each, use_reentrant=False)):
+        leaves = side.required()
+        out = run(*leaves)
+        results.append([out, *(gradients(out, leaves) if leaves else ())])
+    assert_near(*results, tolerance=0)
+
+
+@each_call
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_threads(name, threads):
+    side, before = sides(name)[0], torch.get_num_threads()
+    results = []
+    try:
+        for count in (1, threads):
+            torch.set_num_threads(count)
+            leaves = side.required()
+            out = side(*leaves)
+            results.append([out, *(gradients(out, leaves) if leaves else ())])
+    finally:
+        torch.set_num_threads(before)
+    assert_near(*results)
+
+
+@each_call
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_tracing(name):
+    call = CALLS[name]
+    side = Side(call.of, call.make())
+    traced = torch.jit.trace(side.__call__, tuple(side.leaves), check_trace=False)
+    others = [each + 1 for each in side.leaves]
+    assert_near([traced(*others)], [side(*others)])
+
+
+def scripted(of, arguments):
+    """Return TorchScript that calls with these arguments, of which tensors are its own arguments."""
+    name = of._schema.name.replace("::", ".") if isinstance(of, torch._ops.OpOverload) else of.__name__
+    called = f"torch.ops.{name}" if isinstance(of, torch._ops.OpOverload) else f"functional.{name}"
+    flat, form = tree_flatten(arguments)
+
+    class Name(str):
+        __repr__ = str.__str__
+
+    names = [Name(f"t{at}") if isinstance(each, torch.Tensor) else each for at, each in enumerate(flat)]
+    given = ", ".join(f"{each}: Tensor" for each in names if isinstance(each, Name))
+    literals = ", ".join(map(repr, tree_unflatten(names, form)))
+    unit = torch.jit.CompilationUnit(f"def call({given}):\n    return {called}({literals})\n")
+    return lambda *each: unit.call(*(one for one in tree_leaves(each) if isinstance(one, torch.Tensor)))
+
+
+@each_call
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_scripting(name):
+    call = CALLS[name]
+    arguments = call.make()
+    side, other = Side(scripted(call.of, arguments), arguments), Side(call.of, arguments)
+    assert_near([side(*side.leaves)], [other(*other.leaves)])
+
+
+@pytest.mark.parametrize(
+    "name", some_of(CALLS, "functional.gelu 0", "functional.cross_entropy 0", "functional.conv2d sliced", "conv3d")
+)
+def test_compiling(name):
+    torch._dynamo.reset()
+    side = sides(name)[0]
+    call = torch.compile(CALLS[name].of, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (CALLS[name].of, call):
+        side.function = function
+        leaves = side.required()
+        out = side(*leaves)
+        results.append([out, *gradients(out, leaves)])
+    assert_near(*results)
+
+
+@pytest.mark.parametrize("operator", ANSWERS, ids=str)
+def test_answers(operator):
+    """Operators without a gradient."""
+    arguments, options = ANSWERS[operator]()
+    # The other checks compare outputs, and have no comparison for a string.
+    checks = ["test_schema", "test_faketensor"] + ["test_autograd_registration"] * bool(tree_leaves(arguments))
+    torch.library.opcheck(operator, tuple(arguments), options, test_utils=checks)
