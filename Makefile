@@ -82,7 +82,6 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py
 	$(bin)/python benchmarks/bench_tune.py
-	$(bin)/python benchmarks/count_accesses.py
 	$(bin)/python benchmarks/report.py
 
 # The other ways to run a model, in an environment that has OpenVINO and ONNX Runtime next to what is here: two hours.
@@ -136,7 +135,6 @@ bench-cuda: $(VENV)/built
 	$(bin)/python benchmarks/bench_models.py --device cuda
 	$(bin)/python benchmarks/bench_layers.py --device cuda
 	$(bin)/python benchmarks/bench_layouts.py --device cuda
-	$(bin)/python benchmarks/bench_counters.py
 	$(bin)/python benchmarks/report.py
 
 # Every kernel under the tools of compute-sanitizer, which comes with the CUDA toolkit; fails where it is missing.

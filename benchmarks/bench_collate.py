@@ -15,7 +15,6 @@ from typing import Any
 import machine
 import torch
 from stopwatch import seconds_in_turns, summary
-from tables import table
 from torch import Tensor
 from torch.utils.data import DataLoader, default_collate
 
@@ -96,21 +95,6 @@ def measure(name: str, samples: int, workers: int) -> dict[str, object]:
     }
     ratios = {where: each["stock"]["median"] / each["ours"]["median"] for where, each in ms.items()}
     return {"case": name, "samples": count, "bar": bar, "ms": ms, "ratios": ratios}
-
-
-def as_table(measured: dict) -> str:
-    """Return a table with a row for each case."""
-    rows = []
-    for row in measured["results"]:
-        cells = []
-        for where in ("here", "workers"):
-            if where in row["ms"]:
-                stock, ours = (row["ms"][where][way]["median"] for way in ("stock", "ours"))
-                cells.append(f"{stock:.2f} → {ours:.2f} ms, **{row['ratios'][where]:.2f}x**")
-            else:
-                cells.append("")
-        rows.append([f"{row['samples']} of {row['case']}", *cells, f"{row['bar']:.1f}x"])
-    return table(["a batch", "in one process", "in workers", "bar"], rows)
 
 
 def run(names: list[str], samples: int, workers: int, out: Path) -> None:

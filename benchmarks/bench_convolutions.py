@@ -7,7 +7,6 @@ by itself. GFLOP/s are of minima, ratios medians over rounds; the peak is that o
 additions in registers, in the same run. A row that our table leaves to PyTorch says so.
 """
 
-import itertools
 import math
 import statistics
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from typing import Any, NamedTuple
 import machine
 import torch
 from layout_models import channels_last
-from report_layers import kind as kind_of
 from stopwatch import Stopwatch, in_turns
-from tables import spanned, table
 from torch import Tensor
 from torch.nn import functional as stock
 
@@ -198,28 +195,6 @@ def measure(layer: Layer, dtype: str, pass_: str, seconds: float) -> dict[str, o
         "over channels-last": gain("channels-last"),
         "over contiguous": gain("contiguous"),
     }
-
-
-def as_table(*machines: dict) -> str:
-    """Return what the passes gain that our kernels compute, for each kind of layer, pass and machine."""
-    columns = [
-        (measured, dtype)
-        for measured in machines
-        for dtype in DTYPES
-        if any(row["dtype"] == dtype for row in measured["results"])
-    ]
-    kinds = dict.fromkeys(row["kind"] for row in machines[0]["results"])
-    rows = []
-    for kind, pass_ in itertools.product(kinds, PASSES):
-        cells = []
-        for measured, dtype in columns:
-            of_all = [r for r in measured["results"] if (r["kind"], r["pass"], r["dtype"]) == (kind, pass_, dtype)]
-            ours = [row for row in of_all if row["way"].startswith("kernels")]
-            gains = (spanned(row[f"over {layout}"] for row in ours) for layout in ("channels-last", "contiguous"))
-            cells.append(f"{len(ours)} of {len(of_all)}: {'; '.join(gains)}" if ours else "PyTorch's")
-        if any(cell != "PyTorch's" for cell in cells):
-            rows.append([kind, pass_, *cells])
-    return table(["layers", "pass", *(f"{kind_of(measured)}, {dtype}" for measured, dtype in columns)], rows)
 
 
 def peak() -> float:

@@ -19,7 +19,6 @@ from functools import partial
 import machine
 import torch
 from stopwatch import Stopwatch, in_turns
-from tables import table
 from torch import Tensor, nn
 
 import torch_nhwc
@@ -221,31 +220,6 @@ def measure_call(name: str, rounds: int) -> dict[str, object]:
     prepare, calls, of, bar = CALLS[name]
     figures = compare(prepare(), min(rounds, FEW_ROUNDS.get(name, rounds)), calls)
     return {"call": name, **figures, "of": of, "bar": bar}
-
-
-def as_table(measured: dict) -> str:
-    """Return the report's table of layers: microseconds of a call, and how many more the replacement takes."""
-    by_layer: dict[str, list[str]] = {}
-    for row in measured["results"]:
-        if "layer" in row:
-            cells = by_layer.setdefault(row["layer"], [row["layer"], "x".join(map(str, row["shape"]))])
-            cells += [f"{row['stock']:.0f}", f"{row['more']:+.0f}"]
-    head = [cell for mode in MODES for cell in (f"{mode}: PyTorch's, us", "ours, more")]
-    return table(["layer", "input", *head], by_layer.values())
-
-
-def as_table_of_calls(measured: dict) -> str:
-    """Return the report's table of the other calls, with their bars."""
-    texts = {"more": "{:+.1f} us", "times": "{:.2f}x", "replaced": "{:.0f} us"}
-    rows = []
-    for row in measured["results"]:
-        if "call" in row:
-            text = texts[row["of"]]
-            theirs = "" if row["of"] == "replaced" else f"{row['stock']:.0f}"
-            met = "yes" if row[row["of"]] <= row["bar"] else "no"
-            rows.append([row["call"], theirs, f"{row['replaced']:.0f}", text.format(row[row["of"]]), met])
-            rows[-1][-1:] = [text.format(row["bar"]), met]
-    return table(["call", "PyTorch's, us", "ours, us", "measured", "bar", "met"], rows)
 
 
 def main() -> None:

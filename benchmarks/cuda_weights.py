@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import machine
-import shared_copy
 import torch
 from jobs import compiled_clone
 from points import Point
@@ -89,21 +88,14 @@ def jobs_of(point: Point) -> dict[str, Callable[[Buffers], object]]:
     return jobs
 
 
-def measure(
-    stopwatch: Stopwatch, point: Point, copies: dict[str, Callable[[Tensor, Tensor], object]], samples: int
-) -> dict[str, object]:
-    """Measure one point, with copies through shared memory if it is large."""
+def measure(stopwatch: Stopwatch, point: Point, samples: int) -> dict[str, object]:
     first = buffers_of(point, stopwatch.device)
     torch.ops.nhwc.copy_weight_(first.out, first.weight)
     assert torch.equal(first.out, first.weight.to(first.out.dtype))
     number = sets_beyond_cache(stopwatch, first.weight.nbytes + first.out.nbytes)
     sets = [first, *(buffers_of(point, stopwatch.device) for _ in range(number - 1))]
-    jobs = jobs_of(point)
-    if first.weight.nbytes >= LARGE:
-        jobs |= {name: lambda on, copy=copy: copy(on.copy, on.copied) for name, copy in copies.items()}
-    times, errors = interleaved(
-        stopwatch, {name: [partial(job, on) for on in sets] for name, job in jobs.items()}, samples
-    )
+    jobs = {name: [partial(job, on) for on in sets] for name, job in jobs_of(point).items()}
+    times, errors = interleaved(stopwatch, jobs, samples)
     return {
         **point.described(),
         "bytes": first.weight.nbytes,
@@ -116,6 +108,6 @@ def measure(
 
 def run(samples: int, with_compile: bool, out: Path) -> None:
     """Measure all points on the current GPU."""
-    stopwatch, copies = STOPWATCHES["cuda"](), shared_copy.variants()
-    results = [measure(stopwatch, point, copies, samples) for point in points(with_compile)]
+    stopwatch = STOPWATCHES["cuda"]()
+    results = [measure(stopwatch, point, samples) for point in points(with_compile)]
     machine.write(out, "bench_weights.py --device cuda", results, samples=samples, gpu=machine.gpu())

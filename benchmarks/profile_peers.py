@@ -24,7 +24,6 @@ from bench_peers import made, process, versions
 from layout_models import MODELS
 from models import weights_of
 from peers import CONTIGUOUS, onnxruntime_session, openvino_model, ours
-from tables import table
 from torch import Tensor, nn
 
 CHOSEN = ("basic_unet3d", "dynunet3d", "resnet50")
@@ -137,22 +136,13 @@ def measure(name: str, way: str) -> dict[str, object]:
     return {"model": name, "mode": "inference", "peer": way, "causes": causes, "commit": machine.commit()}
 
 
-def as_table(measured: dict) -> str:
-    rows = [
-        [row["model"], row["peer"], *(f"{row['causes'][cause]:.1f}" for cause in CAUSES)]
-        + [f"{sum(row['causes'].values()):.0f}"]
-        for row in measured["results"]
-    ]
-    return table(["model", "", *CAUSES, "together, ms"], rows)
-
-
 def run(names: Iterable[str], out: Path) -> None:
     models, ways = list(MODELS), list(PROFILES)
     for name in names:
         for way in ways:
             with process() as call:
                 row = call(measure, name, way)
-            print(as_table({"results": [row]}).splitlines()[-1], flush=True)
+            print(*row.values(), flush=True)
             machine.add(
                 *(out, "profile_peers.py", [row]),
                 order=lambda each: (models.index(each["model"]), ways.index(each["peer"])),

@@ -3,13 +3,11 @@
 import json
 import os
 import re
-import subprocess
 import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
-import cuda_build
 import pytest
 import torch
 from onednn import IS_X86
@@ -20,7 +18,6 @@ sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_collate
 import bench_convolutions
-import bench_counters
 import bench_layers
 import bench_layouts
 import bench_models
@@ -31,18 +28,17 @@ import bench_weights
 import cuda_layers
 import cuda_layouts
 import cuda_models
-import cuda_report
 import cuda_weights
+import figures_gpu
+import figures_layers
+import figures_peers
 import layer_cases
 import layout_models
 import machine
 import peers
 import profile_peers
-import report_layers
-import report_peers
-import report_tune
+import report
 import shapes
-import shared_copy
 from stopwatch import STOPWATCHES, in_turns, seconds_in_turns
 
 import torch_nhwc as nhwc
@@ -115,14 +111,14 @@ def test_a_replaced_convolution_is_measured_next_to_pytorch_s():
     rows = bench_overhead.measure("Conv2d 3x3", rounds=2)
     assert [row["mode"] for row in rows] == ["forward", "forward with backward"]
     assert all(row["stock"] > 0 and row["replaced"] > 0 for row in rows)
-    assert bench_overhead.as_table({"results": rows}).count("| Conv2d 3x3 | 1x8x8x8 |") == 1
+    assert figures_layers.overhead({"results": rows}).count("| Conv2d 3x3 | 1x8x8x8 |") == 1
 
 
 def test_a_call_is_measured_over_the_best_that_pytorch_has_for_it():
     names = [name for name in bench_overhead.CALLS if "2,000" not in name]
     rows = [bench_overhead.measure_call(name, rounds=1) for name in names]
     assert all(row["stock"] > 0 and row["replaced"] > 0 and row[row["of"]] is not None for row in rows)
-    assert bench_overhead.as_table_of_calls({"results": rows}).count("\n") == len(names) + 1
+    assert figures_layers.calls({"results": rows}).count("\n") == len(names) + 1
 
 
 def test_the_passes_of_convolutions_are_measured_by_who_computes_them():
@@ -131,21 +127,7 @@ def test_the_passes_of_convolutions_are_measured_by_who_computes_them():
     assert [row["kind"] for row in rows] == ["depthwise, 3D"] * 6
     assert layers[1].flops == 2 * 8 * 9 * 6**3
     measured = {"results": rows, "machine": {"capability": "avx2"}}
-    assert ("| depthwise, 3D | weight gradient | 2 of 2: " in bench_convolutions.as_table(measured)) is IS_X86
-
-
-@pytest.mark.cuda
-def test_copies_through_shared_memory_copy():
-    source = torch.randint(0, 100, (1 << 20 | 48,), dtype=torch.uint8, device="cuda")
-    for copy in shared_copy.variants().values():
-        out = torch.zeros_like(source)
-        copy(out, source)
-        assert torch.equal(out, source)
-
-
-def test_the_copy_through_shared_memory_compiles(tmp_path):
-    nvcc = cuda_build.required_toolkit() / "bin/nvcc"
-    subprocess.run(shared_copy.compile_command(nvcc, "sm_90", tmp_path / "copy.so"), check=True)
+    assert ("| depthwise, 3D | weight gradient | 2 of 2: " in figures_layers.passes(measured)) is IS_X86
 
 
 @pytest.mark.parametrize("name", bench_models.MODELS)
@@ -163,7 +145,7 @@ def test_batches_are_measured_and_become_rows_of_a_table(tmp_path, monkeypatch):
     make = bench_collate.CASES["dicts, uint8 HWC, 3x224x224"][1]
     monkeypatch.setattr(bench_collate, "CASES", {TINY: (2, make, 1.0)})
     bench_collate.run([TINY], 2, 0, tmp_path / "out.json")
-    (line,) = bench_collate.as_table(read(tmp_path / "out.json")).splitlines()[2:]
+    (line,) = figures_layers.batches(read(tmp_path / "out.json")).splitlines()[2:]
     assert re.fullmatch(rf"\| 2 of {TINY} \| [\d.]+ → [\d.]+ ms, \*\*[\d.]+x\*\* \|  \| 1.0x \|", line)
 
 
@@ -173,13 +155,8 @@ def test_batches_are_measured_and_become_rows_of_a_table(tmp_path, monkeypatch):
 @pytest.fixture
 def fake_gpu(monkeypatch):
     """Provide a GPU that is the CPU, without launches to count."""
-    limits = SimpleNamespace(shared_memory_per_block_optin=227 << 10, multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: limits)
     monkeypatch.setattr(machine, "gpu", lambda: {"name": "Fake", "driver": "1.0", "CUDA": "13.0"})
     monkeypatch.setitem(STOPWATCHES, "cuda", STOPWATCHES["cpu"])
-    monkeypatch.setattr(shared_copy, "variants", lambda: {"shared_copy": lambda out, source: out.copy_(source)})
-    monkeypatch.setattr(bench_counters, "read_counters", lambda: "ncu is missing")
-    monkeypatch.setattr(bench_counters, "CASES", [((4, 8, 3, 3), torch.float32)])
     monkeypatch.setattr(nn.Module, "compile", lambda self: None)
 
 
@@ -192,12 +169,9 @@ def with_norms():
 def run_all(folder, models, monkeypatch):
     """Do what `make bench-cuda` does, into a folder, and return what each script wrote."""
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", False)  # what it is set to ends with the test
-    monkeypatch.setattr(cuda_weights, "LARGE", 0)
     monkeypatch.setattr(cuda_weights, "points", lambda with_compile: POINTS)
     cuda_weights.run(2, False, folder / "weights-cuda.json")
     cuda_models.run(models, 2, folder / "models-cuda.json")
-    monkeypatch.setattr(sys, "argv", ["bench_counters.py", "--out", str(folder / "counters-cuda.json")])
-    bench_counters.main()
     norms = [case._replace(shape=(*case.shape[:2], *(8 for _ in case.shape[2:]))) for case in cuda_layers.CASES]
     kinds = {(case.layer, len(case.shape)): case for case in norms}
     cuda_layers.run(list(kinds.values()), 0, folder / "layers-cuda.json")
@@ -209,11 +183,10 @@ def run_all(folder, models, monkeypatch):
 
 @pytest.mark.usefixtures("fake_gpu")
 def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkeypatch):
-    assert cuda_report.section(tmp_path) == "Nothing has been measured yet."
     written = run_all(tmp_path, tiny_models, monkeypatch)
     measured, models = written["weights"], written["models"]["results"]
     for point, row in zip(POINTS, measured["results"], strict=True):
-        jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy", "shared_copy"}
+        jobs = {"ours", "ours_fresh", "plain_copy", "eager_copy"}
         assert row["times"].keys() == jobs | {"eager_two_steps" if point.to else "eager_contiguous"}
         assert row["errors"] == {}
         assert_times(row["times"])
@@ -239,9 +212,8 @@ def test_every_script_writes_what_the_report_reads(tmp_path, tiny_models, monkey
         assert max(row["differences"].values()) < 0.05
     assert measured["command"] == "python benchmarks/bench_weights.py --device cuda"
     assert {"commit", "processor", "cores", "capability", "environment"} <= measured["machine"].keys()
-    text = cuda_report.section(tmp_path)
+    text = figures_gpu.section(*written.values())
     assert "Fake, driver" in text
-    assert "Failed: ncu is missing" in text
     assert "| launches for a model, every model: in place | at most 6 | not measured | not measured |" in text
     assert "| in place, every model: extra device memory, bytes | at most 0 | 0.00 | yes |" in text
     assert "| norms of 64 MB and more: bandwidth over a copy | at least 0.8 | not measured | not measured |" in text
@@ -262,7 +234,7 @@ def test_every_script_runs_on_a_gpu(tmp_path, tiny_models, monkeypatch):
     assert all(row["replaced"] == {"GroupNorm": 1, "InstanceNorm3d": 1} for row in written["layouts"]["results"])
     for row in written["models"]["results"]:
         assert row["launches"]["ours"]["kernels"] + row["launches"]["ours"]["copies"] <= 6
-    assert torch.cuda.get_device_name() in cuda_report.section(tmp_path)
+    assert torch.cuda.get_device_name() in figures_gpu.section(*written.values())
 
 
 def test_results_stay_beside_those_of_the_same_gpu(tmp_path):
@@ -293,7 +265,7 @@ def test_layers_are_measured_and_compute_what_pytorchs_do(case):
         row = bench_layers.measure(small(case), torch.float32, mode, seconds=0)
         assert row["errors"] == {}
         assert_times(row["times"])
-        assert report_layers.group(row) in report_layers.GROUPS.values()
+        assert figures_layers.group(row)
     outs = {}
     for way, functions in layer_cases.FUNCTIONS.items():
         x, parameters, targets = bench_layers.inputs(small(case), torch.float32, way)
@@ -302,12 +274,13 @@ def test_layers_are_measured_and_compute_what_pytorchs_do(case):
     assert outs["ours"].dim() == 0 or outs["ours"].stride()[1] == 1
 
 
-def test_layers_are_reported(tmp_path):
+def test_layers_are_reported(tmp_path, monkeypatch):
     measured = bench_layers.run([small(layer_cases.CASES[0])], 0)
     machine.write(tmp_path / "layers.json", "bench_layers.py", measured, quick=True)
     layers = read(tmp_path / "layers.json")
-    assert report_layers.QUICK in report_layers.bars(layers)
-    for table in (report_layers.losses, report_layers.bars):
+    monkeypatch.setattr(report, "load", lambda name: layers)
+    assert report.QUICK in report.written((figures_layers.bars, ("layers-cpu",)))
+    for table in (figures_layers.losses, figures_layers.bars):
         assert "| group" in table(layers)
 
 
@@ -332,9 +305,8 @@ def test_layouts_are_measured_again_and_reported(tmp_path, monkeypatch):
         assert row["times"].keys() == row["differences"].keys() == expected
         assert row["replaced"] == {"GroupNorm": 1, "Conv3d": 2}
         assert max(row["differences"].values()) < (1e-4 if row["dtype"] == "float32" else 0.1)
-    assert "| second | 1x1x8x8x8 | training |" in report_layers.layouts(layouts, layouts)
-    assert report_layers.halves(layouts).count("| second | ") == 2
-    assert len(report_layers.model_bars(layouts)) == 2
+    assert "| second | 1x1x8x8x8 | training |" in figures_layers.layouts(layouts, layouts)
+    assert figures_layers.halves(layouts).count("| second | ") == 2
 
 
 def test_the_readme_has_the_best_use_first_and_says_when_to_leave_a_model_alone(monkeypatch):
@@ -358,8 +330,8 @@ def test_the_readme_has_the_best_use_first_and_says_when_to_leave_a_model_alone(
     wide = measured("avx512", {}, good=80, best=50, other=100, another=90)
     narrow = measured("avx2", {"ONEDNN_MAX_CPU_ISA": "AVX2"}, good=80, best=40, other=90, another=90)
     shown = {("good", "training"): "A good one", ("best", "training"): "The best"}
-    monkeypatch.setattr(report_layers, "SHOWN", shown)
-    assert report_layers.gains(wide, narrow).splitlines() == [
+    monkeypatch.setattr(figures_layers, "SHOWN", shown)
+    assert figures_layers.gains(wide, narrow).splitlines() == [
         "| model |  | CPU, AVX-512 | CPU held to AVX2 | what to do |",
         "| --- | --- | --- | --- | --- |",
         "| The best | training | 100 → 50 ms, **2.00x** (1.11x) | 100 → 40 ms, **2.50x** (1.11x) | convert it |",
@@ -419,11 +391,13 @@ def test_decisions_are_measured_again_and_reported(tmp_path, monkeypatch):
     for row in measured["results"]:
         assert row["over"].keys() == {"contiguous", "weights only", "full", "full, preserved"}
         assert row["over"][row["choice"]] == {"ratio": 1.0, "low": 1.0, "high": 1.0}
-    assert "over full (99 % interval)" in report_tune.decisions(measured)
-    del measured["level"]
+    assert "over full (99 % interval)" in figures_layers.decisions(measured)
     measured["results"][0] |= {"best": "full", "over": {"full": {"ratio": 0.5, "low": 0.4, "high": 0.6}}}
-    assert "| 4 cases: 95 % intervals over the best policy, wholly below 0.97 | none |" in report_tune.bars(measured)
-    assert "| first float32 inference | no |" in report_tune.bars(measured)
+    assert (
+        "| 4 cases: 99 % intervals over the best policy, wholly below 0.97 | none |"
+        in figures_layers.bars_of_decisions(measured)
+    )
+    assert "| first float32 inference | no |" in figures_layers.bars_of_decisions(measured)
 
 
 def same_process(monkeypatch):
@@ -452,7 +426,7 @@ def test_peers_are_measured_in_turns_and_reported(tmp_path, monkeypatch):
     few = {name: peers.PEERS[name] for name in ("contiguous", "model.to", "ours", "ours by tune")}
     few["OpenVINO"] = peers.Peer(raising, peers.INFERENCE)
     model = layout_models.LayoutModel(lambda: nn.Sequential(tiny(), nn.Dropout(0.9)), (1, 3, 8, 8))
-    for module in (bench_peers, report_peers):
+    for module in (bench_peers, figures_peers):
         monkeypatch.setattr(module, "PEERS", few)
     monkeypatch.setattr(bench_peers, "MODELS", {"first": model, "second": model})
     fault = "group norm of shifted data"
@@ -475,13 +449,13 @@ def test_peers_are_measured_in_turns_and_reported(tmp_path, monkeypatch):
         next(row for row in measured["results"] if (row["model"], row["peer"]) == (fault, peer))
         for peer in ("model.to", "contiguous")
     )
-    assert report_peers.is_wrong(ours, base)
-    assert "| contiguous | inference | 2 of 2 | " in report_peers.costs(measured)
-    assert "| first | inference | OpenVINO | NotImplementedError: it has no such operator |" in report_peers.failures(
+    assert figures_peers.is_wrong(ours, base)
+    assert "| contiguous | inference | 2 of 2 | " in figures_peers.costs(measured)
+    assert "| first | inference | OpenVINO | NotImplementedError: it has no such operator |" in figures_peers.failures(
         measured
     )
     for mode in layout_models.MODES:
-        assert "| second | 1x3x8x8 | " in report_peers.speeds(measured, mode)
+        assert "| second | 1x3x8x8 | " in figures_peers.speeds(measured, mode)
 
 
 def test_the_readme_says_which_way_is_the_fastest_and_which_are_wrong():
@@ -505,9 +479,9 @@ def test_the_readme_says_which_way_is_the_fastest_and_which_are_wrong():
         row(fault, "inference", "ours", differences={"output": 1e-4}),
         row(fault, "inference", "torch.nn.utils", failure="BrokenProcessPool: it died"),
     ]
-    lines = report_peers.compared({"quick": False, "results": results}).splitlines()
+    lines = figures_peers.compared({"quick": False, "results": results}).splitlines()
     cells = {line.split(" | ")[0].removeprefix("| "): line.split(" | ")[1:6] for line in lines[2:]}
-    assert [*cells] == [*report_peers.WAYS]
+    assert [*cells] == [*figures_peers.WAYS]
     assert [*cells.values()] == [
         ["-", "-", "-", "-", "1 of 1"],
         ["**1.50** (1.50; 1 model)", "-", "-", "2.0", "-"],
@@ -517,11 +491,8 @@ def test_the_readme_says_which_way_is_the_fastest_and_which_are_wrong():
         ["-", "-", "-", "-", "-"],
         ["-", "**2.50** (2.50; 1 model)", "a (training)", "2.0", "-"],
     ]
-    facts = report_peers.facts().splitlines()
-    assert len(facts) == len(lines)
-    assert len({line.count(" | ") for line in facts}) == 1
-    assert "**BrokenProcessPool**" in report_peers.faults({"results": results})
-    speeds = report_peers.speeds({"quick": False, "results": results}, "inference").splitlines()
+    assert "**BrokenProcessPool**" in figures_peers.faults({"results": results})
+    speeds = figures_peers.speeds({"quick": False, "results": results}, "inference").splitlines()
     assert speeds[2:] == [
         "| a | 1x2 | 100 | 1.50 (1.40 to 1.60) | 1.60 (1.50 to 1.70) | 1.20 (1.10 to 1.30) | **2.00** (1.90 to 2.10) |",
         "| b | 1x2 | 100 | - | - | **1.80** (1.70 to 1.90) | RuntimeError |",
@@ -556,7 +527,7 @@ def test_the_milliseconds_of_a_call_have_causes(tmp_path, monkeypatch):
     assert [row["peer"] for row in measured["results"]] == ["contiguous", "ours"]
     for row in measured["results"]:
         assert all(row["causes"][cause] > 0 for cause in (convolutions, norms, profile_peers.ACTIVATIONS))
-    assert "| first | ours | " in profile_peers.as_table(measured)
+    assert "| first | ours | " in figures_peers.causes(measured)
 
 
 UNREPAIRED = "antialiased resize to one column"  # a function, which no conversion of layers replaces
@@ -566,7 +537,7 @@ UNREPAIRED = "antialiased resize to one column"  # a function, which no conversi
 def test_faults_are_computed_right_by_ours(fault, tmp_path):
     bench_peers.reference(fault, "training", tmp_path)
     found = bench_peers.prepare(fault, "training", "ours", 0.0, tmp_path)["differences"]
-    assert report_peers.is_wrong({"differences": found}, None) is (fault == UNREPAIRED)
+    assert figures_peers.is_wrong({"differences": found}, None) is (fault == UNREPAIRED)
 
 
 @pytest.mark.parametrize("name", some_of(layout_models.MODELS, "unet2d", "segresnet3d", "poolformer"))
