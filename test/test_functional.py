@@ -48,16 +48,6 @@ def test_signatures_are_pytorch_s(name):
     assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in expected]
 
 
-@pytest.mark.parametrize(("name", "shape", "arguments"), EACH)
-def test_inputs_that_are_not_channels_last_give_pytorch_s_results_bit_for_bit(name, shape, arguments):
-    x, arguments = tensors_of(shape, arguments)
-    in_other_order, with_gaps = x.mT.contiguous().mT, torch.stack([x, x], -1)[..., 0]
-    for given in (x, in_other_order, with_gaps):
-        expected, output = (getattr(module, name)(given, *arguments) for module in (F, functional))
-        assert torch.equal(output, expected)
-        assert output.stride() == expected.stride()
-
-
 class Noting:
     @classmethod
     def __torch_function__(cls, func, types, args=(), kwargs=None):

@@ -162,22 +162,6 @@ def test_missing_parameters_and_statistics(training):
         torch.testing.assert_close(*runs)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_only_the_needed_gradients_are_computed(training):
-    x, *numbers, gradient = tensors((2, 8, 20, 20))
-    x, gradient = channels_last(x), channels_last(gradient)
-    all_of_them = results(native, x, *numbers, gradient, training=training)[3:]
-    for wanted in itertools.product([False, True], repeat=3):
-        given = [each.clone().requires_grad_(want) for each, want in zip((x, *numbers[2:]), wanted)]
-        out = native(given[0], *numbers[:2], *given[1:], training, 0.0)
-        assert out.requires_grad == any(wanted)
-        if any(wanted):
-            out.backward(gradient)
-        for each, want, expected in zip(given, wanted, all_of_them):
-            assert (each.grad is not None) == want
-            assert not want or torch.equal(each.grad, expected)
-
-
 def test_evaluation_gives_pytorch_s_output_and_a_gradient_without_the_input():
     x, *numbers, gradient = tensors((2, 8, 20, 20))
     x, gradient = channels_last(x), channels_last(gradient)

@@ -143,29 +143,6 @@ def test_other_shapes_are_pytorch_s_bit_for_bit(name, shape, kernel, arguments, 
                 torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.detach().abs().max()))
 
 
-@every_function
-@pytest.mark.parametrize("is_batched", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.bfloat16], ids=str)
-def test_small_inputs_of_every_dtype(name, dtype, is_batched):
-    x, w, b, arguments = small(name, dtype)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}.get(dtype, 1e-11)
-    if not is_batched:
-        x = x[0]
-    for arrange in (lambda each: each, torch.Tensor.contiguous):
-        exact = [each.to(wide) for each in (x, w, b)]
-        gradient = torch.randn_like(getattr(F, name)(*exact, *arguments))
-        got = gradients(getattr(functional, name), [arrange(each) for each in (x, w, b)], gradient, arguments)
-        for ours, real in zip(got, gradients(getattr(F, name), exact, gradient, arguments)):
-            assert ours.dtype == dtype
-            torch.testing.assert_close(ours.to(wide), real, rtol=tolerance, atol=tolerance * float(real.abs().max()))
-        if is_batched and arrange is not torch.Tensor.contiguous:
-            assert_in_format(got[0])
-            assert_in_format(got[1])
-        elif is_batched:
-            assert got[0].stride() == torch.empty(got[0].shape).stride()
-
-
 def operators_of(function):
     with torch.profiler.profile() as profile:
         function()

@@ -15,8 +15,6 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_in_format, channels_last, gradients
 from convolution_cases import operands, way_of
 from onednn import CPU_HAS_AVX512, IS_X86, TAKES
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_nhwc import functional
 
@@ -147,11 +145,6 @@ def test_each_level(column, environment):
     run(column, environment)
 
 
-def nodes_of(out):
-    """Return the names of the nodes that a result has behind it."""
-    return {out.grad_fn.name(), *(each.name() for each, _ in out.grad_fn.next_functions if each)}
-
-
 @pytest.fixture
 def depthwise():
     """Return a convolution of which both gradients are ours on every CPU with AVX2, its input and its weight."""
@@ -163,36 +156,6 @@ def plain(x, w):
     return F.conv2d(x, w, None, 1, 2, 1, 6)
 
 
-def test_checkpoints_autocast_and_what_observers_see(depthwise):
-    call, x, w = depthwise
-    real = torch.autograd.grad(plain(x, w).square().sum(), (x, w))
-    for use_reentrant in (False, True):
-        out = checkpoint(call, x, w, use_reentrant=use_reentrant)
-        for ours, theirs in zip(torch.autograd.grad(out.square().sum(), (x, w)) if not use_reentrant else (), real):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    with torch.autocast("cpu", dtype=BF16):
-        out = call(x, w)
-    assert out.dtype == BF16
-    assert [each.dtype for each in torch.autograd.grad(out.float().sum(), (x, w))] == [F32, F32]
-    counts = []
-    for f in (plain, call):
-        with FlopCounterMode(display=False) as counter:
-            f(x, w).sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
-def test_only_the_gradients_that_are_needed(depthwise):
-    call, x, w = depthwise
-    for wanted in ((x,), (w,)):
-        other = w if wanted[0] is x else x
-        out = call(x.detach() if other is x else x, w.detach() if other is w else w)
-        assert nodes_of(out) >= {"NhwcConvolutionBackward"}
-        (found,) = torch.autograd.grad(out.sum(), wanted)
-        (real,) = torch.autograd.grad(plain(x, w).sum(), wanted)
-        torch.testing.assert_close(found, real, rtol=1e-4, atol=1e-4)
-
-
 def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):
     call, x, w = depthwise
     out = call(x, w)
@@ -200,15 +163,6 @@ def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):
         w.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-def test_empty_batches_are_pytorch_s(depthwise):
-    call, x, w = depthwise
-    x = channels_last(x.detach()[:0]).requires_grad_()
-    out = call(x, w)
-    out.sum().backward()
-    assert out.shape == (0, 6, 9, 8)
-    assert not w.grad.any()
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ from activations import (
     assert_in_format,
     assert_like,
     channels_last,
-    sliced,
 )
 from selection import some_of
 from test_cpu_levels import LEVELS
@@ -106,19 +105,6 @@ def test_large_activations_of_some_threads(name, threads):
         check(name, 3, (260, 261), torch.float32)
     finally:
         torch.set_num_threads(before)
-
-
-@every_function
-def test_parts_of_activations_and_gradients_in_any_format(name):
-    ours, theirs = functions(name)
-    for dtype in DTYPES:
-        assert_like(ours, theirs, torch.randn(2, 5, 7, 6), dtype, arrange=sliced)
-        assert_like(ours, theirs, torch.randn(2, 5, 3, 7, 6), dtype)
-    x = channels_last(torch.randn(2, 5, 7, 6)).requires_grad_()
-    ours(x).sum().backward()  # an expanded gradient
-    assert_in_format(x.grad)
-    negative = torch._neg_view(x.detach())
-    torch.testing.assert_close(ours(negative), theirs(-x.detach()))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)

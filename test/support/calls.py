@@ -108,7 +108,7 @@ FUNCTIONS: dict[str, list[tuple[tuple[int, ...], Callable[[], list[Any]]]]] = {
         (VOLUME, lambda: [torch.randint(0, 6, (2, 4, 3, 5)), torch.rand(6)]),
     ],
     "gelu": [(IMAGE, lambda: []), (VOLUME, lambda: [])],
-    "avg_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(2, 1, 3), 2, (1, 0, 1), True, False, 5])],
+    "avg_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(2, 1, 3), 2, (1, 0, 1), True, False])],
     "adaptive_avg_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(None, 2, 3)])],
     "adaptive_max_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(1, 2, 3)])],
     "max_unpool3d": [
@@ -126,6 +126,9 @@ CONVOLUTIONS = {
     "both gradients": ("conv2d", (2, 6, 9, 8), (6, 1, 5, 5), (1, 2, 1, 6)),
     "groups": ("conv2d", (2, 16, 6, 7), (16, 4, 3, 3), (1, 1, 1, 4)),
     "one tap": ("conv2d", (2, 2, 20, 16), (3, 2, 1, 1), ()),
+    "strides": ("conv2d", (1, 8, 9, 7), (6, 8, 5, 3), (2, (2, 1))),
+    "dilation": ("conv2d", (2, 6, 7, 8), (5, 6, 3, 3), (1, 2, 2)),
+    "same, even": ("conv2d", (2, 4, 5, 4), (4, 4, 4, 3), (1, "same")),
     "sliced": ("conv2d", (2, 4, 5, 4), (6, 4, 1, 1), (2,)),
     "same": ("conv2d", (2, 4, 5, 4), (4, 4, 3, 3), (1, "same")),
     "cut": ("conv_transpose2d", (2, 4, 2, 3), (4, 3, 5, 3), (1, (2, 1))),
@@ -330,6 +333,7 @@ LACKS = {
     "functional.adaptive_avg_pool3d 1": ("scripting",),
     "functional.max_unpool3d 0": ("tracing",),
     "functional.conv2d same": ("scripting",),
+    "functional.conv2d same, even": ("scripting",),
     "instance_norm, running": ("vmap", "batched_gradients"),
     # Too large to be differentiated by differences.
     "functional.conv3d slabs": (ANY_ORDER,),
