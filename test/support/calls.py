@@ -141,6 +141,14 @@ CONVOLUTIONS = {
     "restored": ("conv3d", (1, 16, 4, 3, 5), (4, 16, 1, 1, 1), (2,)),
     "slabs": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)),
     "gathered": ("conv3d", (1, 128, 3, 4, 3), (64, 128, 3, 3, 3), (1, 1)),
+    "strided tap": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 1, 1), ((2, 1, 3),)),
+    "padded tap": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 1, 1), (1, (1, 0, 0))),
+    "taps in groups": ("conv3d", (2, 4, 5, 4, 6), (6, 2, 1, 1, 1), ((1, 2, 2), 0, 1, 2)),
+    "a tap a channel": ("conv3d", (2, 4, 5, 4, 6), (8, 1, 1, 1, 1), (1, 0, 1, 4)),
+    "plane": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 3, 2), ((2, 2, 1), (0, 1, 1), (1, 1, 2))),
+    "plane in groups": ("conv3d", (2, 4, 5, 4, 6), (6, 2, 1, 3, 3), (1, 0, 1, 2)),
+    "padded plane": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 3, 3), (1, 1)),
+    "depth": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 3, 1, 1), ((2, 1, 2), (1, 0, 0), (2, 1, 1))),
     "depthwise volume": ("conv3d", (1, 6, 5, 4, 6), (6, 1, 3, 3, 3), (1, 1, 1, 6)),
     "transposed volume": ("conv_transpose3d", (1, 4, 2, 3, 2), (4, 3, 3, 3, 3), (2, 1, 1)),
     "transposed slabs": ("conv_transpose3d", (1, 16, 9, 10, 8), (16, 24, 2, 2, 2), (2,)),
@@ -341,6 +349,7 @@ LACKS = {
     "functional.conv_transpose3d transposed slabs": (ANY_ORDER,),
     # Of both formats, or products of matrices in both.
     "functional.conv3d linear": (OTHER_FORMATS,),
+    "functional.conv3d padded tap": (OTHER_FORMATS,),
     "functional.conv3d restored": (OTHER_FORMATS,),
     "functional.conv_transpose3d one voxel": (OTHER_FORMATS,),
     # Those of ours that PyTorch does not have give channels-last for every format.
