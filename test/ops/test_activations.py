@@ -29,51 +29,6 @@ def circular(x, pad):
     return functional.pad(x, pad, mode="circular")
 
 
-# An operator, PyTorch's own, an activation, the other arguments, and the error.
-IMAGES, VOLUMES = torch.randn(2, 3, 4, 5), torch.randn(2, 3, 4, 5, 6)
-POOL = nhwc.avg_pool3d, torch._C._nn.avg_pool3d, VOLUMES
-CONV, PAD = (nhwc.conv3d, functional.conv3d, VOLUMES), (nhwc.pad_circular, circular, IMAGES)
-GELU = [lambda x, approximate, gelu=gelu: gelu(x, approximate=approximate) for gelu in (nhwc.gelu, functional.gelu)]
-NORM = nhwc.group_norm, torch.group_norm, torch.randn(2, 8, 4, 5)
-KERNEL3 = torch.randn(4, 3, 1, 1, 1)
-
-
-@pytest.mark.parametrize(
-    ("functions", "arguments", "message"),
-    [
-        (POOL, ([0, 2, 2],), "stride should not be zero"),
-        (POOL, ([2, 2, 2], [0, 1, 1]), "stride"),
-        (POOL, ([2, 2, 2], [1, 1, 1], [2, 0, 0]), "pad should be at most half"),
-        (POOL, ([2, 2, 2], [], [0, 0, 0], False, True, 0), "divisor must be not zero"),
-        (POOL, ([9, 2, 2],), "smaller than kernel size"),
-        (POOL, ([2, 2],), "kernel_size"),
-        (CONV, (torch.randn(4, 2, 1, 1, 1),), "expected input.* to have 2 channels, but got 3"),
-        (CONV, (torch.randn(4, 3, 1, 1),), "expected|Expected"),
-        (CONV, (KERNEL3, torch.randn(3)), "to be 1-dimensional with 4 elements"),
-        (CONV, (KERNEL3, None, [0, 1, 1]), "non-positive stride"),
-        (CONV, (KERNEL3.bfloat16(),), "should be the same|expected scalar type"),
-        (CONV, (torch.randn(4, 3, 9, 1, 1),), "Kernel size can't be greater than actual input size"),
-        (PAD, ((6, 0, 0, 0),), "wrapping around more than once"),
-        (PAD, ((-6, 0, 0, 0),), "Negative padding value is resulting in an empty dimension"),
-        (PAD, ((1, 1),), "Padding size 2 is not supported for 4D input"),
-        (PAD, ((1, 1, 1),), "Padding length must be divisible by 2"),
-        (NORM, (3,), "divisible by num_groups"),
-        (NORM, (0,), "num groups to be greater than 0"),
-        (NORM, (2, torch.ones(7)), "weight to be a vector of size equal to the number of channels"),
-        (NORM, (2, None, torch.ones(7)), "bias to be a vector of size equal"),
-        (NORM, (2, torch.ones(8).bfloat16()), "mixed dtype|expected scalar type"),
-        ((*NORM[:2], NORM[2].int()), (2,), "not implemented for 'Int'"),
-        ((*GELU, IMAGES), ("other",), "approximate argument must be either none or tanh"),
-        ((*GELU, IMAGES.long()), ("none",), "not implemented for 'Long'"),
-    ],
-)
-def test_errors_are_pytorchs(functions, arguments, message):
-    *functions, values = functions
-    for function in functions:
-        with pytest.raises((RuntimeError, NotImplementedError), match=message):
-            function(channels_last(values), *arguments)
-
-
 @every_arrangement
 @pytest.mark.parametrize("approximate", ["none", "tanh"])
 @pytest.mark.parametrize("shape", [(2, 5, 3, 4), (2, 3, 2, 3, 4), (3, 7, 9), (1, 1, 4, 4), (2, 5, 1, 1, 1)], ids=str)

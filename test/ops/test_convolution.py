@@ -223,29 +223,3 @@ def test_padding_by_name(kernel, size):
         assert_in_format(results[0][0])
         for got, real in zip(*results):
             torch.testing.assert_close(got.double(), real, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel", "arguments", "message"),
-    [
-        ("conv2d", (6, 3, 5, 3), (None, [1, 1], [2, 1]), r"expected input\[2, 4, 2, 3\] to have 3 channels, but got 4"),
-        ("conv2d", (6, 4, 5, 3), (torch.randn(3), [1, 1], [2, 1]), "to be 1-dimensional with 6 elements"),
-        ("conv2d", (6, 4, 9, 3), (None, [1, 1], [2, 1]), "Kernel size can't be greater than actual input size"),
-        ("conv2d", (6, 4, 5, 3), (None, [0, 1], [2, 1]), "non-positive stride is not supported"),
-        ("conv2d", (6, 4, 5, 3), (None, [1, 1], [-1, 1]), "negative padding is not supported"),
-        ("conv2d", (6, 4, 5, 3), (None, [2, 1], "same"), "padding='same' is not supported for strided"),
-        ("conv2d", (6, 4, 5, 3), (None, [1, 1], "other"), "Invalid padding string: 'other'"),
-        ("conv2d", (6, 4, 5), (None, [1, 1], [2, 1]), "expected|Expected"),
-        ("conv_transpose2d", (3, 6, 5, 3), (None, [1, 1], [2, 1]), "to have 3 channels, but got 4"),
-        ("conv_transpose2d", (4, 6, 5, 3), (None, [1, 1], [2, 1], [2, 0]), "output padding must be smaller than"),
-    ],
-)
-def test_refusals_are_pytorch_s(name, kernel, arguments, message):
-    bias, *others = arguments
-    x, w = channels_last(torch.randn(2, 4, 2, 3)), torch.randn(kernel, requires_grad=True)
-    with pytest.raises(RuntimeError, match=message) as theirs:
-        getattr(F, name)(x, w, bias, *others)
-    for functions in (functional, nhwc):
-        with pytest.raises(RuntimeError, match=message) as ours:
-            getattr(functions, name)(x, w, bias, *others)
-        assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]
