@@ -3,7 +3,7 @@
 import pytest
 import torch
 from activations import channels_last, sliced
-from calls import ANSWERS, CALLS, LACKS
+from calls import ANSWERS, CALLS, LACKS, OTHER_FORMATS
 from selection import some_of
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -199,6 +199,24 @@ def test_forward_mode(name):
 
 
 @each_call
+def test_batched_gradients(name):
+    """By the batching of autograd's engine, as `torch.autograd.functional.jacobian` and `hessian` vectorize."""
+    results = []
+    for side in sides(name):
+        leaves = side.required()
+        first = gradients(side(*leaves).pow(2), leaves, create_graph=True)
+        for outs in ([side(*leaves)], first):
+            directions = random_like([each.new_empty(3, *each.shape) for each in outs])
+            if side.leaves[0].dtype == torch.float32:
+                results[:0] = [gradients(outs, leaves, directions, is_grads_batched=True, retain_graph=True)]
+            else:
+                looped = [gradients(outs, leaves, each, retain_graph=True) for each in zip(*directions)]
+                results += [[torch.stack(each) for each in zip(*looped)]]
+    assert_near(results[1], results[2])
+    assert_near(results[0], results[3])
+
+
+@each_call
 def test_vmap(name):
     """Over each tensor to derive by, of results and gradients."""
     ours, theirs = sides(name)
@@ -229,6 +247,17 @@ def test_autocast(name):
         results.append([out, *gradients(out, leaves)])
     assert [each.dtype for each in results[0]] == [each.dtype for each in results[1]]
     assert_near(*results, tolerance=3e-2)
+
+
+@each_call
+def test_autocast_around_the_backward(name):
+    """What was computed in float32 has gradients in float32."""
+    side, theirs = sides(name)
+    leaves, expected = side.required(), theirs.required()
+    out = side(*leaves)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = gradients(out, leaves)
+    assert_near(found, gradients(theirs(*expected), expected))
 
 
 @each_call
@@ -310,3 +339,71 @@ def test_answers(operator):
     # The other checks compare outputs, and have no comparison for a string.
     checks = ["test_schema", "test_faketensor"] + ["test_autograd_registration"] * bool(tree_leaves(arguments))
     torch.library.opcheck(operator, tuple(arguments), options, test_utils=checks)
+
+
+def wrongly(arguments):
+    """Yield calls with one argument that is wrong, odd, or of another kind, and what it is."""
+    flat, form = tree_flatten(arguments)
+    for at, each in enumerate(flat):
+        if isinstance(each, torch.Tensor):
+            each = each.detach()
+            odd = {
+                "none": None,
+                "double": each.double(),
+                "int": each.int(),
+                "float8": each.float().to(torch.float8_e5m2),
+                "meta": each.to("meta"),
+                "mkldnn": each.float().to_mkldnn(),
+                "nested": torch.nested.nested_tensor([each, each]),
+                "no samples": each[:0],
+                "fewer dimensions": each[0],
+            }
+            if at == 0:
+                odd["sparse"] = each.to_sparse()
+            if each.dim() > 1:
+                odd["no channels"] = each[:, :0]
+        elif type(each) is int:
+            odd = {"zero": 0, "negative": -1}
+        elif type(each) is str:
+            odd = {"another name": "another"}
+        else:
+            continue
+        for what, value in odd.items():
+            yield f"{what} at {at}", tree_unflatten([*flat[:at], value, *flat[at + 1 :]], form)
+    without = tree_map_only(torch.Tensor, lambda each: each[:, :0] if each.dim() > 1 else each, arguments)
+    yield "no channels", without
+    for at, each in enumerate(arguments):
+        if isinstance(each, (list, tuple)):
+            for what, value in {"empty": [], "longer": [*each, 1], "shorter": each[:-1]}.items():
+                yield f"{what} at {at}", [*arguments[:at], value, *arguments[at + 1 :]]
+
+
+def outcome(function, arguments):
+    """Return the result and no error, or no result and an error."""
+
+    def copied(each):
+        return each.detach() if each.is_nested else each.detach().clone()
+
+    try:
+        return tree_leaves(function(*tree_map_only(torch.Tensor, copied, arguments)))[0], None
+    except Exception as error:
+        return None, error
+
+
+@each_call
+@pytest.mark.filterwarnings("ignore")
+def test_wrong_arguments(name):
+    """As PyTorch's: its results or an error; and never an assertion inside of an operator."""
+    call, found = CALLS[name], []
+    for what, arguments in wrongly(call.make()):
+        out, error = outcome(call.of, arguments)
+        if error is not None and "INTERNAL ASSERT" in str(error):
+            found.append(f"{what}: {error}"[:200])
+        if OTHER_FORMATS in LACKS.get(name, ()) or "meta" in what:
+            continue
+        expected, real = outcome(call.stock, arguments)
+        if (error is None) != (real is None):
+            found.append(f"{what}: {error or 'no error'}, PyTorch: {real or 'no error'}"[:200])
+        elif error is None and out.layout == torch.strided and not out.is_nested:
+            assert_near([out.double().nan_to_num()], [expected.double().nan_to_num()])
+    assert not found, "\n".join(found)
