@@ -16,7 +16,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz planted-bugs docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -32,15 +32,12 @@ test-all: test test-exhaustive
 test-exhaustive: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m exhaustive
 
-# What depends on the kind of the CPU, as on one without AVX-512; where this CPU has none, `make test` has done it.
-on_avx2 := test/ops/test_convolution*.py test/ops/test_*norm*.py test/ops/test_activations.py test/nn test/sites \
-  test/converting/test_layers_in_either_mode.py test/verifying/test_real_models.py \
-  test/test_functional.py test/test_hazards.py test/test_right_models.py
+# All of `make test` as on a CPU without AVX-512; where this CPU has none, `make test` has done it.
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export TORCH_NHWC_CPU_CAPABILITY := avx2
 test-avx2: $(VENV)/has-test $(VENV)/built
-	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) -m "not exhaustive" $(on_avx2); fi
+	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) -m "not exhaustive"; fi
 
 # The library is built here with warnings as errors.
 lint: export TORCH_NHWC_WERROR := 1
@@ -50,11 +47,6 @@ lint: $(VENV)/has-lint $(VENV)/built
 	$(bin)/mypy
 	$(bin)/clang-format --dry-run --Werror $$(git ls-files '*.cpp' '*.h' '*.cu' '*.cuh')
 	$(bin)/python setup.py --quiet build_ext --build-lib build/lint
-
-# Ten bugs, one at a time, each of which a test must find: a quarter of an hour on two cores with ccache. Not a part of
-# `make test`; it needs a working tree without changes and green tests, and leaves the tree as it was.
-planted-bugs: $(VENV)/has-test $(VENV)/built
-	$(bin)/python tools/planted_bugs.py
 
 # Generated cases at scale, with a crash as a result: two hours in full on an idle core. FUZZ="--scale 0.01" runs fewer,
 # FUZZ="--networks 100 --seed 3" those of one part; tools/fuzz says what the parts are. For a new version of torch,

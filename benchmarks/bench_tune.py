@@ -40,7 +40,6 @@ OPTIMIZER = torch.optim.SGD
 ROUNDS = range(2, 21)
 # The level of the intervals, in percent.
 LEVEL = 99
-Apart = Callable[..., Any]
 Case = tuple[str, str, str]
 
 
@@ -131,11 +130,11 @@ def cases(names: Iterable[str] | None, dtypes: Iterable[str] | None, modes: Iter
             yield from ((name, dtype, mode) for mode in modes)
 
 
-def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path, call: Apart = apart) -> None:
+def run(chosen: Iterable[Case], budget: float, seconds: float, out: Path) -> None:
     """Tune and compare cases, and write the file after each of them."""
     order = list(MODELS)
     for case in chosen:
-        row = call(compare, *case, call(tune, *case, budget), seconds)
+        row = apart(compare, *case, apart(tune, *case, budget), seconds)
         show(row)
         machine.add(
             *(out, "bench_tune.py", [row]),

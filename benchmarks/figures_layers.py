@@ -19,7 +19,6 @@ GROUPS = {
     "cross_entropy": "cross entropy",
     "gelu": "GELU",
     "pad": "circular padding",
-    "interpolate": "nearest upsampling 3D",
 }
 # How a ratio is named in a bar, and what it must be.
 COMPARED = {

@@ -3,7 +3,10 @@
 import ast
 import re
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "torch_nhwc"
@@ -16,6 +19,11 @@ ROOMS = [
 ]
 # The same holds for the folders of csrc, by the headers that they include.
 FOLDERS = ["layout", "cpu", "cuda", "no_cuda", "batch", "in_place", "ops"]
+# And for the rooms of these folders, which are files without their endings, or folders; `*` are all others.
+FLOORS = {
+    "cpu": ["work", "*kernels", "isa", "dispatch", "*"],
+    "ops/convolution": ["call", "faults", "rewrites", "choice", "passes", "operators"],
+}
 
 
 def files_of(room):
@@ -65,6 +73,24 @@ def test_a_folder_of_csrc_includes_only_folders_below_it():
             included = re.findall(r'^#include "(\w+)/', path.read_text(), re.MULTILINE)
             assert not set(included) & set(above), f"{path.relative_to(ROOT)} includes {included}, above {folder}"
     assert {path.name for path in (ROOT / "csrc").iterdir() if path.is_dir()} == set(FOLDERS)
+
+
+def floor_of(name, floors):
+    """Return the number of the floor of a file or a header, by its path in its folder."""
+    room = name.split("/")[0].split(".")[0]
+    found = [at for at, pattern in enumerate(floors) if fnmatch(room, pattern)]
+    assert found, f"{name} is in no room"
+    return found[0]
+
+
+@pytest.mark.parametrize("folder", FLOORS)
+def test_a_file_of_csrc_includes_no_header_of_a_room_above_it_within_its_folder(folder):
+    within = ROOT / "csrc" / folder
+    for path in (path for path in within.rglob("*") if path.is_file()):
+        own = floor_of(path.relative_to(within).as_posix(), FLOORS[folder])
+        included = re.findall(rf'^#include "{folder}/(.+)"', path.read_text(), re.MULTILINE)
+        climbs = [name for name in included if floor_of(name, FLOORS[folder]) > own]
+        assert not climbs, f"{path.relative_to(ROOT)} includes {climbs}, above it"
 
 
 def test_no_files_import_each_other_in_a_circle():

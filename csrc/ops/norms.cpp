@@ -120,8 +120,9 @@ struct Norm {
     return nullptr;
   }
   /// Returns whether all have the dtype of the input, or all have float32 for an input of half or bfloat16. Running
-  /// statistics of instance norm may have any, since it converts its averages.
+  /// statistics of instance norm may both have any, since it converts its averages.
   bool are_cast() const {
+    if (running_mean.defined() && running_mean.scalar_type() != running_var.scalar_type()) return false;
     bool is_same = true, is_mixed = type() == at::kHalf || type() == at::kBFloat16;
     for (const at::Tensor* each : of_channels()) {
       if (!each->defined() || (!is_batch_norm && (each == &running_mean || each == &running_var))) continue;

@@ -173,12 +173,12 @@ at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef outpu
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
   if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
+  if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
+    return by_torch(input);
+  }
   if (std::all_of(output_size.begin(), output_size.end(), [](const c10::SymInt& size) { return size == 1; })) {
     // The mean, because its gradient has the order of its dimensions.
     return as_channels_last_output(channels_from_end(channels_to_end(input).mean({1, 2, 3}, /*keepdim=*/true)));
-  }
-  if (output_size.size() != 3 || output_size[0] <= 0 || output_size[1] <= 0 || output_size[2] <= 0) {
-    return by_torch(input);
   }
   return separably(
       input,
@@ -227,9 +227,11 @@ at::Tensor max_unpool3d(const at::Tensor& input, const at::Tensor& indices, at::
   };
   if (!is_volume(input)) return by_torch(input);
   if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
-  const bool is_valid = indices.scalar_type() == at::kLong && indices.sym_sizes() == input.sym_sizes() &&
-                        output_size.size() == 3 && stride.size() == 3 && padding.size() == 3 &&
-                        std::all_of(stride.begin(), stride.end(), [](int64_t step) { return step > 0; });
+  const bool is_valid =
+      indices.scalar_type() == at::kLong && indices.sym_sizes() == input.sym_sizes() && output_size.size() == 3 &&
+      stride.size() == 3 && padding.size() == 3 &&
+      std::all_of(output_size.begin(), output_size.end(), [](const auto& size) { return size > 0; }) &&
+      std::all_of(stride.begin(), stride.end(), [](int64_t step) { return step > 0; });
   if (!is_valid) return by_torch(input);
   // An index counts the voxels of the output, whose planes may as well be rows.
   const c10::SymInt &depth = output_size[0], &height = output_size[1], &width = output_size[2];

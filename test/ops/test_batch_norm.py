@@ -162,22 +162,6 @@ def test_missing_parameters_and_statistics(training):
         torch.testing.assert_close(*runs)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_only_the_needed_gradients_are_computed(training):
-    x, *numbers, gradient = tensors((2, 8, 20, 20))
-    x, gradient = channels_last(x), channels_last(gradient)
-    all_of_them = results(native, x, *numbers, gradient, training=training)[3:]
-    for wanted in itertools.product([False, True], repeat=3):
-        given = [each.clone().requires_grad_(want) for each, want in zip((x, *numbers[2:]), wanted)]
-        out = native(given[0], *numbers[:2], *given[1:], training, 0.0)
-        assert out.requires_grad == any(wanted)
-        if any(wanted):
-            out.backward(gradient)
-        for each, want, expected in zip(given, wanted, all_of_them):
-            assert (each.grad is not None) == want
-            assert not want or torch.equal(each.grad, expected)
-
-
 def test_evaluation_gives_pytorch_s_output_and_a_gradient_without_the_input():
     x, *numbers, gradient = tensors((2, 8, 20, 20))
     x, gradient = channels_last(x), channels_last(gradient)
@@ -222,18 +206,6 @@ def test_constant_channels():
     torch.testing.assert_close(running, (x[0, :, 0, 0].detach(), torch.zeros(8)), atol=1e-10, rtol=1e-6)
 
 
-@pytest.mark.parametrize("training", [True, False])
-def test_every_derivative(training):
-    x, *numbers, _ = (each.double() for each in tensors((2, 3, 3, 2)))
-
-    def norm(x, weight, bias):
-        return native(x, numbers[0].clone(), numbers[1].clone(), weight, bias, training)
-
-    given = tuple(each.requires_grad_() for each in (channels_last(x), *numbers[2:]))
-    assert torch.autograd.gradcheck(norm, given, check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(norm, given, check_fwd_over_rev=True)
-
-
 def test_models_of_several_weights_under_vmap():
     """As `torch.func.stack_module_state` is used: parameters and running statistics are batched."""
     layers = [torch.nn.BatchNorm2d(4).double() for _ in range(3)]
@@ -251,44 +223,6 @@ def test_models_of_several_weights_under_vmap():
 
     torch.testing.assert_close(call(ops.batch_norm), call(F.batch_norm))
     assert functional_call(layers[0], {}, (x,)).shape == x.shape
-
-
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("requires_grad", [False, True])
-@pytest.mark.parametrize(("shape", "dtypes"), [((2, 8, 20, 20), "float32"), ((1, 8, 9, 8, 9), "bfloat16 with float32")])
-def test_opcheck(shape, dtypes, requires_grad, training):
-    x, *numbers, gradient = tensors(shape, *DTYPES[dtypes])
-    x = channels_last(x).requires_grad_(requires_grad)
-    weight, bias = (each.requires_grad_(requires_grad) for each in numbers[2:])
-    given = (x, *numbers[:2], weight, bias, training, 0.1, 1e-5)
-    # Schemas with optional buffers that are written are not for functionalization.
-    checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(ops.native_batch_norm.default, given, test_utils=checks)
-    torch.library.opcheck(ops.batch_norm.default, given, test_utils=checks[:2])
-    _, mean, rstd = ops.native_batch_norm(x.detach(), *numbers[:2], weight, bias, training, 0.1, 1e-5)
-    torch.library.opcheck(
-        ops.native_batch_norm_backward.default,
-        (
-            channels_last(gradient),
-            x.detach(),
-            mean.detach(),
-            rstd.detach(),
-            weight.detach(),
-            training,
-            1e-5,
-            [True] * 3,
-        ),
-    )
-
-
-@pytest.mark.parametrize("shape", [(2, 8, 4, 5), (1, 8, 2, 3, 2), (2, 8, 1, 1), (2, 1, 3, 4)], ids=str)
-def test_meta_tensors_have_the_strides_of_real_ones(shape):
-    given = (None, None, None, None, True, 0.1, 1e-5)
-    x = channels_last(torch.randn(shape))
-    real, meta = ops.native_batch_norm(x, *given), ops.native_batch_norm(x.to("meta"), *given)
-    for one, other in zip(real, meta):
-        assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype)
-    assert real[0].stride() == canonical(shape)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -410,24 +344,6 @@ def test_layers_count_batches_and_average_as_pytorch_s(kind, track, momentum):
 def test_bad_input_of_the_native_operator(given, text):
     with pytest.raises(RuntimeError, match=text):
         ops.native_batch_norm(*given(channels_last(torch.randn(2, 8, 4, 5)), torch.ones(8)))
-
-
-@pytest.mark.parametrize(
-    ("given", "text"),
-    [
-        (lambda x, c: (x, c[:7], c, None, None, True), "running_mean should contain 8 elements not 7"),
-        (lambda x, c: (x, None, None, None, None, False), "running_mean must be defined in evaluation mode"),
-        (lambda x, c: (x, c, None, None, None, True), "must either both be None or neither|should contain"),
-        (lambda x, c: (x, c, c, c[:7], None, True), "weight should contain 8 elements not 7"),
-        (lambda x, c: (x.half(), c, c, c.half(), None, True), "mixed dtype|expected scalar type"),
-        (lambda x, c: (x.int(), None, None, None, None, True), "not implemented for 'Int'"),
-    ],
-)
-def test_errors_are_pytorchs(given, text):
-    arguments = given(channels_last(torch.randn(2, 8, 24, 25)), torch.ones(8))
-    for norm in (ops.batch_norm, F.batch_norm):
-        with pytest.raises((RuntimeError, NotImplementedError, ValueError), match=text):
-            norm(*arguments)
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])

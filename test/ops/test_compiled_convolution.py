@@ -144,31 +144,6 @@ def test_exported_programs_have_pytorch_s_convolution(strict):
         assert any("conv" in target for target in targets)
 
 
-@pytest.mark.parametrize("name", ["depthwise", "one tap, few outputs", "depthwise 3d", "transposed"])
-def test_opcheck(name):
-    case = CASES[name]
-    x, w, b, _ = operands(case)
-    leaves = [each.requires_grad_() for each in (x, w, b)]
-    torch.library.opcheck(ops.convolution_by_kernels.default, (*leaves, *in_order(case)))
-    grad = channels_last(torch.randn_like(ops.convolution_by_kernels(x, w, b, *in_order(case))))
-    torch.library.opcheck(
-        ops.convolution_by_kernels_backward.default, (grad, x.detach(), w.detach(), *in_order(case), [True, True, True])
-    )
-
-
-@pytest.mark.parametrize("name", FEW)
-def test_the_operators_have_derivatives_of_any_order(name):
-    function, _, kernel, arguments = CASES[name]
-    case = (function, (2, 3, 4, 3), (3, *kernel[1:]), (*arguments[:3], 3))
-    leaves = [each.requires_grad_() for each in operands(case, torch.float64)[:3]]
-
-    def call(*tensors):
-        return ops.convolution_by_kernels(*tensors, *in_order(case))
-
-    assert torch.autograd.gradcheck(call, leaves)
-    assert torch.autograd.gradgradcheck(call, leaves)
-
-
 def test_the_operators_refuse_what_the_kernels_do_not_compute():
     case = CASES["depthwise"]
     x, w, b, _ = operands(case)

@@ -9,7 +9,7 @@ import convolution_cases
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_differentiable, assert_in_format, channels_last, gradients
+from activations import assert_in_format, channels_last, gradients
 from compiled_graphs import HAS_NUMBERS, compiled
 from convolution_cases import HALVES, NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDE_BEYOND_KERNEL, STRIDED_TAPS, way_of
 from onednn import CPU_HAS_AVX512, HAS_AVX512, IS_X86, TAKES
@@ -143,50 +143,6 @@ def test_other_shapes_are_pytorch_s_bit_for_bit(name, shape, kernel, arguments, 
                 torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.detach().abs().max()))
 
 
-@every_function
-@pytest.mark.parametrize("is_batched", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128, torch.float32, torch.bfloat16], ids=str)
-def test_small_inputs_of_every_dtype(name, dtype, is_batched):
-    x, w, b, arguments = small(name, dtype)
-    wide = torch.complex128 if dtype.is_complex else torch.float64
-    tolerance = {torch.float32: 1e-4, torch.bfloat16: 5e-2}.get(dtype, 1e-11)
-    if not is_batched:
-        x = x[0]
-    for arrange in (lambda each: each, torch.Tensor.contiguous):
-        exact = [each.to(wide) for each in (x, w, b)]
-        gradient = torch.randn_like(getattr(F, name)(*exact, *arguments))
-        got = gradients(getattr(functional, name), [arrange(each) for each in (x, w, b)], gradient, arguments)
-        for ours, real in zip(got, gradients(getattr(F, name), exact, gradient, arguments)):
-            assert ours.dtype == dtype
-            torch.testing.assert_close(ours.to(wide), real, rtol=tolerance, atol=tolerance * float(real.abs().max()))
-        if is_batched and arrange is not torch.Tensor.contiguous:
-            assert_in_format(got[0])
-            assert_in_format(got[1])
-        elif is_batched:
-            assert got[0].stride() == torch.empty(got[0].shape).stride()
-
-
-@every_function
-def test_every_derivative_of_small_inputs(name):
-    x, w, b, arguments = small(name, torch.float64)
-    call = getattr(functional, name)
-    w.requires_grad_()
-    assert_differentiable(lambda x: call(x, w, b, *arguments), x)
-    torch.autograd.gradgradcheck(lambda w, b: call(x, w, b, *arguments), (w, b.requires_grad_()), fast_mode=True)
-    # An ensemble, and the gradient of a weight inside of transforms, of each sample.
-    weights = torch.stack([w, 2 * w]).detach()
-    each = torch.stack([getattr(F, name)(x, w, b, *arguments) for w in weights])
-    torch.testing.assert_close(torch.func.vmap(lambda w: call(x, w, b, *arguments))(weights), each)
-
-    def total(w, x, function):
-        return function(x, w, b, *arguments).square().sum()
-
-    gradient = torch.func.vmap(torch.func.grad(total), (None, 0, None))
-    batch = torch.stack([x, 3 * x])
-    expected = gradient(w.detach(), batch, getattr(F, name))
-    torch.testing.assert_close(gradient(w.detach(), batch, call), expected)
-
-
 def operators_of(function):
     with torch.profiler.profile() as profile:
         function()
@@ -230,29 +186,6 @@ def test_a_small_input_is_padded_or_cut_with_and_without_gradients(name):
         assert way_of(name, x, given, b, arguments) == ("cut" if "transpose" in name else "padded")
 
 
-@every_function
-def test_opcheck(name):
-    x, w, b, arguments = small(name)
-    sizes = in_lists(arguments, w.dim() - 2)
-    torch.library.opcheck(getattr(nhwc, name).default, (x.requires_grad_(), w.requires_grad_(), b, *sizes))
-    if "transpose" not in name:
-        one = [1] * (w.dim() - 2)
-        torch.library.opcheck(nhwc.__getattr__(name).padding, (x, w, b, one, "same"))
-
-
-@every_function
-def test_autocast(name):
-    x, w, b, arguments = small(name)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        out = getattr(functional, name)(x, w.requires_grad_(), b, *arguments)
-    assert out.dtype == torch.bfloat16
-    expected = getattr(F, name)(x, w, b, *arguments)
-    torch.testing.assert_close(out.float(), expected, rtol=5e-2, atol=5e-2 * float(expected.detach().abs().max()))
-    (gradient,) = torch.autograd.grad(out.float().sum(), w)
-    (right,) = torch.autograd.grad(getattr(F, name)(x.double(), w.double(), b.double(), *arguments).sum(), w)
-    torch.testing.assert_close(gradient, right, rtol=5e-2, atol=5e-2 * float(right.abs().max()))
-
-
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [("conv2d", False), ("conv2d", True), ("conv_transpose3d", False)]
@@ -274,15 +207,6 @@ def test_compiled_graphs_hold_pytorch_s_operators_and_our_kernels(name, dynamic)
     assert any("nhwc" in operator for operator in operators) == is_ours
 
 
-@every_function
-def test_scripted_functions(name):
-    x, w, b, arguments = small(name)
-    names = ["stride", "padding", "output_padding", "groups"] if "transpose" in name else ["stride", "padding"]
-    text = ", ".join(f"{key}={value}" for key, value in zip(names, arguments))
-    unit = torch.jit.CompilationUnit(f"def call(x, w, b):\n    return torch.ops.nhwc.{name}(x, w, b, {text})\n")
-    torch.testing.assert_close(unit.call(x, w.requires_grad_(), b), getattr(F, name)(x, w, b, *arguments))
-
-
 @pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
 @pytest.mark.parametrize("kernel", [(3, 3), (4, 2), (2, 5)])
 @pytest.mark.parametrize("size", [(1, 2), (3, 4), (8, 9)])
@@ -299,29 +223,3 @@ def test_padding_by_name(kernel, size):
         assert_in_format(results[0][0])
         for got, real in zip(*results):
             torch.testing.assert_close(got.double(), real, rtol=1e-4, atol=1e-4)
-
-
-@pytest.mark.parametrize(
-    ("name", "kernel", "arguments", "message"),
-    [
-        ("conv2d", (6, 3, 5, 3), (None, [1, 1], [2, 1]), r"expected input\[2, 4, 2, 3\] to have 3 channels, but got 4"),
-        ("conv2d", (6, 4, 5, 3), (torch.randn(3), [1, 1], [2, 1]), "to be 1-dimensional with 6 elements"),
-        ("conv2d", (6, 4, 9, 3), (None, [1, 1], [2, 1]), "Kernel size can't be greater than actual input size"),
-        ("conv2d", (6, 4, 5, 3), (None, [0, 1], [2, 1]), "non-positive stride is not supported"),
-        ("conv2d", (6, 4, 5, 3), (None, [1, 1], [-1, 1]), "negative padding is not supported"),
-        ("conv2d", (6, 4, 5, 3), (None, [2, 1], "same"), "padding='same' is not supported for strided"),
-        ("conv2d", (6, 4, 5, 3), (None, [1, 1], "other"), "Invalid padding string: 'other'"),
-        ("conv2d", (6, 4, 5), (None, [1, 1], [2, 1]), "expected|Expected"),
-        ("conv_transpose2d", (3, 6, 5, 3), (None, [1, 1], [2, 1]), "to have 3 channels, but got 4"),
-        ("conv_transpose2d", (4, 6, 5, 3), (None, [1, 1], [2, 1], [2, 0]), "output padding must be smaller than"),
-    ],
-)
-def test_refusals_are_pytorch_s(name, kernel, arguments, message):
-    bias, *others = arguments
-    x, w = channels_last(torch.randn(2, 4, 2, 3)), torch.randn(kernel, requires_grad=True)
-    with pytest.raises(RuntimeError, match=message) as theirs:
-        getattr(F, name)(x, w, bias, *others)
-    for functions in (functional, nhwc):
-        with pytest.raises(RuntimeError, match=message) as ours:
-            getattr(functions, name)(x, w, bias, *others)
-        assert str(ours.value).splitlines()[0] == str(theirs.value).splitlines()[0]

@@ -15,9 +15,6 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_in_format, channels_last, gradients
 from convolution_cases import operands, way_of
 from onednn import CPU_HAS_AVX512, IS_X86, TAKES
-from selection import exhaustive
-from torch.utils.checkpoint import checkpoint
-from torch.utils.flop_counter import FlopCounterMode
 
 from torch_nhwc import functional
 
@@ -148,11 +145,6 @@ def test_each_level(column, environment):
     run(column, environment)
 
 
-def nodes_of(out):
-    """Return the names of the nodes that a result has behind it."""
-    return {out.grad_fn.name(), *(each.name() for each, _ in out.grad_fn.next_functions if each)}
-
-
 @pytest.fixture
 def depthwise():
     """Return a convolution of which both gradients are ours on every CPU with AVX2, its input and its weight."""
@@ -164,68 +156,6 @@ def plain(x, w):
     return F.conv2d(x, w, None, 1, 2, 1, 6)
 
 
-def test_derivatives_of_every_order(depthwise):
-    call, x, w = depthwise
-
-    def of_third_order(f, x, w):
-        (first,) = torch.autograd.grad(f(x, w).pow(3).sum(), x, create_graph=True)
-        (second,) = torch.autograd.grad(first.square().sum(), w, create_graph=True)
-        return first, second, torch.autograd.grad(second.sum(), x)[0]
-
-    wide = [each.detach().double().requires_grad_() for each in (x, w)]
-    for ours, real in zip(of_third_order(call, x, w), of_third_order(plain, *wide)):
-        torch.testing.assert_close(ours.double(), real, rtol=1e-4, atol=1e-5 * float(real.detach().abs().max()))
-
-
-def test_transforms_and_tangents(depthwise):
-    call, x, w = depthwise
-    x, w = x.detach(), w.detach()
-
-    def total(f):
-        return lambda w, x: f(x, w).square().sum()
-
-    weights, batch = torch.stack([w, 2 * w]), torch.stack([x, 3 * x])
-    for of in (
-        lambda f: torch.func.grad(total(f))(w, x),
-        lambda f: torch.func.vmap(torch.func.grad(total(f)), (0, None))(weights, x),
-        lambda f: torch.func.vmap(torch.func.grad(total(f)), (None, 0))(w, batch),
-        lambda f: torch.func.jvp(lambda w: f(x, w), (w,), (2 * w,))[1],
-        lambda f: torch.func.jvp(torch.func.grad(total(f)), (w, x), (w, x))[1],
-    ):
-        ours, theirs = of(call), of(plain)
-        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
-
-
-def test_checkpoints_autocast_and_what_observers_see(depthwise):
-    call, x, w = depthwise
-    real = torch.autograd.grad(plain(x, w).square().sum(), (x, w))
-    for use_reentrant in (False, True):
-        out = checkpoint(call, x, w, use_reentrant=use_reentrant)
-        for ours, theirs in zip(torch.autograd.grad(out.square().sum(), (x, w)) if not use_reentrant else (), real):
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
-    with torch.autocast("cpu", dtype=BF16):
-        out = call(x, w)
-    assert out.dtype == BF16
-    assert [each.dtype for each in torch.autograd.grad(out.float().sum(), (x, w))] == [F32, F32]
-    counts = []
-    for f in (plain, call):
-        with FlopCounterMode(display=False) as counter:
-            f(x, w).sum().backward()
-        counts.append(counter.get_total_flops())
-    assert counts[0] == counts[1] > 0
-
-
-def test_only_the_gradients_that_are_needed(depthwise):
-    call, x, w = depthwise
-    for wanted in ((x,), (w,)):
-        other = w if wanted[0] is x else x
-        out = call(x.detach() if other is x else x, w.detach() if other is w else w)
-        assert nodes_of(out) >= {"NhwcConvolutionBackward"}
-        (found,) = torch.autograd.grad(out.sum(), wanted)
-        (real,) = torch.autograd.grad(plain(x, w).sum(), wanted)
-        torch.testing.assert_close(found, real, rtol=1e-4, atol=1e-4)
-
-
 def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):
     call, x, w = depthwise
     out = call(x, w)
@@ -233,28 +163,6 @@ def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):
         w.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
-
-
-@pytest.mark.parametrize("name", [exhaustive("dense"), "groups of 4", "depthwise 7x7", exhaustive("transposed 3D")])
-def test_opcheck(name):
-    case = CASES[name][0]
-    x, w, b, arguments = operands(case)
-    axes, is_transposed = w.dim() - 2, "transpose" in case[0]
-    defaults = (1, 0, 0, 1, 1) if is_transposed else (1, 0, 1, 1)
-    filled = (*arguments, *defaults[len(arguments) :])
-    sizes = [each if index == 3 or not isinstance(each, int) else [each] * axes for index, each in enumerate(filled)]
-    operator = getattr(torch.ops.nhwc, case[0]).default
-    inputs = (x.requires_grad_(), w.requires_grad_(), b.requires_grad_(), *sizes)
-    torch.library.opcheck(operator, inputs, rtol=1e-4, atol=1e-4)  # compiled graphs have PyTorch's sums
-
-
-def test_empty_batches_are_pytorch_s(depthwise):
-    call, x, w = depthwise
-    x = channels_last(x.detach()[:0]).requires_grad_()
-    out = call(x, w)
-    out.sum().backward()
-    assert out.shape == (0, 6, 9, 8)
-    assert not w.grad.any()
 
 
 if __name__ == "__main__":

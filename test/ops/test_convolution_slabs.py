@@ -94,31 +94,6 @@ def test_other_dtypes_and_formats_are_not_cut(arrange):
         assert batches(lambda: functional.conv3d(x, w, b, *arguments)) == [1]
 
 
-def test_every_derivative():
-    """The operator is a composition: where its shapes are too large for finite differences, PyTorch's are the judge."""
-    x, w, b, arguments = operands(CUT["strides"])
-
-    def of_both_orders(function, dtype):
-        leaves = [each.to(dtype).requires_grad_() for each in (x, w)]
-        out = function(*leaves, b.to(dtype), *arguments)
-        first = torch.autograd.grad(out.square().sum(), leaves, create_graph=True)
-        return [*first, *torch.autograd.grad(sum(each.square().sum() for each in first), leaves)]
-
-    for ours, real in zip(of_both_orders(functional.conv3d, torch.float32), of_both_orders(F.conv3d, torch.float64)):
-        assert (ours.double() - real).norm() <= 1e-5 * real.norm()
-    forward = [
-        torch.func.jvp(lambda x, f=function: f(x, w, b, *arguments), (x,), (x.cos(),))[1]
-        for function in (functional.conv3d, F.conv3d)
-    ]
-    torch.testing.assert_close(*forward, rtol=1e-4, atol=1e-3)
-    stacked = torch.stack([x, 3 * x])
-    mapped = [
-        torch.func.vmap(torch.func.grad(lambda x, f=function: f(x, w, b, *arguments).square().sum()))(stacked)
-        for function in (functional.conv3d, F.conv3d)
-    ]
-    torch.testing.assert_close(*mapped, rtol=1e-4, atol=1e-1)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
 @pytest.mark.parametrize("name", ["odd depth", "doubling"])
 def test_compiled_graphs_are_cut_by_pytorch_s_operators_unless_their_sizes_are_symbols(name, dynamic):

@@ -14,12 +14,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from activations import (
     assert_as_accurate,
-    assert_differentiable,
     assert_in_format,
     assert_like,
     channels_last,
-    of_both_orders,
-    sliced,
 )
 from selection import some_of
 from test_cpu_levels import LEVELS
@@ -110,33 +107,6 @@ def test_large_activations_of_some_threads(name, threads):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("channels", [3, 17])
-@every_function
-def test_every_kind_of_derivative(name, channels):
-    ours, theirs = functions(name)
-    values = torch.randn(2, channels, 2, 3)
-    assert_differentiable(ours, values)
-    for got, real in zip(of_both_orders(ours, [channels_last(values)]), of_both_orders(theirs, [values.double()])):
-        assert (got.double() - real).norm() <= 3e-6 * real.norm()
-    tangent = torch.randn_like(values)
-    torch.testing.assert_close(
-        torch.func.jvp(ours, (channels_last(values),), (tangent,))[1], torch.func.jvp(theirs, (values,), (tangent,))[1]
-    )
-
-
-@every_function
-def test_parts_of_activations_and_gradients_in_any_format(name):
-    ours, theirs = functions(name)
-    for dtype in DTYPES:
-        assert_like(ours, theirs, torch.randn(2, 5, 7, 6), dtype, arrange=sliced)
-        assert_like(ours, theirs, torch.randn(2, 5, 3, 7, 6), dtype)
-    x = channels_last(torch.randn(2, 5, 7, 6)).requires_grad_()
-    ours(x).sum().backward()  # an expanded gradient
-    assert_in_format(x.grad)
-    negative = torch._neg_view(x.detach())
-    torch.testing.assert_close(ours(negative), theirs(-x.detach()))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 @every_function
 def test_another_dtype_of_the_result(name, dtype):
@@ -154,15 +124,6 @@ def test_another_dtype_of_the_result(name, dtype):
     for of in (functional, F):
         with pytest.raises((RuntimeError, NotImplementedError)):
             getattr(of, name)(channels_last(torch.ones(2, 3, 4, 5, dtype=torch.long)), 1)
-
-
-@every_function
-def test_autocast_is_pytorchs(name):
-    values = torch.randn(2, 5, 7, 6).bfloat16()
-    with torch.autocast("cpu"):
-        got, expected = functions(name)[0](channels_last(values)), functions(name)[1](values)
-    assert got.dtype == expected.dtype
-    torch.testing.assert_close(got, expected)
 
 
 @every_function
@@ -193,18 +154,6 @@ def test_modes_and_traces_see_pytorchs_operators(name):
     other = channels_last(torch.randn(2, 5, 7, 6))
     torch.testing.assert_close(traced(other), theirs(other))
     assert_in_format(traced(other))
-
-
-@pytest.mark.parametrize("channels", [5, 31])
-@pytest.mark.parametrize("name", NAMES)
-def test_gradients_in_batches(name, channels):
-    x = torch.randn(2, channels, 4, 3).to(memory_format=torch.channels_last).requires_grad_()
-    gradients = torch.randn(3, 2, channels, 4, 3)
-    got = [
-        torch.autograd.grad(function(x, 1), x, gradients, is_grads_batched=True)[0]
-        for function in (getattr(functional, name), getattr(F, name))
-    ]
-    torch.testing.assert_close(*got)
 
 
 if __name__ == "__main__":

@@ -54,29 +54,6 @@ def assert_like(operator, reference, values, dtype=torch.float32, arrange=channe
         assert_in_format(inputs.grad)
 
 
-def assert_as_stock(operator, stock, values):
-    """Bit for bit PyTorch's own, format included, where an activation is not channels-last."""
-    output, expected = first(operator(values)), first(stock(values))
-    assert torch.equal(output, expected)
-    assert output.stride() == expected.stride()
-
-
-def assert_differentiable(operator, values):
-    """Twice in reverse mode, forward mode, forward over reverse, batches, and torch.func."""
-    inputs = channels_last(values.double()).requires_grad_()
-    run = lambda x: first(operator(x))  # noqa: E731
-    torch.autograd.gradcheck(run, inputs, check_forward_ad=True, fast_mode=True)
-    torch.autograd.gradgradcheck(run, inputs, fast_mode=True)
-    batch = torch.stack([inputs.detach(), 2 * inputs.detach()])
-    torch.testing.assert_close(torch.func.vmap(run)(batch), torch.stack([run(each) for each in batch]))
-    total = lambda x: run(x).square().sum()  # noqa: E731
-    each = torch.stack([torch.func.grad(total)(x) for x in batch])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(total))(batch), each)
-    tangent = torch.randn_like(inputs)
-    expected = torch.autograd.functional.jvp(run, inputs, tangent)[1]
-    torch.testing.assert_close(torch.func.jvp(run, (inputs.detach(),), (tangent,))[1], expected)
-
-
 def canonical(shape):
     """Return the strides of channels-last, those that torch.empty gives where PyTorch has a name for the format."""
     strides = channels_last(torch.empty(shape, device="meta")).stride()

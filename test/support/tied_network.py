@@ -52,13 +52,6 @@ def strides(model):
     return {name: model.get_submodule(name).weight.stride() for name in SITES}
 
 
-def assert_equal_values(actual, expected):
-    ours, theirs = actual.state_dict(), expected.state_dict()
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert torch.equal(tensor, theirs[name]), name
-
-
 def said(deviations):
     return [str(deviation) for deviation in deviations]
 

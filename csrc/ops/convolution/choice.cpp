@@ -90,7 +90,7 @@ bool is_slow_sample(const Call& call, at::native::ConvBackend backend) {
 /// Returns whether a slow sample has so few positions that the copy of its windows is smaller than what oneDNN or
 /// PyTorch copies of the weight.
 bool has_few_positions(const Call& call) {
-  if (call.is_transposed || call.input.scalar_type() != at::kFloat) return false;
+  if (call.is_transposed || call.input.scalar_type() != at::kFloat || !call.has_one_dtype()) return false;
   const c10::SymInt positions = positions_of(call), weights = call.weight.sym_numel();
   const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);
   return is_few && is_channels_last(call.weight) && is_as_precise_as_products();
