@@ -342,7 +342,7 @@ LACKS = {
     "functional.adaptive_avg_pool3d 1": ("scripting",),
     "functional.max_unpool3d 0": ("tracing", "batched_gradients", SECOND),
     "functional.max_unpool3d 1": ("batched_gradients", SECOND),
-    "max_unpool3d": ("batched_gradients", SECOND),
+    "max_unpool3d": ("batched_gradients", SECOND, "wrong_arguments"),  # which the function looks at
     # As those of PyTorch's other pools of maxima on channels-last.
     "functional.adaptive_max_pool3d 0": (SECOND,),
     "functional.adaptive_max_pool3d 1": (SECOND,),
