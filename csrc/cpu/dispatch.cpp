@@ -25,7 +25,6 @@ struct Level {
   NormKernelsByType norm;
   DepthwiseKernelsByType depthwise;
   WeightGradientKernelsByType weight_gradient;
-  GroupedKernelsByType grouped;
   PointwiseKernelsByType pointwise;
   SoftmaxKernels softmax;
 };
@@ -71,15 +70,15 @@ std::vector<Level> all_levels() {
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
   std::vector<Level> levels = {
       {"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-       isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline},
+       isa::weight_gradient_baseline, isa::pointwise_baseline, isa::softmax_baseline},
       {"avx2_128", "avx2", avx2, isa::avx2_128, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
+       isa::pointwise_avx2, isa::softmax_avx2},
       {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
+       isa::pointwise_avx2, isa::softmax_avx2},
       {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512, isa::weight_gradient_avx512,
-       isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512},
+       isa::pointwise_avx512, isa::softmax_avx512},
       {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
-       isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
+       isa::weight_gradient_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
   // Shuffles that cross the halves of 32 bytes take Zen 1 to 3 several times as long as those within 16.
   if (is_amd_or_hygon()) std::swap(levels[1], levels[2]);
   return levels;
@@ -89,14 +88,14 @@ std::vector<Level> all_levels() {
 
 std::vector<Level> all_levels() {
   return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::depthwise_neon, isa::weight_gradient_neon,
-           isa::grouped_neon, isa::pointwise_neon, isa::softmax_neon}};
+           isa::pointwise_neon, isa::softmax_neon}};
 }
 
 #else
 
 std::vector<Level> all_levels() {
   return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline}};
+           isa::weight_gradient_baseline, isa::pointwise_baseline, isa::softmax_baseline}};
 }
 
 #endif
@@ -137,8 +136,6 @@ const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
 const DepthwiseKernelsByType& depthwise_kernels() { return chosen_level().depthwise; }
 
 const WeightGradientKernelsByType& weight_gradient_kernels() { return chosen_level().weight_gradient; }
-
-const GroupedKernelsByType& grouped_kernels() { return chosen_level().grouped; }
 
 const PointwiseKernelsByType& pointwise_kernels() { return chosen_level().pointwise; }
 

@@ -8,7 +8,6 @@
 
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
-#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax_kernels.h"
@@ -31,9 +30,6 @@ const DepthwiseKernelsByType& depthwise_kernels();
 
 /// Returns the inner loops of a convolution's weight gradient, for the same instruction set.
 const WeightGradientKernelsByType& weight_gradient_kernels();
-
-/// Returns grouped convolutions, for the same instruction set.
-const GroupedKernelsByType& grouped_kernels();
 
 /// Returns products of pixels of few channels, for the same instruction set.
 const PointwiseKernelsByType& pointwise_kernels();

@@ -224,10 +224,10 @@ def test_a_strided_tap_is_sliced_only_if_a_gradient_of_the_weight_is_to_come():
 
 @pytest.mark.skipif(not HAS_AVX512, reason="a CPU with AVX-512")
 @every_function
-def test_a_small_input_is_padded_or_ours_with_and_without_gradients(name):
+def test_a_small_input_is_padded_with_and_without_gradients(name):
     x, w, b, arguments = small(name)
     for given in (w, w.clone().requires_grad_()):
-        assert way_of(name, x, given, b, arguments) == ("kernels" if "transpose" in name else "padded")  # two groups
+        assert way_of(name, x, given, b, arguments) == ("cut" if "transpose" in name else "padded")
 
 
 @every_function

@@ -7,7 +7,6 @@ NHWC_TARGET("avx2,fma,bmi2,f16c")
 
 #include "cpu/isa/make_depthwise_kernels.h"
 #include "cpu/isa/make_filter_kernels.h"
-#include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
@@ -20,7 +19,6 @@ constexpr FilterKernels avx2 = make_filter_kernels();
 constexpr FilterKernels avx2_128 = make_filter_kernels<NHWC_REGISTER_BYTES, 16>();
 constexpr NormKernelsByType norm_avx2 = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_avx2 = make_all_weight_gradient_kernels();
-constexpr GroupedKernelsByType grouped_avx2 = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_avx2 = make_all_pointwise_kernels();
 constexpr SoftmaxKernels softmax_avx2 = make_softmax_kernels();
 

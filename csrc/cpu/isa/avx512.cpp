@@ -7,7 +7,6 @@ NHWC_TARGET("avx2,fma,bmi2,f16c,avx512f,avx512bw,avx512dq,avx512vl")
 
 #include "cpu/isa/make_depthwise_kernels.h"
 #include "cpu/isa/make_filter_kernels.h"
-#include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
@@ -19,7 +18,6 @@ constexpr DepthwiseKernelsByType depthwise_avx512 = make_all_depthwise_kernels()
 constexpr FilterKernels avx512 = make_filter_kernels();
 constexpr NormKernelsByType norm_avx512 = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_avx512 = make_all_weight_gradient_kernels();
-constexpr GroupedKernelsByType grouped_avx512 = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_avx512 = make_all_pointwise_kernels();
 constexpr SoftmaxKernels softmax_avx512 = make_softmax_kernels();
 

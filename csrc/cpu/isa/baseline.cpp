@@ -2,7 +2,6 @@
 #include "cpu/isa/isa_prologue.h"
 #include "cpu/isa/make_depthwise_kernels.h"
 #include "cpu/isa/make_filter_kernels.h"
-#include "cpu/isa/make_grouped_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
@@ -15,7 +14,6 @@ constexpr DepthwiseKernelsByType depthwise_neon = make_all_depthwise_kernels();
 constexpr FilterKernels neon = make_filter_kernels();
 constexpr NormKernelsByType norm_neon = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_neon = make_all_weight_gradient_kernels();
-constexpr GroupedKernelsByType grouped_neon = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_neon = make_all_pointwise_kernels();
 constexpr SoftmaxKernels softmax_neon = make_softmax_kernels();
 #else
@@ -23,7 +21,6 @@ constexpr DepthwiseKernelsByType depthwise_baseline = make_all_depthwise_kernels
 constexpr FilterKernels baseline = make_filter_kernels();
 constexpr NormKernelsByType norm_baseline = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_baseline = make_all_weight_gradient_kernels();
-constexpr GroupedKernelsByType grouped_baseline = make_all_grouped_kernels();
 constexpr PointwiseKernelsByType pointwise_baseline = make_all_pointwise_kernels();
 constexpr SoftmaxKernels softmax_baseline = make_softmax_kernels();
 #endif

@@ -13,7 +13,6 @@
 
 #include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
-#include "cpu/grouped_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax_kernels.h"

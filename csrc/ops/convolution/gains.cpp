@@ -69,18 +69,13 @@ Passes of_depthwise(const Call& call, const Sizes& sizes, Arithmetic arithmetic)
   return call.is_transposed ? Passes{larger, smaller, weight} : Passes{smaller, larger, weight};
 }
 
-/// Of few channels in a group, oneDNN fills a part of its registers.
-Passes of_groups(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
-  if (call.is_transposed) return {};
-  if (arithmetic == Arithmetic::halves) return {false, false, sizes.inputs <= 4};
+/// oneDNN fills a part of its registers where a group has few channels. Its forward and its input gradient stay.
+bool gains_grouped_weight_gradient(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
+  if (call.is_transposed) return false;
+  if (arithmetic == Arithmetic::halves) return sizes.inputs <= 4;
   const bool has_avx512 = arithmetic == Arithmetic::avx512;
-  const bool is_small = sizes.inputs <= 4 && sizes.outputs <= 4 && (sizes.inputs == 4 || !sizes.is_strided) &&
-                        call.weight.size(0) % 16 == 0;  // no register is filled in part
-  const bool fills_registers = !has_avx512 && !sizes.is_3d && sizes.taps <= 9 && sizes.inputs == sizes.outputs &&
-                               sizes.inputs >= 8 && sizes.inputs <= 16;
-  const bool weight = sizes.is_strided ? !has_avx512 && sizes.inputs > 8 && sizes.inputs != 16
-                                       : sizes.inputs >= 4 && (sizes.inputs <= 8 || !has_avx512);
-  return {is_small || fills_registers, is_small || fills_registers, weight};
+  return sizes.is_strided ? !has_avx512 && sizes.inputs > 8 && sizes.inputs != 16
+                          : sizes.inputs >= 4 && (sizes.inputs <= 8 || !has_avx512);
 }
 
 /// Below AVX-512 oneDNN's dense weight gradient reaches a half of its forward. With it, it is slow where it transposes
@@ -112,14 +107,14 @@ Passes passes_of_kernels(const Call& call) {
   const Sizes sizes(call);
   // Our kernels need none of the ways around faults.
   const bool is_mended = mended::is_needed(call);
-  if (is_mended && call.groups > 1 && kernels::serve_all_passes(call)) return {true, true, true};
+  if (is_mended && call.is_depthwise()) return {true, true, true};
   if (call.is_depthwise() && is_cast) return {true, true, true};
   if (is_mended || !is_measured()) return {};
   const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
                                 : is_in_float32                         ? Arithmetic::avx512
                                                                         : Arithmetic::halves;
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
-  if (call.groups > 1) return of_groups(call, sizes, arithmetic);
+  if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
   if (sizes.positions >= 1024 && kernels::is_pointwise(call)) {  // for fewer, calls take longer than products
     const bool gains = std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves;
     return {gains, gains, true};

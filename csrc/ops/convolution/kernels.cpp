@@ -7,7 +7,6 @@
 
 #include "cpu/convolution_sizes.h"
 #include "cpu/depthwise.h"
-#include "cpu/grouped.h"
 #include "cpu/pointwise.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient.h"
@@ -63,8 +62,7 @@ at::Tensor smaller(const Call& call, const at::Tensor& larger, const OptionalTen
     return out;
   }
   const at::Tensor weight = to_channels_last(call.weight.detach()), none;
-  const auto compute = call.is_depthwise() ? cpu::depthwise_forward : cpu::grouped_forward;
-  compute(sizes_of(call), larger, weight, bias ? bias->contiguous() : none, out);
+  cpu::depthwise_forward(sizes_of(call), larger, weight, bias ? bias->contiguous() : none, out);
   return out;
 }
 
@@ -77,8 +75,7 @@ at::Tensor larger(const Call& call, const at::Tensor& smaller, const OptionalTen
     return out;
   }
   const at::Tensor weight = to_channels_last(call.weight.detach());
-  const auto compute = call.is_depthwise() ? cpu::depthwise_input_gradient : cpu::grouped_input_gradient;
-  compute(sizes_of(call), smaller, weight, out);
+  cpu::depthwise_input_gradient(sizes_of(call), smaller, weight, out);
   if (bias && bias->defined()) channels_to_end(out).add_(*bias);
   return out;
 }
@@ -113,11 +110,7 @@ bool is_pointwise(const Call& call) {
   return outputs.min(inputs) <= cpu::most_few && outputs.max(inputs) <= cpu::most_pointwise_channels;
 }
 
-bool serve_all_passes(const Call& call) {
-  const bool has_small_groups =
-      call.groups > 1 && call.weight.sym_size(1) <= 32 && call.weight.sym_size(0) <= 32 * call.groups;
-  return call.is_depthwise() || has_small_groups || is_pointwise(call);
-}
+bool serve_all_passes(const Call& call) { return call.is_depthwise() || is_pointwise(call); }
 
 at::SymDimVector output_sizes(const Call& call) {
   return call.is_transposed ? sizes_of_activation(call, /*is_larger=*/true, call.weight.sym_size(1) * call.groups)

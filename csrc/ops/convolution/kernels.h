@@ -11,8 +11,7 @@ namespace nhwc::kernels {
 /// Returns whether a convolution is the products of pixels and a weight, of few inputs or outputs.
 bool is_pointwise(const Call& call);
 
-/// Returns whether the kernels compute all passes. What is neither depthwise nor pointwise has groups of at most 32
-/// channels.
+/// Returns whether the kernels compute all passes. Of other convolutions they compute the weight gradient.
 bool serve_all_passes(const Call& call);
 
 /// Returns the sizes of the result.

@@ -40,7 +40,7 @@ void check(const char* name, const Call& call, const at::Tensor& grad, bool is_o
               name, ": the sizes of input ", call.input.sym_sizes(), " and weight ", call.weight.sym_sizes(),
               " do not fit");
   TORCH_CHECK(is_of_weight || kernels::serve_all_passes(call), name, ": the weight ", call.weight.sym_sizes(),
-              " must be depthwise, have groups of at most 32 channels, or one tap and at most 4 inputs or outputs");
+              " must be depthwise, or have one tap and at most 4 inputs or outputs");
   TORCH_CHECK(!grad.defined() || grad.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)), name,
               ": the gradient has sizes ", grad.sym_sizes(), ", the output ",
               at::SymIntArrayRef(kernels::output_sizes(call)));
