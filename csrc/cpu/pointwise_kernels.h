@@ -1,37 +1,26 @@
-// Products of pixels of few channels over channels-last memory, compiled for one instruction set. Uses neither torch
-// nor code of the standard library, like filter_kernels.h.
+// Products of pixels of few channels, compiled for one instruction set. Uses neither torch nor code of the standard
+// library, like filter_kernels.h.
 #pragma once
 
-#include <cstdint>
+#include "cpu/work/planes.h"
 
 namespace nhwc::cpu {
 
 /// The most channels that are few, and the most channels.
 constexpr std::int64_t most_few = 4, most_pointwise_channels = 256;
 
-/// For one element type. Pixels are dense rows of elements; numbers are floats.
+/// Planes are `[channels, pixels]`, of floats.
 struct PointwiseKernels {
-  /// Computes the outputs of pixels. The inputs or the outputs are few, or both. Weights are `[outputs, inputs]`.
-  void (*multiply)(const void* input, std::int64_t pixels, std::int64_t inputs, std::int64_t outputs,
-                   const float* weights, const float* bias, void* out);
+  std::int64_t lanes;  // floats of a register
 
-  /// Adds the products of gradients, which are few, and of inputs to `sums`, which are `[outputs, inputs]`, and the
-  /// gradients to `bias`.
-  void (*accumulate)(const void* grad, const void* input, std::int64_t pixels, std::int64_t inputs,
-                     std::int64_t outputs, float* sums, float* bias);
+  /// Writes the outputs of input planes. Weights are `[outputs, inputs]`.
+  void (*multiply)(const float* input, std::int64_t pixels, std::int64_t inputs, std::int64_t outputs,
+                   const float* weights, const float* bias, float* out);
+
+  /// Adds the products of planes of gradients and of inputs to `sums`, `[outputs, inputs + 1, lanes]`. One more input
+  /// is 1, for the bias.
+  void (*accumulate)(const float* grad, const float* input, std::int64_t pixels, std::int64_t inputs,
+                     std::int64_t outputs, float* sums);
 };
 
-/// For floats, halves and bfloat16s.
-struct PointwiseKernelsByType {
-  PointwiseKernels of_float, of_half, of_bfloat16;
-};
-
-namespace isa {
-
-extern const PointwiseKernelsByType pointwise_baseline;
-extern const PointwiseKernelsByType pointwise_avx2;
-extern const PointwiseKernelsByType pointwise_avx512;
-extern const PointwiseKernelsByType pointwise_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

@@ -2,12 +2,10 @@
 // library, like filter_kernels.h.
 #pragma once
 
-#include <cstdint>
+#include "cpu/work/planes.h"
 
 namespace nhwc::cpu {
 
-/// The pixels of a plane are a multiple of this many.
-constexpr std::int64_t softmax_pixels = 16;
 constexpr std::int64_t most_softmax_channels = 64;
 
 /// Planes are `[channels, pixels]`, of floats.
@@ -21,12 +19,4 @@ struct SoftmaxKernels {
   void (*log_softmax_gradient)(float* grad, const float* output, std::int64_t channels, std::int64_t pixels);
 };
 
-namespace isa {
-
-extern const SoftmaxKernels softmax_baseline;
-extern const SoftmaxKernels softmax_avx2;
-extern const SoftmaxKernels softmax_avx512;
-extern const SoftmaxKernels softmax_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

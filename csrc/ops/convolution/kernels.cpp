@@ -5,7 +5,7 @@
 #include <tuple>
 #include <utility>
 
-#include "cpu/convolution_sizes.h"
+#include "cpu/work/axes.h"
 #include "cpu/depthwise.h"
 #include "cpu/pointwise.h"
 #include "cpu/pointwise_kernels.h"
