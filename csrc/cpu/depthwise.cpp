@@ -65,7 +65,6 @@ class Blocks {
  public:
   /// Makes more and smaller blocks if there are fewer than `enough`.
   Blocks(const DepthwiseCorrelation& correlation, int64_t enough) : correlation_(correlation) {
-    constexpr int64_t most_positions = 4096;
     for (int a = 0; a < 3; ++a) size_[a] = correlation.axes[a].count;
     while (positions() > most_positions || count() < enough) {
       int longest = -1;
@@ -92,6 +91,7 @@ class Blocks {
   }
 
  private:
+  static constexpr int64_t most_positions = 4096;
   static constexpr int64_t fewest[] = {1, 1, 4};  // rows are better long
 
   int64_t count(int a) const { return divide_up(correlation_.axes[a].count, size_[a]); }
@@ -105,7 +105,8 @@ class Blocks {
     const TapAxis& axis = correlation_.axes[a];
     const int64_t shared = std::max<int64_t>(0, axis.taps - 1) * axis.dilation;
     const bool would_be_by_tap = packed_axis(axis, divide_up(size_[a], 2)).segments > 1;
-    return size_[a] > fewest[a] && (would_be_by_tap || size_[a] > shared / 2 + 1);
+    const bool may_be_short = positions() > most_positions && would_be_by_tap;
+    return size_[a] > fewest[a] && (may_be_short || size_[a] > shared / 2 + 1);
   }
 
   const DepthwiseCorrelation& correlation_;

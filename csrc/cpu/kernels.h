@@ -16,11 +16,11 @@ struct ByType {
   Family of_double, of_float, of_half, of_bfloat16;
 };
 
-/// A family that computes on floats alone has no dtypes: its driver casts.
+/// A family without dtypes computes on floats, and its driver casts.
 struct Kernels {
   ByType<DepthwiseKernels> depthwise;
   ByType<NormKernels> norm;
-  PointwiseKernels pointwise;
+  ByType<PointwiseKernels> pointwise;
   SoftmaxKernels softmax;
   ByType<WeightGradientKernels> weight_gradient;
 };

@@ -2,62 +2,58 @@
 
 #include <ATen/ATen.h>
 
-#include <numeric>
-
 #include "cpu/dispatch.h"
-#include "cpu/work/pixels.h"
+#include "cpu/work/ranges.h"
 
 namespace nhwc::cpu {
+namespace {
+
+/// Ranges of pixels whose products are summed apart: few pixels, for the sake of accuracy.
+Parts ranges_of(const at::Tensor& activation) {
+  constexpr int64_t most_pixels = 4096;
+  return {activation.numel() / activation.size(1), most_pixels};
+}
+
+const char* pixel_of(const at::Tensor& activation, int64_t pixel) {
+  return static_cast<const char*>(activation.const_data_ptr()) + pixel * activation.size(1) * activation.element_size();
+}
+
+}  // namespace
 
 void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
   if (out.numel() == 0) return;
-  const int64_t inputs = input.size(1), outputs = out.size(1), channels = std::max(inputs, outputs);
-  const at::Tensor weights = weight.to(at::kFloat).contiguous();
+  const int64_t inputs = input.size(1), outputs = out.size(1);
+  const PointwiseKernels& kernels = of_type(level_kernels().pointwise, input.scalar_type());
+  const bool has_few_inputs = inputs <= most_few;
+  const auto multiply = has_few_inputs ? kernels.spread[inputs - 1] : kernels.reduce[outputs - 1];
+  const at::Tensor weights = (has_few_inputs ? weight.t() : weight).to(at::kFloat).contiguous();
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({outputs}, weights.options());
-  const Parts tiles = tiles_of(out.numel() / outputs, channels);
-  const Pixels from(input, tiles), to(out, tiles);
-  const auto multiply = level_kernels().pointwise.multiply;
-  const int64_t numbers = from.numbers_with_room() + to.numbers_with_room();
-  for_each_tile(tiles, channels, numbers, [&](int64_t tile, float* planes) {
-    float* out_planes = planes + from.numbers();
-    from.read(tile, planes);
-    multiply(planes, from.plane(tile), inputs, outputs, weights.const_data_ptr<float>(), biases.const_data_ptr<float>(),
-             out_planes);
-    to.write(out_planes, tile);
+  const Parts ranges = ranges_of(out);
+  for_each_task(ranges.parts, ranges.size * (inputs + outputs) * products_of_element, 0, [&](int64_t range, char*) {
+    multiply(pixel_of(input, ranges.begin(range)), ranges.size_of(range), has_few_inputs ? outputs : inputs,
+             weights.const_data_ptr<float>(), biases.const_data_ptr<float>(),
+             const_cast<char*>(pixel_of(out, ranges.begin(range))));
   });
 }
 
 void pointwise_weight_gradient(const ConvolutionSizes&, const at::Tensor& grad, const at::Tensor& input,
                                const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
-  if (grad.numel() == 0) {
-    grad_weight.zero_();
-    if (grad_bias.defined()) grad_bias.zero_();
-    return;
-  }
-  constexpr int64_t pixels_of_range = 4096;  // which are summed apart: few, for the sake of accuracy
-  const int64_t inputs = input.size(1), outputs = grad.size(1), channels = std::max(inputs, outputs);
-  const Parts tiles = tiles_of(grad.numel() / outputs, channels), ranges(tiles.parts, pixels_of_range / tiles.size);
-  const Pixels from_grad(grad, tiles), from(input, tiles);
-  const PointwiseKernels& kernels = level_kernels().pointwise;
-  const int64_t size = outputs * (inputs + 1), lanes = kernels.lanes;
-  const at::Tensor sums = at::empty({ranges.parts, outputs, inputs + 1}, at::kFloat);
-  auto* all_sums = sums.mutable_data_ptr<float>();
-  const int64_t numbers = size * lanes + from_grad.numbers() + from.numbers() + 2 * tiles.size * channels;
-  for_each_tile(ranges, tiles.size * channels, numbers, [&](int64_t range, float* added) {
-    float *grads = added + size * lanes, *inputs_of_tile = grads + from_grad.numbers();
-    std::fill_n(added, size * lanes, 0.0f);
-    for (int64_t tile = ranges[range].begin; tile < ranges[range].end; ++tile) {
-      from_grad.read(tile, grads);
-      from.read(tile, inputs_of_tile);
-      kernels.accumulate(grads, inputs_of_tile, from.plane(tile), inputs, outputs, added);
-    }
-    for (int64_t k = 0; k < size; ++k) {
-      all_sums[range * size + k] = std::accumulate(added + k * lanes, added + (k + 1) * lanes, 0.0f);
-    }
+  const bool has_few_outputs = grad.size(1) <= most_few;
+  const at::Tensor &few = has_few_outputs ? grad : input, &many = has_few_outputs ? input : grad;
+  const int64_t rows = few.size(1), columns = many.size(1) + 1, size = rows * columns;
+  const Parts ranges = ranges_of(grad);
+  const at::Tensor sums = at::zeros({std::max<int64_t>(1, ranges.parts), rows, columns}, at::kFloat);
+  auto* all = sums.mutable_data_ptr<float>();
+  const auto accumulate = of_type(level_kernels().pointwise, grad.scalar_type()).accumulate[rows - 1];
+  for_each_task(ranges.parts, ranges.size * (rows + columns) * products_of_element, 0, [&](int64_t range, char*) {
+    const int64_t first = ranges.begin(range);
+    accumulate(pixel_of(few, first), pixel_of(many, first), ranges.size_of(range), columns - 1, all + range * size);
   });
-  add_up_parts<float>(all_sums, ranges.parts, size);
-  grad_weight.copy_(sums[0].narrow(1, 0, inputs).reshape(grad_weight.sizes()));
-  if (grad_bias.defined()) grad_bias.copy_(sums[0].select(1, inputs));
+  add_up_parts<float>(all, ranges.parts, size);
+  const at::Tensor products = sums[0].narrow(1, 0, columns - 1);
+  grad_weight.copy_((has_few_outputs ? products : products.t()).reshape(grad_weight.sizes()));
+  if (!grad_bias.defined()) return;
+  grad_bias.copy_(has_few_outputs ? sums[0].select(1, columns - 1) : grad.movedim(1, -1).flatten(0, -2).sum(0));
 }
 
 }  // namespace nhwc::cpu

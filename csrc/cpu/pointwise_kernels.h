@@ -2,25 +2,24 @@
 // library, like filter_kernels.h.
 #pragma once
 
-#include "cpu/work/planes.h"
+#include <cstdint>
 
 namespace nhwc::cpu {
 
 /// The most channels that are few, and the most channels.
 constexpr std::int64_t most_few = 4, most_pointwise_channels = 256;
 
-/// Planes are `[channels, pixels]`, of floats.
+/// Activations are `[pixels, channels]`. There is a kernel for each number of few channels, from 1 on, and none for
+/// doubles.
 struct PointwiseKernels {
-  std::int64_t lanes;  // floats of a register
+  using Multiply = void (*)(const void* input, std::int64_t pixels, std::int64_t many, const float* weights,
+                            const float* bias, void* out);
+  using Accumulate = void (*)(const void* of_few, const void* of_many, std::int64_t pixels, std::int64_t many,
+                              float* sums);
 
-  /// Writes the outputs of input planes. Weights are `[outputs, inputs]`.
-  void (*multiply)(const float* input, std::int64_t pixels, std::int64_t inputs, std::int64_t outputs,
-                   const float* weights, const float* bias, float* out);
-
-  /// Adds the products of planes of gradients and of inputs to `sums`, `[outputs, inputs + 1, lanes]`. One more input
-  /// is 1, for the bias.
-  void (*accumulate)(const float* grad, const float* input, std::int64_t pixels, std::int64_t inputs,
-                     std::int64_t outputs, float* sums);
+  Multiply reduce[most_few];        ///< few outputs of many inputs, by weights `[outputs, inputs]`
+  Multiply spread[most_few];        ///< many outputs of few inputs, by weights `[inputs, outputs]`
+  Accumulate accumulate[most_few];  ///< adds products to sums, `[few, many + 1]`; the last of the many is 1
 };
 
 }  // namespace nhwc::cpu

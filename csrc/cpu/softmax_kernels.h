@@ -2,10 +2,12 @@
 // library, like filter_kernels.h.
 #pragma once
 
-#include "cpu/work/planes.h"
+#include <cstdint>
 
 namespace nhwc::cpu {
 
+/// The pixels of a plane are a multiple of this many.
+constexpr std::int64_t softmax_pixels = 16;
 constexpr std::int64_t most_softmax_channels = 64;
 
 /// Planes are `[channels, pixels]`, of floats.

@@ -87,17 +87,21 @@ void pack_segment(const Element* row, std::int64_t channels, const Lanes<Element
 template <typename Element>
 void pack_box(const Element* array, std::int64_t channels, const Lanes<Element>& lanes, const PackedBox& box,
               const std::int64_t* first, Real<Element>* out) {
+  constexpr int width_of_position = VectorOf<Real<Element>>::lanes;
   const auto& [depth, height, width] = box.axes;
-  const std::int64_t segment_numbers = width.length * VectorOf<Real<Element>>::lanes;
-  for (std::int64_t row = 0; row < box.rows(); ++row) {
-    const std::int64_t positions[] = {row / height.positions(), row % height.positions()};
-    const bool is_read = cpu::source_row(&depth, 1, first, positions) >= 0;
-    const std::int64_t source = cpu::source_row(box.axes, 2, first, positions);
-    for (std::int64_t index = 0; index < width.segments; ++index, out += segment_numbers) {
-      if (!is_read) continue;
-      cpu::Segment segment = cpu::segment_of(width, first[2], index);
-      if (source < 0) segment.inside = {width.length, width.length};
-      pack_segment(array + source * width.source * channels, channels, lanes, width, segment, out);
+  const std::int64_t row_numbers = width.positions() * width_of_position;
+  for (std::int64_t index = 0; index < width.segments; ++index, out += width.length * width_of_position) {
+    const cpu::Segment segment = cpu::segment_of(width, first[2], index), outside{{width.length, width.length}, 0};
+    for (std::int64_t d = 0; d < depth.positions(); ++d) {
+      const std::int64_t plane = depth.source_of(first[0], d);
+      if (plane < 0 || plane >= depth.source) continue;
+      Real<Element>* to = out + d * height.positions() * row_numbers;
+      for (std::int64_t h = 0; h < height.positions(); ++h, to += row_numbers) {
+        const std::int64_t row = height.source_of(first[1], h);
+        const bool is_inside = row >= 0 && row < height.source;
+        pack_segment(array + (plane * height.source + row) * width.source * channels, channels, lanes, width,
+                     is_inside ? segment : outside, to);
+      }
     }
   }
 }

@@ -22,7 +22,7 @@ constexpr auto by_type(const Make& make) {
 constexpr cpu::Kernels make_kernels() {
   return {.depthwise = by_type([]<typename Element> { return make_depthwise_kernels<Element>(); }),
           .norm = by_type([]<typename Element> { return make_norm_kernels<Element>(); }),
-          .pointwise = make_pointwise_kernels(),
+          .pointwise = by_type([]<typename Element> { return make_pointwise_kernels<Element>(); }),
           .softmax = make_softmax_kernels(),
           .weight_gradient = by_type([]<typename Element> { return make_weight_gradient_kernels<Element>(); })};
 }

@@ -1,4 +1,4 @@
-// Products of planes for one instruction set: a register has neighbouring pixels of a channel.
+// Products of pixels of few channels for one instruction set: a register has neighbouring channels of a pixel.
 #pragma once
 
 #include "cpu/isa/vectors.h"
@@ -7,50 +7,126 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-/// Writes the planes of some outputs, so that each input is loaded once for all of them.
-template <int outputs>
-void multiply_planes_by(const float* input, std::int64_t pixels, std::int64_t inputs, const float* weights,
-                        const float* bias, float* out) {
-  for (std::int64_t p = 0; p < pixels; p += VectorOf<float>::lanes) {
-    Vector<float> sums[outputs];
-    NHWC_UNROLL
-    for (int o = 0; o < outputs; ++o) sums[o] = broadcast(bias[o]);
-    for (std::int64_t c = 0; c < inputs; ++c) {
-      const Vector<float> values = load_vector(input + c * pixels + p);
-      NHWC_UNROLL
-      for (int o = 0; o < outputs; ++o) sums[o] += values * weights[o * inputs + c];
+constexpr int pointwise_lanes = VectorOf<float>::lanes;
+
+/// Adds neighbours that are `distance` lanes apart: of `a` in the lanes without this bit, of `b` in the others.
+template <int distance, int... lanes>
+NHWC_ALWAYS_INLINE Vector<float> merged(Vector<float> a, Vector<float> b, std::integer_sequence<int, lanes...>) {
+  return __builtin_shufflevector(a, b, (lanes & distance ? lanes + pointwise_lanes : lanes)...) +
+         __builtin_shufflevector(a, b, (lanes & distance ? (lanes ^ distance) + pointwise_lanes : lanes ^ distance)...);
+}
+
+/// Adds the upper half of a register to the lower one, until four numbers are left.
+template <typename Register, int... four>
+NHWC_ALWAYS_INLINE auto folded(const Register& values, std::integer_sequence<int, four...>) {
+  constexpr int lanes = sizeof(Register) / sizeof(float);
+  if constexpr (lanes == 16) {
+    const auto half = __builtin_shufflevector(values, values, four..., (four + 4)...) +
+                      __builtin_shufflevector(values, values, (four + 8)..., (four + 12)...);
+    return folded(half, std::integer_sequence<int, four...>());
+  } else if constexpr (lanes == 8) {
+    return __builtin_shufflevector(values, values, four...) + __builtin_shufflevector(values, values, (four + 4)...);
+  } else {
+    return values;
+  }
+}
+
+/// Computes few outputs of many inputs: those of a pixel, as one register of four.
+template <typename Element, int outputs>
+void reduce_pixels(const void* input, std::int64_t pixels, std::int64_t inputs, const float* weights, const float* bias,
+                   void* output) {
+  constexpr std::make_integer_sequence<int, pointwise_lanes> lanes;
+  const auto* x = static_cast<const Element*>(input);
+  auto* out = static_cast<Element*>(output);
+  const std::int64_t whole = inputs / pointwise_lanes * pointwise_lanes;
+  for (std::int64_t p = 0; p < pixels; ++p, x += inputs, out += outputs) {
+    Vector<float> sums[cpu::most_few] = {};
+    for (std::int64_t i = 0; i < whole; i += pointwise_lanes) {
+      const Vector<float> values = load_vector(x + i);
+      for (int o = 0; o < outputs; ++o) sums[o] += values * load_vector(weights + o * inputs + i);
     }
-    NHWC_UNROLL
-    for (int o = 0; o < outputs; ++o) store_vector(out + o * pixels + p, sums[o]);
+    const auto four = folded(merged<2>(merged<1>(sums[0], sums[1], lanes), merged<1>(sums[2], sums[3], lanes), lanes),
+                             std::make_integer_sequence<int, 4>());
+    for (int o = 0; o < outputs; ++o) {
+      float sum = bias[o] + four[o];
+      for (std::int64_t i = whole; i < inputs; ++i) sum += load_one(x + i) * weights[o * inputs + i];
+      store_one(out + o, sum);
+    }
   }
 }
 
-inline void multiply_planes(const float* input, std::int64_t pixels, std::int64_t inputs, std::int64_t outputs,
-                            const float* weights, const float* bias, float* out) {
-  constexpr decltype(&multiply_planes_by<1>) by_outputs[] = {multiply_planes_by<1>, multiply_planes_by<2>,
-                                                             multiply_planes_by<3>, multiply_planes_by<4>};
-  for (std::int64_t o = 0; o < outputs; o += 4) {
-    const std::int64_t count = outputs - o < 4 ? outputs - o : 4;
-    by_outputs[count - 1](input, pixels, inputs, weights + o * inputs, bias + o, out + o * pixels);
+/// Computes many outputs of few inputs.
+template <typename Element, int inputs>
+void spread_pixels(const void* input, std::int64_t pixels, std::int64_t outputs, const float* weights,
+                   const float* bias, void* output) {
+  const auto* x = static_cast<const Element*>(input);
+  auto* out = static_cast<Element*>(output);
+  for (std::int64_t p = 0; p < pixels; ++p, x += inputs, out += outputs) {
+    float values[inputs];
+    for (int i = 0; i < inputs; ++i) values[i] = load_one(x + i);
+    std::int64_t o = 0;
+    for (; o + pointwise_lanes <= outputs; o += pointwise_lanes) {
+      Vector<float> sum = load_vector(bias + o);
+      for (int i = 0; i < inputs; ++i) sum += values[i] * load_vector(weights + i * outputs + o);
+      store_vector(out + o, sum);
+    }
+    for (; o < outputs; ++o) {
+      float sum = bias[o];
+      for (int i = 0; i < inputs; ++i) sum += values[i] * weights[i * outputs + o];
+      store_one(out + o, sum);
+    }
   }
 }
 
-inline void accumulate_planes(const float* grad, const float* input, std::int64_t pixels, std::int64_t inputs,
-                              std::int64_t outputs, float* sums) {
-  constexpr int lanes = VectorOf<float>::lanes;
-  for (std::int64_t o = 0; o < outputs; ++o, grad += pixels) {
-    for (std::int64_t c = 0; c <= inputs; ++c, sums += lanes) {
-      Vector<float> sum = load_vector(sums);
-      for (std::int64_t p = 0; p < pixels; p += lanes) {
-        sum += c == inputs ? load_vector(grad + p) : load_vector(grad + p) * load_vector(input + c * pixels + p);
+/// Adds products of few and many channels: in registers for a tile of pixels.
+template <typename Element, int few>
+void accumulate_pixels(const void* of_few, const void* of_many, std::int64_t pixels, std::int64_t many, float* sums) {
+  constexpr int tile = 64;
+  const auto *few_channels = static_cast<const Element*>(of_few), *channels = static_cast<const Element*>(of_many);
+  for (std::int64_t left = pixels, count; left > 0;
+       left -= count, few_channels += count * few, channels += count * many) {
+    count = left < tile ? left : tile;
+    float values[few][tile] = {}, column[tile] = {};
+    for (std::int64_t p = 0; p < count; ++p) {
+      for (int f = 0; f < few; ++f) values[f][p] = load_one(few_channels + p * few + f);
+    }
+    std::int64_t c = 0;
+    for (; c + pointwise_lanes <= many; c += pointwise_lanes) {
+      Vector<float> added[2][few] = {};  // chains of dependent additions
+      const auto add = [&](std::int64_t p, int chain) {
+        const Vector<float> numbers = load_vector(channels + p * many + c);
+        for (int f = 0; f < few; ++f) added[chain][f] += values[f][p] * numbers;
+      };
+      for (std::int64_t p = 0; p + 1 < count; p += 2) add(p, 0), add(p + 1, 1);
+      if (count % 2 != 0) add(count - 1, 0);
+      for (int f = 0; f < few; ++f) {
+        float* sum = sums + f * (many + 1) + c;
+        store_vector(sum, load_vector(sum) + (added[0][f] + added[1][f]));
       }
-      store_vector(sums, sum);
+    }
+    for (; c <= many; ++c) {
+      for (std::int64_t p = 0; p < count; ++p) column[p] = c == many ? 1 : load_one(channels + p * many + c);
+      for (int f = 0; f < few; ++f) {
+        Vector<float> sum{};
+        for (int p = 0; p < tile; p += pointwise_lanes) sum += load_vector(values[f] + p) * load_vector(column + p);
+        const auto four = folded(sum, std::make_integer_sequence<int, 4>());
+        sums[f * (many + 1) + c] += (four[0] + four[1]) + (four[2] + four[3]);
+      }
     }
   }
 }
 
+template <typename Element>
 constexpr cpu::PointwiseKernels make_pointwise_kernels() {
-  return {VectorOf<float>::lanes, multiply_planes, accumulate_planes};
+  if constexpr (std::is_same<Element, double>::value) {
+    return {};
+  } else {
+    return {
+        {reduce_pixels<Element, 1>, reduce_pixels<Element, 2>, reduce_pixels<Element, 3>, reduce_pixels<Element, 4>},
+        {spread_pixels<Element, 1>, spread_pixels<Element, 2>, spread_pixels<Element, 3>, spread_pixels<Element, 4>},
+        {accumulate_pixels<Element, 1>, accumulate_pixels<Element, 2>, accumulate_pixels<Element, 3>,
+         accumulate_pixels<Element, 4>}};
+  }
 }
 
 }  // namespace NHWC_CPU_LEVEL

@@ -9,7 +9,7 @@ inline namespace NHWC_CPU_LEVEL {
 
 constexpr int softmax_lanes = VectorOf<float>::lanes;
 
-static_assert(cpu::plane_pixels % softmax_lanes == 0);
+static_assert(cpu::softmax_pixels % softmax_lanes == 0);
 
 // Exponentials and logarithms reduce their argument and have the polynomials of expf and logf in Cephes (S. Moshier,
 // Methods and Programs for Mathematical Functions, 1989; netlib.org/cephes). ln(2) is a sum of two floats of which

@@ -29,8 +29,11 @@ struct Range {
 /// Returns which indexes below `count` have `start + index * step` from `low` to before `high`.
 inline Range indexes_within(std::int64_t start, std::int64_t step, std::int64_t count, std::int64_t low,
                             std::int64_t high) {
-  const std::int64_t begin = start < low ? (low - start + step - 1) / step : 0;
-  const std::int64_t end = start < high ? (high - start + step - 1) / step : 0;
+  const auto steps = [=](std::int64_t distance) {
+    if (distance <= 0) return std::int64_t{0};
+    return step == 1 ? distance : (distance + step - 1) / step;  // most steps are 1, and a division is slow
+  };
+  const std::int64_t begin = steps(low - start), end = steps(high - start);
   const std::int64_t last = end < count ? end : count;
   return {begin < last ? begin : last, last};
 }

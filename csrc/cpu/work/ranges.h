@@ -21,7 +21,9 @@ struct Parts {
 
   /// Cuts `count` items into parts of about `most` at most: the size is rounded up to the unit.
   Parts(int64_t count, int64_t most, int64_t unit = 1)
-      : count(count), size(round_up(divide_up(count, divide_up(count, most)), unit)), parts(divide_up(count, size)) {}
+      : count(count),
+        size(round_up(divide_up(count, std::max<int64_t>(1, divide_up(count, most))), unit)),
+        parts(count == 0 ? 0 : divide_up(count, size)) {}
 
   int64_t begin(int64_t part) const { return part * size; }
   int64_t size_of(int64_t part) const { return std::min(size, count - part * size); }

@@ -17,7 +17,8 @@ struct PackedAxis {
 
   /// Returns the source of a position that is packed for results from `first` on. It may be outside of the array.
   std::int64_t source_of(std::int64_t first, std::int64_t position) const {
-    return begin + first * stride + position / length * dilation + position % length * source_step;
+    const std::int64_t segment = segments == 1 ? 0 : position / length;
+    return begin + first * stride + segment * dilation + (position - segment * length) * source_step;
   }
 };
 

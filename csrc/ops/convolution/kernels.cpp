@@ -5,11 +5,11 @@
 #include <tuple>
 #include <utility>
 
-#include "cpu/work/axes.h"
 #include "cpu/depthwise.h"
 #include "cpu/pointwise.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/weight_gradient.h"
+#include "cpu/work/axes.h"
 #include "layout/channels_last.h"
 #include "ops/composition.h"
 
