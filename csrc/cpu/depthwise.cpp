@@ -1,75 +1,79 @@
+// A task is a block of the results of a sample, and a group of registers of channels. Blocks and ranges of them for
+// sums depend on the sizes alone, and not on the number of threads, so the results do not either.
 #include "cpu/depthwise.h"
 
-#include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
-#include <c10/core/CPUAllocator.h>
 
-#include <algorithm>
-#include <array>
-#include <numeric>
-#include <vector>
+#include <cstring>
 
 #include "cpu/dispatch.h"
+#include "cpu/work/ranges.h"
+#include "cpu/work/rows.h"
 
 namespace nhwc::cpu {
 namespace {
 
 /// What depends on the dtype. Numbers are floats, or doubles for doubles.
-struct Kernels {
-  const DepthwiseKernels& depthwise;
+struct DepthwiseType {
+  const DepthwiseKernels& kernels;
   NumberTransposes transposes;
   at::ScalarType number;
-  int64_t element_size;
+  int64_t element_bytes, number_bytes;
 
-  int64_t number_size() const { return number == at::kDouble ? 8 : 4; }
+  explicit DepthwiseType(at::ScalarType type)
+      : kernels(of_type(level_kernels().depthwise, type)),
+        transposes(number_transposes(type)),
+        number(type == at::kDouble ? at::kDouble : at::kFloat),
+        element_bytes(static_cast<int64_t>(c10::elementSize(type))),
+        number_bytes(static_cast<int64_t>(c10::elementSize(number))) {}
 };
-
-Kernels kernels_of(at::ScalarType type) {
-  return {of_type(depthwise_kernels(), type), number_transposes(type), type == at::kDouble ? at::kDouble : at::kFloat,
-          static_cast<int64_t>(c10::elementSize(type))};
-}
 
 /// The registers of the channels. The last one overlaps the one before if the channels do not fill it, and groups of
 /// them fill cache lines, so that no two threads write to one.
 class Registers {
  public:
-  Registers(const Kernels& kernels, int64_t channels) : channels_(channels), lanes_(kernels.depthwise.lanes) {
+  Registers(const DepthwiseType& type, int64_t channels) : channels_(channels), lanes_(type.kernels.lanes) {
     constexpr int64_t line = 64;
-    per_group_ = std::max<int64_t>(1, line / (lanes_ * kernels.element_size));
+    per_group_ = std::max<int64_t>(1, line / (lanes_ * type.element_bytes));
   }
 
-  int64_t count() const { return (channels_ + lanes_ - 1) / lanes_; }
+  int64_t count() const { return divide_up(channels_, lanes_); }
   int64_t groups() const { return std::max<int64_t>(1, channels_ / (per_group_ * lanes_)); }
-  int64_t begin(int64_t group) const { return group * per_group_; }
-  int64_t end(int64_t group) const { return group + 1 == groups() ? count() : begin(group + 1); }
   int64_t first_channel(int64_t index) const {
     return std::max<int64_t>(0, std::min(index * lanes_, channels_ - lanes_));
   }
   int64_t channels() const { return std::min(channels_, lanes_); }  // of each register
 
+  /// Calls `work(block, index)` for the registers of a group, with their channels in the block.
+  template <typename Work>
+  void for_each(int64_t group, DepthwiseBlock block, const Work& work) const {
+    const int64_t end = group + 1 == groups() ? count() : (group + 1) * per_group_;
+    block.channels = channels();
+    for (int64_t index = group * per_group_; index < end; ++index) {
+      block.channel = first_channel(index);
+      work(block, index);
+    }
+  }
+
  private:
   int64_t channels_, lanes_, per_group_;
 };
 
-/// Cuts the destinations of a sample into blocks whose sources fit into a second-level cache.
+/// Cuts the results of a sample into blocks whose sources fit into a second-level cache.
 class Blocks {
  public:
-  /// Makes more and smaller blocks if there are fewer than `wanted`.
-  Blocks(const DepthwiseCorrelation& correlation, int64_t wanted) : correlation_(correlation) {
-    constexpr int64_t most_positions = 4096;
-    constexpr std::array<int64_t, 3> fewest{1, 1, 4};  // rows are better long
+  /// Makes more and smaller blocks if there are fewer than `enough`.
+  Blocks(const DepthwiseCorrelation& correlation, int64_t enough) : correlation_(correlation) {
     for (int a = 0; a < 3; ++a) size_[a] = correlation.axes[a].count;
-    while (positions() > most_positions || count() < wanted) {
+    while (positions() > most_positions || count() < enough) {
       int longest = -1;
       for (int a = 0; a < 3; ++a) {
-        // What two neighbouring blocks read twice should not be most of what they read.
-        const bool is_short = size_[a] <= fewest[a] || size_[a] <= reach(a) / 2 + 1;
-        if (!is_short && (longest < 0 || size_[a] / fewest[a] > size_[longest] / fewest[longest])) longest = a;
+        if (is_divisible(a) && (longest < 0 || size_[a] / fewest[a] > size_[longest] / fewest[longest])) longest = a;
       }
       if (longest < 0) break;
       const int64_t parts = count(longest) + 1;
-      size_[longest] = std::min(size_[longest] - 1, (correlation.axes[longest].count + parts - 1) / parts);
+      size_[longest] = std::min(size_[longest] - 1, divide_up(correlation.axes[longest].count, parts));
     }
   }
 
@@ -87,114 +91,105 @@ class Blocks {
   }
 
  private:
-  int64_t count(int a) const { return (correlation_.axes[a].count + size_[a] - 1) / size_[a]; }
-  int64_t reach(int a) const {
-    return std::max<int64_t>(0, correlation_.axes[a].taps - 1) * correlation_.axes[a].dilation;
-  }
+  static constexpr int64_t most_positions = 4096;
+  static constexpr int64_t fewest[] = {1, 1, 4};  // rows are better long
+
+  int64_t count(int a) const { return divide_up(correlation_.axes[a].count, size_[a]); }
+  PackedAxis packed(int a) const { return packed_axis(correlation_.axes[a], size_[a]); }
   int64_t positions() const {
-    int64_t product = correlation_.parts;
-    for (int a = 0; a < 3; ++a) product *= (size_[a] - 1) * correlation_.axes[a].stride + reach(a) + 1;
-    return product;
+    return correlation_.parts * packed(0).positions() * packed(1).positions() * packed(2).positions();
+  }
+
+  /// Returns whether smaller blocks are worthwhile: not if their neighbours read most of what they read, too.
+  bool is_divisible(int a) const {
+    const TapAxis& axis = correlation_.axes[a];
+    const int64_t shared = std::max<int64_t>(0, axis.taps - 1) * axis.dilation;
+    const bool would_be_by_tap = packed_axis(axis, divide_up(size_[a], 2)).segments > 1;
+    const bool may_be_short = positions() > most_positions && would_be_by_tap;
+    return size_[a] > fewest[a] && (may_be_short || size_[a] > shared / 2 + 1);
   }
 
   const DepthwiseCorrelation& correlation_;
   int64_t size_[3];
 };
 
-/// Memory of a thread, aligned to cache lines.
-at::DataPtr scratch_for(const Kernels& kernels, const DepthwiseCorrelation& correlation, DepthwiseBlock block) {
-  return c10::GetCPUAllocator()->allocate(kernels.depthwise.scratch_size(correlation, block) * kernels.number_size());
+const char* sample_of(const at::Tensor& activation, int64_t sample) {
+  return static_cast<const char*>(activation.const_data_ptr()) + activation.nbytes() / activation.size(0) * sample;
 }
-
-int64_t source_elements(const DepthwiseCorrelation& c) {
-  return c.axes[0].source * c.axes[1].source * c.axes[2].source * c.source_channels;
-}
-
-int64_t destination_elements(const DepthwiseCorrelation& c) {
-  return c.axes[0].destination * c.axes[1].destination * c.axes[2].destination * c.destination_channels;
-}
-
-int64_t taps_of(const ConvolutionSizes& sizes) { return sizes.kernel[0] * sizes.kernel[1] * sizes.kernel[2]; }
 
 DepthwiseCorrelation forward_correlation(const ConvolutionSizes& sizes) {
-  DepthwiseCorrelation correlation{{}, sizes.groups, sizes.groups * sizes.outputs, sizes.outputs, 1};
-  for (int a = 0; a < 3; ++a) {
-    correlation.axes[a] = {sizes.input[a],    sizes.output[a], sizes.kernel[a],   0, 1, sizes.output[a],
-                           -sizes.padding[a], sizes.stride[a], sizes.dilation[a], 0, 1, sizes.kernel[a]};
-  }
-  return correlation;
+  return {.axes = {forward_axis(sizes, 0), forward_axis(sizes, 1), forward_axis(sizes, 2)},
+          .source_channels = sizes.groups,
+          .result_channels = sizes.groups * sizes.outputs,
+          .repeats = sizes.outputs,
+          .parts = 1};
 }
 
-/// Returns the inputs `phase + i * stride` of an axis as sums of gradients: the taps that see them are a stride, or a
-/// divisor of it, apart, and their gradients are without a stride. Taps are in descending order, gradients ascend.
-DepthwiseAxis gradient_axis(const ConvolutionSizes& sizes, int a, int64_t phase) {
-  const int64_t stride = sizes.stride[a], dilation = sizes.dilation[a];
-  const int64_t shifted = phase + sizes.padding[a], tap_step = stride / std::gcd(stride, dilation);
-  int64_t taps = 0, last_tap = 0;
-  for (int64_t tap = 0; tap < sizes.kernel[a]; ++tap) {
-    if ((shifted - tap * dilation) % stride == 0) ++taps, last_tap = tap;
-  }
-  DepthwiseAxis axis{};
-  axis.source = sizes.output[a], axis.destination = sizes.input[a], axis.kernel = sizes.kernel[a];
-  axis.first = phase, axis.step = stride, axis.count = (sizes.input[a] - phase + stride - 1) / stride;
-  axis.begin = (shifted - last_tap * dilation) / stride, axis.stride = 1, axis.dilation = dilation * tap_step / stride;
-  axis.first_tap = last_tap, axis.tap_step = -tap_step, axis.taps = taps;
-  return axis;
+/// Returns the multiply-adds of a sample.
+int64_t products_of(const DepthwiseCorrelation& correlation) {
+  int64_t products = correlation.result_channels * correlation.parts;
+  for (const TapAxis& axis : correlation.axes) products *= axis.count * axis.taps;
+  return products;
 }
 
 /// Returns `[rows, columns]` as numbers, `[columns, rows]`, followed by as many numbers as a register has.
-at::Tensor transposed_numbers(const Kernels& kernels, const at::Tensor& from, int64_t rows, int64_t columns) {
-  at::Tensor numbers = at::empty({rows * columns + kernels.depthwise.lanes}, from.options().dtype(kernels.number));
-  kernels.transposes.to_numbers(from.const_data_ptr(), numbers.mutable_data_ptr(), 1, rows, columns, false);
+at::Tensor transposed_numbers(const DepthwiseType& type, const at::Tensor& from, int64_t rows, int64_t columns) {
+  at::Tensor numbers = at::empty({rows * columns + type.kernels.lanes}, from.options().dtype(type.number));
+  type.transposes.to_numbers(from.const_data_ptr(), numbers.mutable_data_ptr(), 1, rows, columns, false);
   return numbers;
 }
 
-void correlate(const Kernels& kernels, const DepthwiseCorrelation& correlation, int64_t samples,
-               const at::Tensor& source, const at::Tensor& weight, const at::Tensor& bias,
-               const at::Tensor& destination) {
-  const Registers registers(kernels, correlation.destination_channels);
-  const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads(), per_thread = 4;
-  const int64_t wanted = threads == 1 ? 1 : per_thread * threads / (samples * registers.groups()) + 1;
-  const Blocks blocks(correlation, wanted);
-  const auto* from = static_cast<const char*>(source.const_data_ptr());
-  auto* to = static_cast<char*>(destination.mutable_data_ptr());
+void correlate(const DepthwiseType& type, const DepthwiseCorrelation& correlation, const at::Tensor& source,
+               const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& result) {
+  constexpr int64_t tasks_of_thread = 4;
+  const Registers registers(type, correlation.result_channels);
+  const int64_t samples = result.size(0), products = samples * products_of(correlation);
+  const int64_t threads = threads_worth(products);
+  const Blocks blocks(correlation, threads == 1 ? 1 : tasks_of_thread * threads / (samples * registers.groups()) + 1);
+  const int64_t tasks = samples * blocks.count() * registers.groups();
+  const int64_t scratch_bytes = type.kernels.scratch_size(correlation, blocks[0]) * type.number_bytes;
   const void* bias_numbers = bias.defined() ? bias.const_data_ptr() : nullptr;
-  at::parallel_for(0, samples * blocks.count() * registers.groups(), 1, [&](int64_t begin, int64_t end) {
-    const at::DataPtr scratch = scratch_for(kernels, correlation, blocks[0]);
-    for (int64_t task = begin; task < end; ++task) {
-      const int64_t group = task % registers.groups(), index = task / registers.groups();
-      const int64_t sample = index / blocks.count();
-      DepthwiseBlock block = blocks[index % blocks.count()];
-      block.channels = registers.channels();
-      for (int64_t i = registers.begin(group); i < registers.end(group); ++i) {
-        block.channel = registers.first_channel(i);
-        kernels.depthwise.correlate(correlation, block,
-                                    from + sample * source_elements(correlation) * kernels.element_size,
-                                    to + sample * destination_elements(correlation) * kernels.element_size,
-                                    weight.const_data_ptr(), bias_numbers, scratch.get());
-      }
-    }
+  for_each_task(tasks, products / tasks, scratch_bytes, [&](int64_t task, char* scratch) {
+    const int64_t index = task / registers.groups(), sample = index / blocks.count();
+    registers.for_each(task % registers.groups(), blocks[index % blocks.count()], [&](const auto& block, int64_t) {
+      type.kernels.correlate(correlation, block, sample_of(source, sample),
+                             const_cast<char*>(sample_of(result, sample)), weight.const_data_ptr(), bias_numbers,
+                             scratch);
+    });
   });
 }
 
-/// Merges the sums of all ranges, `[ranges, registers, taps, lanes]`, in their order, into `[taps, channels]`.
-template <typename Number>
-void merge(const at::Tensor& sums, const Registers& registers, int64_t taps, int64_t channels, int64_t lanes,
-           const at::Tensor& merged) {
-  const Number* from = sums.const_data_ptr<Number>();
-  Number* to = merged.mutable_data_ptr<Number>();
-  const int64_t of_range = registers.count() * taps * lanes, ranges = sums.numel() / of_range;
-  for (int64_t i = 0; i < registers.count(); ++i) {
-    for (int64_t tap = 0; tap < taps; ++tap) {
-      const Number* first = from + (i * taps + tap) * lanes;
-      Number* out = to + tap * channels + registers.first_channel(i);
-      for (int64_t lane = 0; lane < registers.channels(); ++lane) {
-        Number sum = first[lane];
-        for (int64_t range = 1; range < ranges; ++range) sum += first[range * of_range + lane];
-        out[lane] = sum;
-      }
+/// Returns the sums of the gradients of the weight and then of the bias, `[taps + 1, channels]`, as numbers.
+at::Tensor weight_sums(const DepthwiseType& type, const DepthwiseCorrelation& correlation, int64_t taps,
+                       const at::Tensor& grad, const at::Tensor& input) {
+  const Registers registers(type, correlation.result_channels);
+  const int64_t samples = grad.size(0), lanes = type.kernels.lanes, row_bytes = lanes * type.number_bytes;
+  const Blocks blocks(correlation, enough_tasks / (samples * registers.groups()) + 1);
+  const int64_t items = samples * blocks.count();
+  const int64_t ranges = std::min(items, enough_tasks / registers.groups() + 1), tasks = ranges * registers.groups();
+  const at::TensorOptions options = grad.options().dtype(type.number);
+  const at::Tensor sums = at::zeros({ranges, registers.count(), taps + 1, lanes}, options);
+  auto* to = static_cast<char*>(sums.mutable_data_ptr());
+  const int64_t scratch_bytes = type.kernels.scratch_size(correlation, blocks[0]) * type.number_bytes;
+  for_each_task(tasks, samples * products_of(correlation) / tasks, scratch_bytes, [&](int64_t task, char* scratch) {
+    const int64_t range = task / registers.groups();
+    const auto [begin, end] = equal_part(items, ranges, range);
+    for (int64_t item = begin; item < end; ++item) {
+      const int64_t sample = item / blocks.count();
+      registers.for_each(task % registers.groups(), blocks[item % blocks.count()], [&](const auto& block, int64_t i) {
+        type.kernels.add_weight_gradient(correlation, block, sample_of(input, sample), sample_of(grad, sample),
+                                         to + (range * registers.count() + i) * (taps + 1) * row_bytes, scratch);
+      });
     }
+  });
+  add_up_parts_of(type.number, to, ranges, registers.count() * (taps + 1) * lanes);
+  const at::Tensor merged = at::empty({taps + 1, correlation.result_channels}, options);
+  auto* out = static_cast<char*>(merged.mutable_data_ptr());
+  for (int64_t row = 0; row < registers.count() * (taps + 1); ++row) {
+    const int64_t first = row % (taps + 1) * correlation.result_channels + registers.first_channel(row / (taps + 1));
+    std::memcpy(out + first * type.number_bytes, to + row * row_bytes, registers.channels() * type.number_bytes);
   }
+  return merged;
 }
 
 }  // namespace
@@ -202,77 +197,41 @@ void merge(const at::Tensor& sums, const Registers& registers, int64_t taps, int
 void depthwise_forward(const ConvolutionSizes& sizes, const at::Tensor& input, const at::Tensor& weight,
                        const at::Tensor& bias, const at::Tensor& out) {
   if (out.numel() == 0) return;
-  const Kernels kernels = kernels_of(input.scalar_type());
+  const DepthwiseType type(input.scalar_type());
   const DepthwiseCorrelation correlation = forward_correlation(sizes);
-  const int64_t channels = correlation.destination_channels;
-  correlate(kernels, correlation, sizes.samples, input, transposed_numbers(kernels, weight, channels, taps_of(sizes)),
-            bias.defined() ? transposed_numbers(kernels, bias, channels, 1) : at::Tensor(), out);
+  const int64_t channels = correlation.result_channels;
+  correlate(type, correlation, input, transposed_numbers(type, weight, channels, sizes.taps()),
+            bias.defined() ? transposed_numbers(type, bias, channels, 1) : at::Tensor(), out);
 }
 
 void depthwise_input_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& weight,
                               const at::Tensor& grad_input) {
   if (grad_input.numel() == 0) return;
-  const Kernels kernels = kernels_of(grad.scalar_type());
-  const at::Tensor numbers = transposed_numbers(kernels, weight, sizes.groups, sizes.outputs * taps_of(sizes));
-  DepthwiseCorrelation correlation{{}, sizes.groups * sizes.outputs, sizes.groups, 1, sizes.outputs};
+  const DepthwiseType type(grad.scalar_type());
+  const at::Tensor numbers = transposed_numbers(type, weight, sizes.groups, sizes.outputs * sizes.taps());
   const auto phases = [&](int a) { return std::min(sizes.stride[a], sizes.input[a]); };
-  for (int64_t depth = 0; depth < phases(0); ++depth) {
-    for (int64_t height = 0; height < phases(1); ++height) {
-      for (int64_t width = 0; width < phases(2); ++width) {
-        correlation.axes[0] = gradient_axis(sizes, 0, depth);
-        correlation.axes[1] = gradient_axis(sizes, 1, height);
-        correlation.axes[2] = gradient_axis(sizes, 2, width);
-        correlate(kernels, correlation, sizes.samples, grad, numbers, {}, grad_input);
-      }
-    }
+  for (int64_t phase = 0; phase < phases(0) * phases(1) * phases(2); ++phase) {
+    const DepthwiseCorrelation correlation{
+        .axes = {gradient_axis(sizes, 0, phase / phases(2) / phases(1)),
+                 gradient_axis(sizes, 1, phase / phases(2) % phases(1)), gradient_axis(sizes, 2, phase % phases(2))},
+        .source_channels = sizes.groups * sizes.outputs,
+        .result_channels = sizes.groups,
+        .repeats = 1,
+        .parts = sizes.outputs};
+    correlate(type, correlation, grad, numbers, {}, grad_input);
   }
 }
 
 void depthwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& input,
                                const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
   if (grad_weight.numel() == 0) return;
-  const Kernels kernels = kernels_of(grad.scalar_type());
+  const DepthwiseType type(grad.scalar_type());
   const DepthwiseCorrelation correlation = forward_correlation(sizes);
-  const int64_t channels = correlation.destination_channels, taps = taps_of(sizes), lanes = kernels.depthwise.lanes;
-  const Registers registers(kernels, channels);
-  const at::TensorOptions options = grad.options().dtype(kernels.number);
-  at::Tensor merged = at::zeros({(taps + 1) * channels}, options);
-  if (grad.numel() != 0) {
-    // Neither blocks nor ranges of them depend on the number of threads, so that sums do not.
-    constexpr int64_t wanted = 16;
-    const Blocks blocks(correlation, wanted / (sizes.samples * registers.groups()) + 1);
-    const int64_t items = sizes.samples * blocks.count();
-    const int64_t ranges = std::min(items, wanted / registers.groups() + 1);
-    const at::Tensor sums = at::zeros({ranges * registers.count() * (taps + 1) * lanes}, options);
-    const auto *from = static_cast<const char*>(input.const_data_ptr()),
-               *from_grad = static_cast<const char*>(grad.const_data_ptr());
-    auto* to = static_cast<char*>(sums.mutable_data_ptr());
-    at::parallel_for(0, ranges * registers.groups(), 1, [&](int64_t begin, int64_t end) {
-      const at::DataPtr scratch = scratch_for(kernels, correlation, blocks[0]);
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t range = task / registers.groups(), group = task % registers.groups();
-        for (int64_t item = items * range / ranges; item < items * (range + 1) / ranges; ++item) {
-          const int64_t sample = item / blocks.count();
-          DepthwiseBlock block = blocks[item % blocks.count()];
-          block.channels = registers.channels();
-          for (int64_t i = registers.begin(group); i < registers.end(group); ++i) {
-            block.channel = registers.first_channel(i);
-            kernels.depthwise.add_weight_gradient(
-                correlation, block, from + sample * source_elements(correlation) * kernels.element_size,
-                from_grad + sample * destination_elements(correlation) * kernels.element_size,
-                to + (range * registers.count() + i) * (taps + 1) * lanes * kernels.number_size(), scratch.get());
-          }
-        }
-      }
-    });
-    if (kernels.number == at::kDouble) {
-      merge<double>(sums, registers, taps + 1, channels, lanes, merged);
-    } else {
-      merge<float>(sums, registers, taps + 1, channels, lanes, merged);
-    }
-  }
-  kernels.transposes.from_numbers(merged.const_data_ptr(), grad_weight.mutable_data_ptr(), 1, taps, channels, false);
-  if (grad_bias.defined()) grad_bias.copy_(merged.narrow(0, taps * channels, channels));
+  const int64_t channels = correlation.result_channels, taps = sizes.taps();
+  const at::Tensor sums = grad.numel() != 0 ? weight_sums(type, correlation, taps, grad, input)
+                                            : at::zeros({taps + 1, channels}, grad.options().dtype(type.number));
+  type.transposes.from_numbers(sums.const_data_ptr(), grad_weight.mutable_data_ptr(), 1, taps, channels, false);
+  if (grad_bias.defined()) grad_bias.copy_(sums[taps]);
 }
 
 }  // namespace nhwc::cpu

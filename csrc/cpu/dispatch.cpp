@@ -21,13 +21,8 @@ struct Level {
   std::string_view name;
   std::string_view aten_name;  // the corresponding ATEN_CPU_CAPABILITY
   bool is_supported;
-  FilterKernels kernels;
-  NormKernelsByType norm;
-  DepthwiseKernelsByType depthwise;
-  WeightGradientKernelsByType weight_gradient;
-  GroupedKernelsByType grouped;
-  PointwiseKernelsByType pointwise;
-  SoftmaxKernels softmax;
+  const Kernels* kernels;
+  const FilterKernels* filters;
 };
 
 #if defined(__x86_64__)
@@ -56,7 +51,7 @@ bool splits_registers_of_64_bytes() {
 
 FilterKernels best_avx512_vbmi() {
   const bool half_width = splits_registers_of_64_bytes();
-  FilterKernels kernels = half_width ? isa::avx512_vbmi_half_width : isa::avx512_vbmi;
+  FilterKernels kernels = half_width ? isa::filter_avx512_vbmi_half_width : isa::filter_avx512_vbmi;
   if (__builtin_cpu_supports("avx512bf16")) {
     kernels.float_to_bfloat16 = half_width ? isa::float_to_bfloat16_half_width : isa::float_to_bfloat16;
   }
@@ -69,17 +64,12 @@ std::vector<Level> all_levels() {
   const bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
   const bool avx512_vbmi = avx512 && __builtin_cpu_supports("avx512vbmi");
-  std::vector<Level> levels = {
-      {"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-       isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline},
-      {"avx2_128", "avx2", avx2, isa::avx2_128, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
-      {"avx2", "avx2", avx2, isa::avx2, isa::norm_avx2, isa::depthwise_avx2, isa::weight_gradient_avx2,
-       isa::grouped_avx2, isa::pointwise_avx2, isa::softmax_avx2},
-      {"avx512", "avx512", avx512, isa::avx512, isa::norm_avx512, isa::depthwise_avx512, isa::weight_gradient_avx512,
-       isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512},
-      {"avx512_vbmi", "avx512", avx512_vbmi, best_avx512_vbmi(), isa::norm_avx512, isa::depthwise_avx512,
-       isa::weight_gradient_avx512, isa::grouped_avx512, isa::pointwise_avx512, isa::softmax_avx512}};
+  static const FilterKernels best_filters = best_avx512_vbmi();
+  std::vector<Level> levels = {{"baseline", "default", true, &isa::baseline, &isa::filter_baseline},
+                               {"avx2_128", "avx2", avx2, &isa::avx2, &isa::filter_avx2_128},
+                               {"avx2", "avx2", avx2, &isa::avx2, &isa::filter_avx2},
+                               {"avx512", "avx512", avx512, &isa::avx512, &isa::filter_avx512},
+                               {"avx512_vbmi", "avx512", avx512_vbmi, &isa::avx512, &best_filters}};
   // Shuffles that cross the halves of 32 bytes take Zen 1 to 3 several times as long as those within 16.
   if (is_amd_or_hygon()) std::swap(levels[1], levels[2]);
   return levels;
@@ -87,17 +77,11 @@ std::vector<Level> all_levels() {
 
 #elif defined(__ARM_NEON)
 
-std::vector<Level> all_levels() {
-  return {{"neon", "default", true, isa::neon, isa::norm_neon, isa::depthwise_neon, isa::weight_gradient_neon,
-           isa::grouped_neon, isa::pointwise_neon, isa::softmax_neon}};
-}
+std::vector<Level> all_levels() { return {{"neon", "default", true, &isa::neon, &isa::filter_neon}}; }
 
 #else
 
-std::vector<Level> all_levels() {
-  return {{"baseline", "default", true, isa::baseline, isa::norm_baseline, isa::depthwise_baseline,
-           isa::weight_gradient_baseline, isa::grouped_baseline, isa::pointwise_baseline, isa::softmax_baseline}};
-}
+std::vector<Level> all_levels() { return {{"baseline", "default", true, &isa::baseline, &isa::filter_baseline}}; }
 
 #endif
 
@@ -130,19 +114,9 @@ const Level& chosen_level() {
 
 }  // namespace
 
-const FilterKernels& filter_kernels() { return chosen_level().kernels; }
+const Kernels& level_kernels() { return *chosen_level().kernels; }
 
-const NormKernelsByType& norm_kernels() { return chosen_level().norm; }
-
-const DepthwiseKernelsByType& depthwise_kernels() { return chosen_level().depthwise; }
-
-const WeightGradientKernelsByType& weight_gradient_kernels() { return chosen_level().weight_gradient; }
-
-const GroupedKernelsByType& grouped_kernels() { return chosen_level().grouped; }
-
-const PointwiseKernelsByType& pointwise_kernels() { return chosen_level().pointwise; }
-
-const SoftmaxKernels& softmax_kernels() { return chosen_level().softmax; }
+const FilterKernels& filter_kernels() { return *chosen_level().filters; }
 
 NumberTransposes number_transposes(c10::ScalarType type) {
   const FilterKernels& kernels = filter_kernels();

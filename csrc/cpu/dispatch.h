@@ -6,13 +6,8 @@
 
 #include <string>
 
-#include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
-#include "cpu/grouped_kernels.h"
-#include "cpu/norm_kernels.h"
-#include "cpu/pointwise_kernels.h"
-#include "cpu/softmax_kernels.h"
-#include "cpu/weight_gradient_kernels.h"
+#include "cpu/kernels.h"
 
 namespace nhwc::cpu {
 
@@ -21,36 +16,19 @@ namespace nhwc::cpu {
 /// upper bound.
 ///
 /// Raises where TORCH_NHWC_CPU_CAPABILITY names an instruction set that this CPU does not have.
+const Kernels& level_kernels();
+
+/// Returns filter transposes, for the same instruction set.
 const FilterKernels& filter_kernels();
 
-/// Returns the passes of group norm, for the same instruction set.
-const NormKernelsByType& norm_kernels();
-
-/// Returns depthwise convolutions, for the same instruction set.
-const DepthwiseKernelsByType& depthwise_kernels();
-
-/// Returns the inner loops of a convolution's weight gradient, for the same instruction set.
-const WeightGradientKernelsByType& weight_gradient_kernels();
-
-/// Returns grouped convolutions, for the same instruction set.
-const GroupedKernelsByType& grouped_kernels();
-
-/// Returns products of pixels of few channels, for the same instruction set.
-const PointwiseKernelsByType& pointwise_kernels();
-
-/// Returns softmax and log-softmax of pixels, for the same instruction set.
-const SoftmaxKernels& softmax_kernels();
-
-/// Returns the kernels of a dtype. Not all have doubles.
-template <typename KernelsByType>
-const auto& of_type(const KernelsByType& kernels, c10::ScalarType type) {
-  if constexpr (requires { kernels.of_double; }) {
-    if (type == c10::kDouble) return kernels.of_double;
-  }
+/// Returns the kernels of a family for a dtype.
+template <typename Family>
+const Family& of_type(const ByType<Family>& family, c10::ScalarType type) {
   switch (type) {
-    case c10::kFloat: return kernels.of_float;
-    case c10::kHalf: return kernels.of_half;
-    default: TORCH_INTERNAL_ASSERT(type == c10::kBFloat16, "a kernel for ", type); return kernels.of_bfloat16;
+    case c10::kDouble: return family.of_double;
+    case c10::kFloat: return family.of_float;
+    case c10::kHalf: return family.of_half;
+    default: TORCH_INTERNAL_ASSERT(type == c10::kBFloat16, "a kernel for ", type); return family.of_bfloat16;
   }
 }
 

@@ -21,13 +21,13 @@ struct FilterKernels {
 
 namespace isa {
 
-extern const FilterKernels baseline;
-extern const FilterKernels avx2;
-extern const FilterKernels avx2_128;  ///< registers of 16 bytes, for AMD's CPUs without AVX-512
-extern const FilterKernels avx512;
-extern const FilterKernels avx512_vbmi;
-extern const FilterKernels avx512_vbmi_half_width;  ///< registers of 32 bytes, for CPUs that split those of 64
-extern const FilterKernels neon;
+extern const FilterKernels filter_baseline;
+extern const FilterKernels filter_avx2;
+extern const FilterKernels filter_avx2_128;  ///< registers of 16 bytes, for AMD's CPUs without AVX-512
+extern const FilterKernels filter_avx512;
+extern const FilterKernels filter_avx512_vbmi;
+extern const FilterKernels filter_avx512_vbmi_half_width;  ///< registers of 32 bytes, for CPUs that split those of 64
+extern const FilterKernels filter_neon;
 
 /// The cast by the instruction of AVX512_BF16, with registers of 64 and of 32 bytes.
 extern const FilterKernels::Transpose float_to_bfloat16;

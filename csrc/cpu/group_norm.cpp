@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "cpu/dispatch.h"
-#include "cpu/threads.h"
+#include "cpu/work/ranges.h"
 
 namespace nhwc::cpu {
 namespace {
@@ -108,7 +108,7 @@ void set(const at::Tensor& statistics, int64_t index, double value) {
 void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
                 double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variances) {
-  const NormKernels& kernels = of_type(norm_kernels(), input.scalar_type());
+  const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
   const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
   const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels, 0);
   const Pieces pieces(shape);
@@ -183,7 +183,7 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
                          const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
                          const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
                          bool is_of_input) {
-  const NormKernels& kernels = of_type(norm_kernels(), input.scalar_type());
+  const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
   const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
   const std::vector<double> scale = doubles_of(weight, channels, 1);
   const Pieces pieces(shape);

@@ -36,17 +36,4 @@ struct NormKernels {
                    Real* of_grad, Real* of_rows, Real* shift);
 };
 
-/// For doubles, floats, halves and bfloat16s.
-struct NormKernelsByType {
-  NormKernels of_double, of_float, of_half, of_bfloat16;
-};
-
-namespace isa {
-
-extern const NormKernelsByType norm_baseline;
-extern const NormKernelsByType norm_avx2;
-extern const NormKernelsByType norm_avx512;
-extern const NormKernelsByType norm_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

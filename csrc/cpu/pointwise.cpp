@@ -2,18 +2,16 @@
 
 #include <ATen/ATen.h>
 
-#include <algorithm>
-
 #include "cpu/dispatch.h"
-#include "cpu/threads.h"
+#include "cpu/work/ranges.h"
 
 namespace nhwc::cpu {
 namespace {
 
-constexpr int64_t pixels_of_range = 4096;  // whose products are summed apart, however many threads there are
-
-int64_t pixels_of(const at::Tensor& activation) {
-  return activation.numel() / std::max<int64_t>(1, activation.size(1));
+/// Ranges of pixels whose products are summed apart: few pixels, for the sake of accuracy.
+Parts ranges_of(const at::Tensor& activation) {
+  constexpr int64_t most_pixels = 4096;
+  return {activation.numel() / activation.size(1), most_pixels};
 }
 
 const char* pixel_of(const at::Tensor& activation, int64_t pixel) {
@@ -23,38 +21,39 @@ const char* pixel_of(const at::Tensor& activation, int64_t pixel) {
 }  // namespace
 
 void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
+  if (out.numel() == 0) return;
   const int64_t inputs = input.size(1), outputs = out.size(1);
-  const at::Tensor weights = weight.to(at::kFloat).contiguous();
+  const PointwiseKernels& kernels = of_type(level_kernels().pointwise, input.scalar_type());
+  const bool has_few_inputs = inputs <= most_few;
+  const auto multiply = has_few_inputs ? kernels.spread[inputs - 1] : kernels.reduce[outputs - 1];
+  const at::Tensor weights = (has_few_inputs ? weight.t() : weight).to(at::kFloat).contiguous();
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({outputs}, weights.options());
-  const auto multiply = of_type(pointwise_kernels(), input.scalar_type()).multiply;
-  at::parallel_for(0, pixels_of(out), elements_worth_a_thread / (inputs + outputs), [&](int64_t begin, int64_t end) {
-    multiply(pixel_of(input, begin), end - begin, inputs, outputs, weights.const_data_ptr<float>(),
-             biases.const_data_ptr<float>(), const_cast<char*>(pixel_of(out, begin)));
+  const Parts ranges = ranges_of(out);
+  for_each_task(ranges.parts, ranges.size * (inputs + outputs) * products_of_element, 0, [&](int64_t range, char*) {
+    multiply(pixel_of(input, ranges.begin(range)), ranges.size_of(range), has_few_inputs ? outputs : inputs,
+             weights.const_data_ptr<float>(), biases.const_data_ptr<float>(),
+             const_cast<char*>(pixel_of(out, ranges.begin(range))));
   });
 }
 
-void pointwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& input,
+void pointwise_weight_gradient(const ConvolutionSizes&, const at::Tensor& grad, const at::Tensor& input,
                                const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
-  // The roles of both are the same but for the bias.
-  const bool is_swapped = sizes.outputs > most_few;
-  const at::Tensor &few = is_swapped ? input : grad, &many = is_swapped ? grad : input;
-  const int64_t rows = few.size(1), columns = many.size(1), pixels = pixels_of(grad);
-  const int64_t ranges = std::max<int64_t>(1, (pixels + pixels_of_range - 1) / pixels_of_range);
-  const auto options = grad.options().dtype(at::kFloat);
-  const at::Tensor sums = at::zeros({ranges, rows, columns}, options), few_sums = at::zeros({ranges, rows}, options);
-  const auto accumulate = of_type(pointwise_kernels(), grad.scalar_type()).accumulate;
-  at::parallel_for(0, ranges, elements_worth_a_thread / pixels_of_range, [&](int64_t begin, int64_t end) {
-    for (int64_t range = begin; range < end; ++range) {
-      const int64_t first = range * pixels_of_range, count = std::min(pixels_of_range, pixels - first);
-      accumulate(pixel_of(few, first), pixel_of(many, first), count, columns, rows,
-                 sums.mutable_data_ptr<float>() + range * rows * columns,
-                 few_sums.mutable_data_ptr<float>() + range * rows);
-    }
+  const bool has_few_outputs = grad.size(1) <= most_few;
+  const at::Tensor &few = has_few_outputs ? grad : input, &many = has_few_outputs ? input : grad;
+  const int64_t rows = few.size(1), columns = many.size(1) + 1, size = rows * columns;
+  const Parts ranges = ranges_of(grad);
+  const at::Tensor sums = at::zeros({std::max<int64_t>(1, ranges.parts), rows, columns}, at::kFloat);
+  auto* all = sums.mutable_data_ptr<float>();
+  const auto accumulate = of_type(level_kernels().pointwise, grad.scalar_type()).accumulate[rows - 1];
+  for_each_task(ranges.parts, ranges.size * (rows + columns) * products_of_element, 0, [&](int64_t range, char*) {
+    const int64_t first = ranges.begin(range);
+    accumulate(pixel_of(few, first), pixel_of(many, first), ranges.size_of(range), columns - 1, all + range * size);
   });
-  const at::Tensor sum = sums.sum(0);
-  grad_weight.copy_((is_swapped ? sum.t() : sum).reshape(grad_weight.sizes()));
+  add_up_parts<float>(all, ranges.parts, size);
+  const at::Tensor products = sums[0].narrow(1, 0, columns - 1);
+  grad_weight.copy_((has_few_outputs ? products : products.t()).reshape(grad_weight.sizes()));
   if (!grad_bias.defined()) return;
-  grad_bias.copy_(is_swapped ? grad.movedim(1, -1).flatten(0, -2).sum(0) : few_sums.sum(0));
+  grad_bias.copy_(has_few_outputs ? sums[0].select(1, columns - 1) : grad.movedim(1, -1).flatten(0, -2).sum(0));
 }
 
 }  // namespace nhwc::cpu

@@ -1,5 +1,5 @@
-// Products of pixels of few channels over channels-last memory, compiled for one instruction set. Uses neither torch
-// nor code of the standard library, like filter_kernels.h.
+// Products of pixels of few channels, compiled for one instruction set. Uses neither torch nor code of the standard
+// library, like filter_kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -9,29 +9,17 @@ namespace nhwc::cpu {
 /// The most channels that are few, and the most channels.
 constexpr std::int64_t most_few = 4, most_pointwise_channels = 256;
 
-/// For one element type. Pixels are dense rows of elements; numbers are floats.
+/// Activations are `[pixels, channels]`. There is a kernel for each number of few channels, from 1 on, and none for
+/// doubles.
 struct PointwiseKernels {
-  /// Computes the outputs of pixels. The inputs or the outputs are few, or both. Weights are `[outputs, inputs]`.
-  void (*multiply)(const void* input, std::int64_t pixels, std::int64_t inputs, std::int64_t outputs,
-                   const float* weights, const float* bias, void* out);
+  using Multiply = void (*)(const void* input, std::int64_t pixels, std::int64_t many, const float* weights,
+                            const float* bias, void* out);
+  using Accumulate = void (*)(const void* of_few, const void* of_many, std::int64_t pixels, std::int64_t many,
+                              float* sums);
 
-  /// Adds the products of gradients, which are few, and of inputs to `sums`, which are `[outputs, inputs]`, and the
-  /// gradients to `bias`.
-  void (*accumulate)(const void* grad, const void* input, std::int64_t pixels, std::int64_t inputs,
-                     std::int64_t outputs, float* sums, float* bias);
+  Multiply reduce[most_few];        ///< few outputs of many inputs, by weights `[outputs, inputs]`
+  Multiply spread[most_few];        ///< many outputs of few inputs, by weights `[inputs, outputs]`
+  Accumulate accumulate[most_few];  ///< adds products to sums, `[few, many + 1]`; the last of the many is 1
 };
 
-/// For floats, halves and bfloat16s.
-struct PointwiseKernelsByType {
-  PointwiseKernels of_float, of_half, of_bfloat16;
-};
-
-namespace isa {
-
-extern const PointwiseKernelsByType pointwise_baseline;
-extern const PointwiseKernelsByType pointwise_avx2;
-extern const PointwiseKernelsByType pointwise_avx512;
-extern const PointwiseKernelsByType pointwise_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

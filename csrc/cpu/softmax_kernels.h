@@ -21,12 +21,4 @@ struct SoftmaxKernels {
   void (*log_softmax_gradient)(float* grad, const float* output, std::int64_t channels, std::int64_t pixels);
 };
 
-namespace isa {
-
-extern const SoftmaxKernels softmax_baseline;
-extern const SoftmaxKernels softmax_avx2;
-extern const SoftmaxKernels softmax_avx512;
-extern const SoftmaxKernels softmax_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

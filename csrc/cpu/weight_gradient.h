@@ -3,7 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "cpu/convolution_sizes.h"
+#include "cpu/work/axes.h"
 
 namespace nhwc::cpu {
 

@@ -37,23 +37,9 @@ struct WeightGradientKernels {
   /// Adds to `sums`, `[outputs]` rounded up in the same way, the gradient, summed over the positions.
   void (*sum)(const PackedBlock& block, void* sums);
 
-  /// Writes `rows` rows of `count` sums, from which and to which strides are given, as elements. Each is the sum of
-  /// `parts` numbers, `part_stride` apart, in their order. Changes the first of these.
-  void (*write)(void* sums, std::int64_t sums_stride, std::int64_t parts, std::int64_t part_stride, std::int64_t rows,
-                std::int64_t count, void* out, std::int64_t out_stride);
+  /// Casts and writes `rows` rows of `count` sums. Both sides have a stride.
+  void (*write)(const void* sums, std::int64_t sums_stride, std::int64_t rows, std::int64_t count, void* out,
+                std::int64_t out_stride);
 };
 
-/// For doubles, floats, halves and bfloat16s.
-struct WeightGradientKernelsByType {
-  WeightGradientKernels of_double, of_float, of_half, of_bfloat16;
-};
-
-namespace isa {
-
-extern const WeightGradientKernelsByType weight_gradient_baseline;
-extern const WeightGradientKernelsByType weight_gradient_avx2;
-extern const WeightGradientKernelsByType weight_gradient_avx512;
-extern const WeightGradientKernelsByType weight_gradient_neon;
-
-}  // namespace isa
 }  // namespace nhwc::cpu

@@ -46,6 +46,7 @@ CASES = {
     "depthwise 7x7": (("conv2d", (2, 20, 15, 14), (40, 1, 7, 7), (1, 3, 1, 20)), F32, "fiw", "iw"),
     "depthwise, strided": (("conv2d", (2, 20, 15, 14), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
     "depthwise 3D": (("conv3d", (2, 20, 9, 8, 7), (20, 1, 3, 3, 3), (1, 1, 1, 20)), F32, "iw", "iw"),
+    "depthwise 3D, far taps": (("conv3d", (2, 20, 8, 8, 8), (20, 1, 3, 3, 3), (1, 36, 36, 20)), F32, "iw", "fiw"),
     "depthwise, transposed": (("conv_transpose2d", (2, 20, 9, 8), (20, 1, 5, 5), (2, 2, 1, 20)), F32, "w", "w"),
     "depthwise, transposed 3D": (
         ("conv_transpose3d", (2, 20, 4, 3, 5), (20, 1, 3, 3, 3), (2, 1, 0, 20)),
@@ -154,6 +155,20 @@ def depthwise():
 
 def plain(x, w):
     return F.conv2d(x, w, None, 1, 2, 1, 6)
+
+
+@pytest.mark.parametrize("size", [8, 40])
+def test_what_far_taps_need_follows_from_what_they_see(size):
+    """Scratch memory for a position of each tap and output, not for the padding between them."""
+    torch.set_num_threads(1)
+    x, w = channels_last(torch.randn(1, 16, size, size, size)), torch.randn(16, 1, 3, 3, 3)
+    sizes = [1] * 3, [36] * 3, [36] * 3, False, [0] * 3, 16
+    grad = channels_last(torch.randn(x.shape))
+    with torch.profiler.profile(profile_memory=True) as profile:
+        torch.ops.nhwc.convolution_by_kernels_backward(grad, x, channels_last(w), *sizes, [True] * 3)
+    events = profile.profiler.kineto_results.events()
+    largest = max(each.nbytes() for each in events if each.name() == "[memory]")
+    assert x.nbytes <= largest <= max(4 * 27 * 512 * 16 * 4, x.nbytes)
 
 
 def test_a_weight_that_changes_before_the_backward_is_refused(depthwise):

@@ -9,8 +9,8 @@ NHWC_TARGET("avx2,fma,bmi2,f16c,avx512f,avx512bw,avx512dq,avx512vl,avx512vbmi")
 
 namespace nhwc::cpu::isa {
 
-constexpr FilterKernels avx512_vbmi = make_filter_kernels();
-constexpr FilterKernels avx512_vbmi_half_width = make_filter_kernels<32>();
+constexpr FilterKernels filter_avx512_vbmi = make_filter_kernels();
+constexpr FilterKernels filter_avx512_vbmi_half_width = make_filter_kernels<32>();
 
 }  // namespace nhwc::cpu::isa
 

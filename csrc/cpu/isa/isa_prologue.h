@@ -11,13 +11,8 @@
 #include <immintrin.h>
 #endif
 
-#include "cpu/depthwise_kernels.h"
 #include "cpu/filter_kernels.h"
-#include "cpu/grouped_kernels.h"
-#include "cpu/norm_kernels.h"
-#include "cpu/pointwise_kernels.h"
-#include "cpu/softmax_kernels.h"
-#include "cpu/weight_gradient_kernels.h"
+#include "cpu/kernels.h"
 
 #define NHWC_PRAGMA(text) _Pragma(#text)
 #if defined(__clang__)

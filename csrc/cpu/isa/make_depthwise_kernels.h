@@ -6,31 +6,30 @@
 
 #include "cpu/depthwise_kernels.h"
 #include "cpu/isa/vectors.h"
-
-#if defined(__clang__)
-#define NHWC_UNROLL _Pragma("unroll")
-#else
-#define NHWC_UNROLL _Pragma("GCC unroll 16")
-#endif
+#include "cpu/work/rows.h"
 
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-/// Positions of an array along depth, height and width. Some may be outside of it.
-struct Box {
-  std::int64_t begin[3], size[3];
-  std::int64_t positions() const { return size[0] * size[1] * size[2]; }
-};
+/// What is packed for the results of a block: a register for each position, `[D, H, W, lanes]`.
+struct PackedBox {
+  cpu::PackedAxis axes[3];
 
-inline Box source_box(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block) {
-  Box box;
-  for (int a = 0; a < 3; ++a) {
-    const cpu::DepthwiseAxis& axis = correlation.axes[a];
-    box.begin[a] = axis.begin + block.begin[a] * axis.stride;
-    box.size[a] = axis.taps == 0 ? 0 : (block.size[a] - 1) * axis.stride + (axis.taps - 1) * axis.dilation + 1;
+  PackedBox(const cpu::TapAxis* taps, const cpu::DepthwiseBlock& block) {
+    for (int a = 0; a < 3; ++a) axes[a] = cpu::packed_axis(taps[a], block.size[a]);
   }
-  return box;
-}
+  std::int64_t rows() const { return axes[0].positions() * axes[1].positions(); }
+  std::int64_t positions() const { return rows() * axes[2].positions(); }
+
+  /// Returns the positions before those that a tap of each axis sees for a result of each.
+  std::int64_t position_of(const std::int64_t* results, const std::int64_t* taps) const {
+    std::int64_t position = 0;
+    for (int a = 0; a < 3; ++a) {
+      position = position * axes[a].positions() + results[a] * axes[a].step + taps[a] * axes[a].tap_step;
+    }
+    return position;
+  }
+};
 
 inline std::int64_t kernel_size(const cpu::DepthwiseCorrelation& correlation) {
   return correlation.axes[0].kernel * correlation.axes[1].kernel * correlation.axes[2].kernel;
@@ -39,7 +38,7 @@ inline std::int64_t kernel_size(const cpu::DepthwiseCorrelation& correlation) {
 template <typename Number>
 std::int64_t depthwise_scratch_size(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block) {
   const std::int64_t copied =
-      correlation.parts * (source_box(correlation, block).positions() + kernel_size(correlation));
+      correlation.parts * (PackedBox(correlation.axes, block).positions() + kernel_size(correlation));
   return (copied + block.size[0] * block.size[1] * block.size[2] + 1) * VectorOf<Number>::lanes;
 }
 
@@ -57,62 +56,54 @@ struct Lanes {
   }
 };
 
-/// Copies a box of an array, with a register for each position.
+/// Packs a part of a row, `[W, channels]`, as `[W, lanes]`: what is outside of it as zeros.
 template <typename Element>
-void copy_box(const Element* array, const std::int64_t* sizes, std::int64_t channels, const Lanes<Element>& lanes,
-              const Box& box, Real<Element>* out) {
+void pack_segment(const Element* row, std::int64_t channels, const Lanes<Element>& lanes, const cpu::PackedAxis& axis,
+                  const cpu::Segment& segment, Real<Element>* out) {
   using Number = Real<Element>;
   constexpr int width = VectorOf<Number>::lanes;
-  const std::int64_t before = box.begin[2] < 0 ? -box.begin[2] : 0, end = sizes[2] - box.begin[2];
-  for (std::int64_t d = box.begin[0]; d < box.begin[0] + box.size[0]; ++d) {
-    for (std::int64_t h = box.begin[1]; h < box.begin[1] + box.size[1]; ++h, out += box.size[2] * width) {
-      const bool is_inside = d >= 0 && d < sizes[0] && h >= 0 && h < sizes[1];
-      const Element* row = array + ((d * sizes[1] + h) * sizes[2] + box.begin[2]) * channels;
-      std::int64_t w = 0;
-      const auto clear = [&](std::int64_t until) {
-        for (; w < until && w < box.size[2]; ++w) store(out + w * width, Vector<Number>{});
-      };
-      clear(is_inside ? before : box.size[2]);
-      if (lanes.are_neighbours) {
-        const Element* first = row + lanes.offsets[0];
-        for (; w < end && w < box.size[2]; ++w) {
-          store(out + w * width, load(first + w * channels));
-          __builtin_prefetch(first + w * channels + width, 0, 2);  // for the next register
-        }
-      } else {
-        for (; w < end && w < box.size[2]; ++w) {
-          Vector<Number> value{};
-          for (int lane = 0; lane < lanes.count; ++lane)
-            value[lane] = load_one(row + w * channels + lanes.offsets[lane]);
-          store(out + w * width, value);
-        }
-      }
-      clear(box.size[2]);
+  const auto [begin, end] = segment.inside;
+  const std::int64_t step = axis.source_step * channels;
+  const Element* from = row + segment.source * channels;
+  for (std::int64_t w = 0; w < begin; ++w) store_vector(out + w * width, Vector<Number>{});
+  if (lanes.are_neighbours) {
+    const Element* first = from + lanes.offsets[0];
+    for (std::int64_t w = begin; w < end; ++w, first += step) {
+      store_vector(out + w * width, load_vector(first));
+      __builtin_prefetch(first + width, 0, 2);  // for the next register
+    }
+  } else {
+    for (std::int64_t w = begin; w < end; ++w, from += step) {
+      Vector<Number> value{};
+      for (int lane = 0; lane < lanes.count; ++lane) value[lane] = load_one(from + lanes.offsets[lane]);
+      store_vector(out + w * width, value);
     }
   }
+  for (std::int64_t w = end; w < axis.length; ++w) store_vector(out + w * width, Vector<Number>{});
 }
 
-/// A range of indexes.
-struct Range {
-  std::int64_t begin, end;
-  std::int64_t size() const { return end - begin; }
-};
-
-/// Returns the first to the last index below `count` for which `holds`.
-template <typename Holds>
-Range range_where(std::int64_t count, const Holds& holds) {
-  Range range{0, count};
-  while (range.begin < range.end && !holds(range.begin)) ++range.begin;
-  while (range.begin < range.end && !holds(range.end - 1)) --range.end;
-  return range;
-}
-
-/// Returns the taps that see a source inside of the array.
-inline Range taps_inside(const cpu::DepthwiseAxis& axis, std::int64_t i) {
-  return range_where(axis.taps, [&](std::int64_t k) {
-    const std::int64_t source = axis.begin + i * axis.stride + k * axis.dilation;
-    return source >= 0 && source < axis.source;
-  });
+/// Packs a box of an array, `[D, H, W, channels]`, for results from `first` on. Planes outside of the array stay
+/// unwritten: no tap reads them.
+template <typename Element>
+void pack_box(const Element* array, std::int64_t channels, const Lanes<Element>& lanes, const PackedBox& box,
+              const std::int64_t* first, Real<Element>* out) {
+  constexpr int width_of_position = VectorOf<Real<Element>>::lanes;
+  const auto& [depth, height, width] = box.axes;
+  const std::int64_t row_numbers = width.positions() * width_of_position;
+  for (std::int64_t index = 0; index < width.segments; ++index, out += width.length * width_of_position) {
+    const cpu::Segment segment = cpu::segment_of(width, first[2], index), outside{{width.length, width.length}, 0};
+    for (std::int64_t d = 0; d < depth.positions(); ++d) {
+      const std::int64_t plane = depth.source_of(first[0], d);
+      if (plane < 0 || plane >= depth.source) continue;
+      Real<Element>* to = out + d * height.positions() * row_numbers;
+      for (std::int64_t h = 0; h < height.positions(); ++h, to += row_numbers) {
+        const std::int64_t row = height.source_of(first[1], h);
+        const bool is_inside = row >= 0 && row < height.source;
+        pack_segment(array + (plane * height.source + row) * width.source * channels, channels, lanes, width,
+                     is_inside ? segment : outside, to);
+      }
+    }
+  }
 }
 
 /// A loop over the sources and the weights of a sum, and the numbers from one to the next.
@@ -133,10 +124,10 @@ NHWC_ALWAYS_INLINE void add_row(Vector<Number>* sums, const Number* source, cons
   constexpr int lanes = VectorOf<Number>::lanes;
   Vector<Number> weights[width];
   NHWC_UNROLL
-  for (int k = 0; k < width; ++k) weights[k] = load(weight + k * lanes);
+  for (int k = 0; k < width; ++k) weights[k] = load_vector(weight + k * lanes);
   NHWC_UNROLL
   for (int i = 0; i < tile + width - 1; ++i) {
-    const Vector<Number> value = load(source + i * lanes);
+    const Vector<Number> value = load_vector(source + i * lanes);
     NHWC_UNROLL
     for (int t = 0; t < tile; ++t) {
       if (i >= t && i - t < width) sums[t] += value * weights[i - t];
@@ -149,8 +140,8 @@ template <typename Number, int tile>
 NHWC_ALWAYS_INLINE void add_any_row(Vector<Number>* sums, const Number* source, const Number* weight,
                                     const TapLoops& loops) {
   for (std::int64_t k = 0; k < loops.taps.count; ++k, source += loops.taps.source, weight += loops.taps.weight) {
-    const Vector<Number> factor = load(weight);
-    for (int t = 0; t < tile; ++t) sums[t] += factor * load(source + t * loops.stride);
+    const Vector<Number> factor = load_vector(weight);
+    for (int t = 0; t < tile; ++t) sums[t] += factor * load_vector(source + t * loops.stride);
   }
 }
 
@@ -178,7 +169,7 @@ void sum_row(const Number* source, const Number* weight, const TapLoops& loops, 
         }
       }
     }
-    for (int t = 0; t < tile; ++t) store(out + (first + t) * lanes, sums[t]);
+    for (int t = 0; t < tile; ++t) store_vector(out + (first + t) * lanes, sums[t]);
   }
 }
 
@@ -206,70 +197,76 @@ auto find_sum_row(std::int64_t count, const TapLoops& loops) {
   }
 }
 
-template <typename Element>
-void correlate(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block, const void* source,
-               void* destination, const void* weight, const void* bias, void* scratch) {
-  using Number = Real<Element>;
-  constexpr int lanes = VectorOf<Number>::lanes;
+/// Collects the weights of a register of channels from `[parts, kernel..., channels]`, as `[parts, taps..., lanes]`.
+template <typename Number>
+void collect_weights(const cpu::DepthwiseCorrelation& correlation, const Number* weight, Number* out) {
   const auto& [depth, height, width] = correlation.axes;
-  const std::int64_t channels = correlation.destination_channels, kernel = kernel_size(correlation);
-  const std::int64_t sizes[] = {depth.source, height.source, width.source};
-  const Box box = source_box(correlation, block);
-
-  auto* sources = static_cast<Number*>(scratch);
-  const std::int64_t row_size = box.size[2] * lanes, plane_size = box.size[1] * row_size,
-                     size = box.positions() * lanes;
   for (std::int64_t part = 0; part < correlation.parts; ++part) {
-    copy_box(static_cast<const Element*>(source), sizes, correlation.source_channels,
-             Lanes<Element>(block, correlation.repeats, correlation.parts, part), box, sources + part * size);
-  }
-  Number* weights = sources + correlation.parts * size;
-  Number* out = weights;
-  for (std::int64_t part = 0; part < correlation.parts; ++part) {
-    const Number* from = static_cast<const Number*>(weight) + part * kernel * channels + block.channel;
     for (std::int64_t d = 0; d < depth.taps; ++d) {
       for (std::int64_t h = 0; h < height.taps; ++h) {
-        for (std::int64_t w = 0; w < width.taps; ++w, out += lanes) {
-          const std::int64_t plane = depth.first_tap + d * depth.tap_step,
-                             row = plane * height.kernel + height.first_tap + h * height.tap_step,
-                             tap = row * width.kernel + width.first_tap + w * width.tap_step;
-          store(out, load(from + tap * channels));
+        for (std::int64_t w = 0; w < width.taps; ++w, out += VectorOf<Number>::lanes) {
+          const std::int64_t row = (part * depth.kernel + depth.weight_of(d)) * height.kernel + height.weight_of(h);
+          store_vector(out,
+                       load_vector(weight + (row * width.kernel + width.weight_of(w)) * correlation.result_channels));
         }
       }
     }
   }
+}
 
-  const Vector<Number> start = bias ? load(static_cast<const Number*>(bias) + block.channel) : Vector<Number>{};
-  const std::int64_t count = block.size[2], row_weights = width.taps * lanes, plane_weights = height.taps * row_weights;
+/// Writes the sums of a row, `[W, lanes]`, to every `stride` elements of the result.
+template <typename Element>
+void write_row(const Real<Element>* sums, std::int64_t count, std::int64_t lanes, std::int64_t stride, Element* out) {
+  constexpr int width = VectorOf<Real<Element>>::lanes;
+  for (std::int64_t i = 0; i < count; ++i, out += stride, sums += width) {
+    if (lanes == width) {
+      store_vector(out, load_vector(sums));
+    } else {
+      for (std::int64_t lane = 0; lane < lanes; ++lane) store_one(out + lane, sums[lane]);
+    }
+  }
+}
+
+template <typename Element>
+void correlate(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block, const void* source,
+               void* result, const void* weight, const void* bias, void* scratch) {
+  using Number = Real<Element>;
+  constexpr int lanes = VectorOf<Number>::lanes;
+  const auto& [depth, height, width] = correlation.axes;
+  const PackedBox box(correlation.axes, block);
+  const std::int64_t channels = correlation.result_channels, size = box.positions() * lanes;
+
+  auto* sources = static_cast<Number*>(scratch);
+  for (std::int64_t part = 0; part < correlation.parts; ++part) {
+    pack_box(static_cast<const Element*>(source), correlation.source_channels,
+             Lanes<Element>(block, correlation.repeats, correlation.parts, part), box, block.begin,
+             sources + part * size);
+  }
+  Number* weights = sources + correlation.parts * size;
+  Number* row_sums = weights + correlation.parts * depth.taps * height.taps * width.taps * lanes;
+  collect_weights(correlation, static_cast<const Number*>(weight) + block.channel, weights);
+
+  const Vector<Number> start = bias ? load_vector(static_cast<const Number*>(bias) + block.channel) : Vector<Number>{};
+  const std::int64_t row_size = box.axes[2].positions() * lanes, plane_size = box.axes[1].positions() * row_size;
+  const std::int64_t row_weights = width.taps * lanes, plane_weights = height.taps * row_weights;
   TapLoops loops{{correlation.parts, size, depth.taps * plane_weights},
-                 {0, depth.dilation * plane_size, plane_weights},
-                 {0, height.dilation * row_size, row_weights},
-                 {width.taps, width.dilation * lanes, lanes},
-                 width.stride * lanes};
-  const auto sum = find_sum_row<Number>(count, loops);
-  for (std::int64_t d = block.begin[0]; d < block.begin[0] + block.size[0]; ++d) {
-    const Range planes = taps_inside(depth, d);
-    for (std::int64_t h = block.begin[1]; h < block.begin[1] + block.size[1]; ++h) {
-      const Range rows = taps_inside(height, h);
+                 {0, box.axes[0].tap_step * plane_size, plane_weights},
+                 {0, box.axes[1].tap_step * row_size, row_weights},
+                 {width.taps, box.axes[2].tap_step * lanes, lanes},
+                 box.axes[2].step * lanes};
+  const auto sum = find_sum_row<Number>(block.size[2], loops);
+  auto* to = static_cast<Element*>(result) + width.result_of(block.begin[2]) * channels + block.channel;
+  for (std::int64_t d = 0; d < block.size[0]; ++d) {
+    const cpu::Range planes = depth.taps_inside(block.begin[0] + d);
+    for (std::int64_t h = 0; h < block.size[1]; ++h) {
+      const cpu::Range rows = height.taps_inside(block.begin[1] + h);
       loops.planes.count = planes.size(), loops.rows.count = rows.size();
-      const std::int64_t plane = depth.begin + d * depth.stride + planes.begin * depth.dilation - box.begin[0],
-                         row = height.begin + h * height.stride + rows.begin * height.dilation - box.begin[1],
-                         column = width.begin + block.begin[2] * width.stride - box.begin[2];
-      sum(sources + plane * plane_size + row * row_size + column * lanes,
-          weights + planes.begin * plane_weights + rows.begin * row_weights, loops, count, start, out);
-      const std::int64_t to_row = (depth.first + d * depth.step) * height.destination + height.first + h * height.step,
-                         to_column = width.first + block.begin[2] * width.step;
-      auto* to =
-          static_cast<Element*>(destination) + (to_row * width.destination + to_column) * channels + block.channel;
-      if (block.channels == lanes) {
-        for (std::int64_t i = 0; i < count; ++i) store(to + i * width.step * channels, load(out + i * lanes));
-      } else {
-        for (std::int64_t i = 0; i < count; ++i) {
-          for (int lane = 0; lane < block.channels; ++lane) {
-            store_one(to + i * width.step * channels + lane, out[i * lanes + lane]);
-          }
-        }
-      }
+      const std::int64_t results[] = {d, h, 0}, taps[] = {planes.begin, rows.begin, 0};
+      sum(sources + box.position_of(results, taps) * lanes,
+          weights + planes.begin * plane_weights + rows.begin * row_weights, loops, block.size[2], start, row_sums);
+      const std::int64_t row =
+          depth.result_of(block.begin[0] + d) * height.results + height.result_of(block.begin[1] + h);
+      write_row(row_sums, block.size[2], block.channels, width.step * channels, to + row * width.results * channels);
     }
   }
 }
@@ -283,16 +280,16 @@ struct ProductRows {
 
 /// Adds the products of `rows` kernel rows by `columns` taps to their sums.
 template <typename Number, int rows, int columns>
-void add_products(const Number* grad, const Number* source, const ProductRows& product, Number* sums) {
+void add_tap_products(const Number* grad, const Number* source, const ProductRows& product, Number* sums) {
   constexpr int lanes = VectorOf<Number>::lanes;
   Vector<Number> added[rows * columns] = {};
   for (std::int64_t row = 0; row < product.rows; ++row) {
     const Number *g = grad + row * product.grad_row, *from = source + row * product.source_row;
     for (std::int64_t column = 0; column < product.columns; ++column, from += product.source_column) {
-      const Vector<Number> factor = load(g + column * lanes);
+      const Vector<Number> factor = load_vector(g + column * lanes);
       for (int r = 0; r < rows; ++r) {
         for (int k = 0; k < columns; ++k) {
-          added[r * columns + k] += factor * load(from + r * product.tap_row + k * product.tap_column);
+          added[r * columns + k] += factor * load_vector(from + r * product.tap_row + k * product.tap_column);
         }
       }
     }
@@ -300,7 +297,7 @@ void add_products(const Number* grad, const Number* source, const ProductRows& p
   for (int r = 0; r < rows; ++r) {
     for (int k = 0; k < columns; ++k) {
       Number* sum = sums + r * product.sum_row + k * lanes;
-      store(sum, load(sum) + added[r * columns + k]);
+      store_vector(sum, load_vector(sum) + added[r * columns + k]);
     }
   }
 }
@@ -310,23 +307,78 @@ constexpr int most_product_columns = 7;
 /// Returns the kernel rows whose sums, with a factor, fit into 16 registers.
 constexpr int most_product_rows(int columns) { return columns < 4 ? 4 : 15 / columns; }
 
+template <typename Number>
+using AddTapProducts = void (*)(const Number*, const Number*, const ProductRows&, Number*);
+
 template <typename Number, int columns>
-auto find_product_of_columns(int rows) {
-  constexpr int most = most_product_rows(columns);
-  constexpr decltype(&add_products<Number, 1, 1>) by_rows[] = {
-      add_products<Number, 1, columns>,
-      add_products < Number,
-      most < 2 ? most : 2,
-      columns >
-      , add_products < Number, most < 3 ? most : 3, columns >, add_products<Number, most, columns>};
+AddTapProducts<Number> find_product_of_columns(int rows) {
+  constexpr int most = most_product_rows(columns), two = most < 2 ? most : 2, three = most < 3 ? most : 3;
+  constexpr AddTapProducts<Number> by_rows[] = {
+      add_tap_products<Number, 1, columns>, add_tap_products<Number, two, columns>,
+      add_tap_products<Number, three, columns>, add_tap_products<Number, most, columns>};
   return by_rows[rows - 1];
 }
 
 template <typename Number, int... columns>
-auto find_product(int count, int rows, std::integer_sequence<int, columns...>) {
-  constexpr decltype(&find_product_of_columns<Number, 1>) by_columns[] = {
-      find_product_of_columns<Number, columns + 1>...};
+AddTapProducts<Number> find_product(int count, int rows, std::integer_sequence<int, columns...>) {
+  constexpr AddTapProducts<Number> (*by_columns[])(int) = {find_product_of_columns<Number, columns + 1>...};
   return by_columns[count - 1](rows);
+}
+
+constexpr std::int64_t most_terms = 256;  // of a sum in a register: few, for the sake of accuracy
+
+/// Adds to `added`, `[kernel..., lanes]`, a block's gradient of some taps of the height and of the width, of all
+/// planes. Sources and gradients, `[D, H, W, lanes]`, are packed.
+template <typename Number>
+void add_taps(const cpu::DepthwiseCorrelation& correlation, const cpu::DepthwiseBlock& block, const PackedBox& box,
+              const Number* sources, const Number* grads, cpu::Range row_taps, cpu::Range column_taps, Number* added) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  const auto& [depth, height, width] = correlation.axes;
+  const std::int64_t row_size = box.axes[2].positions() * lanes, grad_row = block.size[2] * lanes;
+  const std::int64_t rows_at_once = block.size[2] < most_terms ? most_terms / block.size[2] : 1;
+  const auto inside = [&](int a, cpu::Range taps) {
+    return correlation.axes[a].results_inside(block.begin[a], block.size[a], taps.begin, taps.size());
+  };
+  const auto add = find_product<Number>(static_cast<int>(column_taps.size()), static_cast<int>(row_taps.size()),
+                                        std::make_integer_sequence<int, most_product_columns>());
+  const cpu::Range across = inside(2, column_taps), down = inside(1, row_taps);
+  for (std::int64_t plane = 0; plane < depth.taps; ++plane) {
+    const cpu::Range deep = inside(0, {plane, plane + 1});
+    for (std::int64_t d = deep.begin; d < deep.end; ++d) {
+      for (std::int64_t h = down.begin; h < down.end; h += rows_at_once) {
+        const std::int64_t left = down.end - h;
+        const ProductRows product{.rows = left < rows_at_once ? left : rows_at_once,
+                                  .columns = across.size(),
+                                  .grad_row = grad_row,
+                                  .source_row = box.axes[1].step * row_size,
+                                  .source_column = box.axes[2].step * lanes,
+                                  .tap_row = box.axes[1].tap_step * row_size,
+                                  .tap_column = box.axes[2].tap_step * lanes,
+                                  .sum_row = width.taps * lanes};
+        const std::int64_t results[] = {d, h, across.begin}, taps[] = {plane, row_taps.begin, column_taps.begin};
+        add(grads + (d * block.size[1] + h) * grad_row + across.begin * lanes,
+            sources + box.position_of(results, taps) * lanes, product,
+            added + ((plane * height.taps + row_taps.begin) * width.taps + column_taps.begin) * lanes);
+      }
+    }
+  }
+}
+
+/// Adds gradients, `[positions, lanes]`, to a register of sums: four sums at a time, so that one addition need not wait
+/// for the one before.
+template <typename Number>
+void add_bias_gradient(const Number* grads, std::int64_t positions, Number* added) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  for (std::int64_t begin = 0; begin < positions; begin += 4 * most_terms) {
+    const std::int64_t end = positions - begin < 4 * most_terms ? positions : begin + 4 * most_terms;
+    Vector<Number> sum[4] = {};
+    std::int64_t i = begin;
+    for (; i + 4 <= end; i += 4) {
+      for (int t = 0; t < 4; ++t) sum[t] += load_vector(grads + (i + t) * lanes);
+    }
+    for (; i < end; ++i) sum[0] += load_vector(grads + i * lanes);
+    store_vector(added, load_vector(added) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
+  }
 }
 
 template <typename Element>
@@ -334,93 +386,40 @@ void add_weight_gradient(const cpu::DepthwiseCorrelation& correlation, const cpu
                          const void* source, const void* grad, void* sums, void* scratch) {
   using Number = Real<Element>;
   constexpr int lanes = VectorOf<Number>::lanes;
-  constexpr std::int64_t most_terms = 256;  // of a sum in a register: few, for the sake of accuracy
   const auto& [depth, height, width] = correlation.axes;
   const std::int64_t taps = kernel_size(correlation);
-  const std::int64_t source_sizes[] = {depth.source, height.source, width.source},
-                     grad_sizes[] = {depth.destination, height.destination, width.destination};
-  const Box box = source_box(correlation, block);
-  const Box grad_box{{block.begin[0], block.begin[1], block.begin[2]}, {block.size[0], block.size[1], block.size[2]}};
+  const cpu::TapAxis grad_axes[] = {cpu::plain_axis(depth.results), cpu::plain_axis(height.results),
+                                    cpu::plain_axis(width.results)};
+  const PackedBox box(correlation.axes, block), grad_box(grad_axes, block);
 
   auto* sources = static_cast<Number*>(scratch);
   Number* grads = sources + box.positions() * lanes;
   Number* added = grads + grad_box.positions() * lanes;
-  copy_box(static_cast<const Element*>(source), source_sizes, correlation.source_channels,
-           Lanes<Element>(block, correlation.repeats, 1, 0), box, sources);
-  copy_box(static_cast<const Element*>(grad), grad_sizes, correlation.destination_channels,
-           Lanes<Element>(block, 1, 1, 0), grad_box, grads);
-  for (std::int64_t tap = 0; tap <= taps; ++tap) store(added + tap * lanes, Vector<Number>{});
+  pack_box(static_cast<const Element*>(source), correlation.source_channels,
+           Lanes<Element>(block, correlation.repeats, 1, 0), box, block.begin, sources);
+  pack_box(static_cast<const Element*>(grad), correlation.result_channels, Lanes<Element>(block, 1, 1, 0), grad_box,
+           block.begin, grads);
+  for (std::int64_t tap = 0; tap <= taps; ++tap) store_vector(added + tap * lanes, Vector<Number>{});
 
-  const std::int64_t grad_row = block.size[2] * lanes, grad_plane = block.size[1] * grad_row;
-  const std::int64_t row_size = box.size[2] * lanes, plane_size = box.size[1] * row_size;
-  const std::int64_t rows_at_once = block.size[2] < most_terms ? most_terms / block.size[2] : 1;
-  // Indexes of the block for which one of some taps sees a source inside of the array.
-  const auto inside = [&](int a, std::int64_t first_tap, std::int64_t count) {
-    const cpu::DepthwiseAxis& axis = correlation.axes[a];
-    return range_where(block.size[a], [&](std::int64_t i) {
-      const std::int64_t from = axis.begin + (block.begin[a] + i) * axis.stride + first_tap * axis.dilation;
-      return from < axis.source && from + (count - 1) * axis.dilation >= 0;
-    });
-  };
   const std::int64_t chunks = (width.taps + most_product_columns - 1) / most_product_columns;
   for (std::int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const std::int64_t column = width.taps * chunk / chunks, columns = width.taps * (chunk + 1) / chunks - column;
-    const Range across = inside(2, column, columns);
-    const int most_rows = most_product_rows(static_cast<int>(columns));
-    for (std::int64_t row = 0, rows; row < height.taps; row += rows) {
-      rows = height.taps - row < most_rows ? height.taps - row : most_rows;
-      const auto add = find_product<Number>(static_cast<int>(columns), static_cast<int>(rows),
-                                            std::make_integer_sequence<int, most_product_columns>());
-      const Range down = inside(1, row, rows);
-      for (std::int64_t plane = 0; plane < depth.taps; ++plane) {
-        const Range deep = inside(0, plane, 1);
-        Number* to = added + ((plane * height.taps + row) * width.taps + column) * lanes;
-        for (std::int64_t d = deep.begin; d < deep.end; ++d) {
-          for (std::int64_t h = down.begin; h < down.end; h += rows_at_once) {
-            const std::int64_t left = down.end - h;
-            const ProductRows product{left < rows_at_once ? left : rows_at_once,
-                                      across.size(),
-                                      grad_row,
-                                      height.stride * row_size,
-                                      width.stride * lanes,
-                                      height.dilation * row_size,
-                                      width.dilation * lanes,
-                                      width.taps * lanes};
-            const std::int64_t from_plane = d * depth.stride + plane * depth.dilation,
-                               from_row = h * height.stride + row * height.dilation,
-                               from_column = across.begin * width.stride + column * width.dilation;
-            add(grads + d * grad_plane + h * grad_row + across.begin * lanes,
-                sources + from_plane * plane_size + from_row * row_size + from_column * lanes, product, to);
-          }
-        }
-      }
+    const cpu::Range columns{width.taps * chunk / chunks, width.taps * (chunk + 1) / chunks};
+    const std::int64_t most_rows = most_product_rows(static_cast<int>(columns.size()));
+    for (std::int64_t row = 0; row < height.taps; row += most_rows) {
+      const std::int64_t end = height.taps - row < most_rows ? height.taps : row + most_rows;
+      add_taps(correlation, block, box, sources, grads, {row, end}, columns, added);
     }
   }
-  // Four sums at a time, so that one addition need not wait for the one before.
-  const std::int64_t positions = grad_box.positions();
-  for (std::int64_t begin = 0; begin < positions; begin += 4 * most_terms) {
-    const std::int64_t end = positions - begin < 4 * most_terms ? positions : begin + 4 * most_terms;
-    Vector<Number> sum[4] = {};
-    std::int64_t i = begin;
-    for (; i + 4 <= end; i += 4) {
-      for (int t = 0; t < 4; ++t) sum[t] += load(grads + (i + t) * lanes);
-    }
-    for (; i < end; ++i) sum[0] += load(grads + i * lanes);
-    store(added + taps * lanes, load(added + taps * lanes) + ((sum[0] + sum[1]) + (sum[2] + sum[3])));
-  }
+  add_bias_gradient(grads, grad_box.positions(), added + taps * lanes);
   auto* total = static_cast<Number*>(sums);
-  for (std::int64_t k = 0; k < (taps + 1) * lanes; k += lanes) store(total + k, load(total + k) + load(added + k));
+  for (std::int64_t k = 0; k < (taps + 1) * lanes; k += lanes)
+    store_vector(total + k, load_vector(total + k) + load_vector(added + k));
 }
 
 template <typename Element>
 constexpr cpu::DepthwiseKernels make_depthwise_kernels() {
   using Number = Real<Element>;
   return {VectorOf<Number>::lanes, depthwise_scratch_size<Number>, correlate<Element>, add_weight_gradient<Element>};
-}
-
-constexpr cpu::DepthwiseKernelsByType make_all_depthwise_kernels() {
-  return {make_depthwise_kernels<double>(), make_depthwise_kernels<float>(), make_depthwise_kernels<Half>(),
-          make_depthwise_kernels<BFloat16>()};
 }
 
 }  // namespace NHWC_CPU_LEVEL

@@ -65,7 +65,7 @@ bool is_in_order(std::int64_t channels) {
   return period_of<Element>(channels) == pair_size<Element>;
 }
 
-/// Calls the same in a pass that writes rows: in order, which memory is twice as fast in as it is row above row.
+/// Calls the same in a pass that writes rows, row after row: memory is then twice as fast.
 template <typename Element, typename Pairs, typename Single>
 NHWC_ALWAYS_INLINE void for_each_written(std::int64_t count, std::int64_t channels, const Pairs& pairs,
                                          const Single& single) {
@@ -111,9 +111,9 @@ std::int64_t block_rows(std::int64_t channels) {
 /// Adds numbers by Dekker's summation, which keeps what rounding lost: one number may be far larger than all others.
 template <typename Number>
 NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
-  const Vector<Number> before = load(sum), after = before + value;
-  store(sum, after);
-  store(lost, load(lost) + (value - (after - before)));
+  const Vector<Number> before = load_vector(sum), after = before + value;
+  store_vector(sum, after);
+  store_vector(lost, load_vector(lost) + (value - (after - before)));
 }
 
 /// Adds what was lost. If a sum is infinite, that is infinite or not-a-number, and the sum stays.
@@ -338,11 +338,6 @@ template <typename Element>
 constexpr cpu::NormKernels make_norm_kernels() {
   return {period_of<Element>, spread<Element>,        moments<Element>,
           normalise<Element>, backward_sums<Element>, backward<Element>};
-}
-
-constexpr cpu::NormKernelsByType make_all_norm_kernels() {
-  return {make_norm_kernels<double>(), make_norm_kernels<float>(), make_norm_kernels<Half>(),
-          make_norm_kernels<BFloat16>()};
 }
 
 }  // namespace NHWC_CPU_LEVEL

@@ -56,9 +56,9 @@ NHWC_ALWAYS_INLINE Vector<float> logarithm(Vector<float> x) {
 
 /// Returns the largest value of each pixel. It may be any where one is not a number.
 NHWC_ALWAYS_INLINE Vector<float> largest(const float* x, std::int64_t channels, std::int64_t pixels) {
-  Vector<float> most = load(x);
+  Vector<float> most = load_vector(x);
   for (std::int64_t c = 1; c < channels; ++c) {
-    const Vector<float> value = load(x + c * pixels);
+    const Vector<float> value = load_vector(x + c * pixels);
     most = value > most ? value : most;
   }
   return most;
@@ -70,12 +70,12 @@ inline void softmax_of_planes(float* planes, std::int64_t channels, std::int64_t
     const Vector<float> most = largest(x, channels, pixels);
     Vector<float> sum = {};
     for (std::int64_t c = 0; c < channels; ++c) {
-      const Vector<float> power = exponential(load(x + c * pixels) - most);
-      store(x + c * pixels, power);
+      const Vector<float> power = exponential(load_vector(x + c * pixels) - most);
+      store_vector(x + c * pixels, power);
       sum += power;
     }
     const Vector<float> factor = 1.0f / sum;
-    for (std::int64_t c = 0; c < channels; ++c) store(x + c * pixels, load(x + c * pixels) * factor);
+    for (std::int64_t c = 0; c < channels; ++c) store_vector(x + c * pixels, load_vector(x + c * pixels) * factor);
   }
 }
 
@@ -84,18 +84,19 @@ inline void log_softmax_of_planes(float* planes, std::int64_t channels, std::int
     float* x = planes + p;
     const Vector<float> most = largest(x, channels, pixels);
     Vector<float> sum = {};
-    for (std::int64_t c = 0; c < channels; ++c) sum += exponential(load(x + c * pixels) - most);
+    for (std::int64_t c = 0; c < channels; ++c) sum += exponential(load_vector(x + c * pixels) - most);
     const Vector<float> log_sum = logarithm(sum);
-    for (std::int64_t c = 0; c < channels; ++c) store(x + c * pixels, load(x + c * pixels) - most - log_sum);
+    for (std::int64_t c = 0; c < channels; ++c)
+      store_vector(x + c * pixels, load_vector(x + c * pixels) - most - log_sum);
   }
 }
 
 inline void softmax_gradient_of_planes(float* grad, const float* output, std::int64_t channels, std::int64_t pixels) {
   for (std::int64_t p = 0; p < pixels; p += softmax_lanes) {
     Vector<float> sum = {};
-    for (std::int64_t k = p; k < channels * pixels; k += pixels) sum += load(grad + k) * load(output + k);
+    for (std::int64_t k = p; k < channels * pixels; k += pixels) sum += load_vector(grad + k) * load_vector(output + k);
     for (std::int64_t k = p; k < channels * pixels; k += pixels) {
-      store(grad + k, (load(grad + k) - sum) * load(output + k));
+      store_vector(grad + k, (load_vector(grad + k) - sum) * load_vector(output + k));
     }
   }
 }
@@ -104,9 +105,9 @@ inline void log_softmax_gradient_of_planes(float* grad, const float* output, std
                                            std::int64_t pixels) {
   for (std::int64_t p = 0; p < pixels; p += softmax_lanes) {
     Vector<float> sum = {};
-    for (std::int64_t k = p; k < channels * pixels; k += pixels) sum += load(grad + k);
+    for (std::int64_t k = p; k < channels * pixels; k += pixels) sum += load_vector(grad + k);
     for (std::int64_t k = p; k < channels * pixels; k += pixels) {
-      store(grad + k, load(grad + k) - exponential(load(output + k)) * sum);
+      store_vector(grad + k, load_vector(grad + k) - exponential(load_vector(output + k)) * sum);
     }
   }
 }

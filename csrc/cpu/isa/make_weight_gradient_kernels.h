@@ -17,16 +17,16 @@ constexpr int tile_outputs = 4, tile_registers = 2;  // of 16, some of which hav
 #endif
 
 template <typename Element>
-void pack(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width, void* to,
-          std::int64_t to_stride) {
+void pack_positions(const void* from, const void* end, std::int64_t stride, std::int64_t count, std::int64_t width,
+                    void* to, std::int64_t to_stride) {
   constexpr int lanes = VectorOf<Real<Element>>::lanes;
   const auto *source = static_cast<const Element*>(from), *last = static_cast<const Element*>(end);
   auto* numbers = static_cast<Real<Element>*>(to);
   // What a register writes after its position, the next position overwrites.
   const bool has_gaps = to_stride > width;
   for (; !has_gaps && count > 0 && last - source >= width + lanes; --count, source += stride, numbers += width) {
-    store(numbers, load(source));
-    for (std::int64_t k = lanes; k < width; k += lanes) store(numbers + k, load(source + k));
+    store_vector(numbers, load_vector(source));
+    for (std::int64_t k = lanes; k < width; k += lanes) store_vector(numbers + k, load_vector(source + k));
   }
   for (; count > 0; --count, source += stride, numbers += to_stride) {
     const std::int64_t readable = last - source < width ? last - source : width;
@@ -46,21 +46,21 @@ template <typename Number, int outputs, int registers>
     const Number* from = input + block.rows[row];
     for (std::int64_t column = 0; column < columns; ++column, from += step, grad += outputs) {
       Vector<Number> numbers[registers];
-#pragma GCC unroll 8
-      for (int r = 0; r < registers; ++r) numbers[r] = load(from + offsets[r]);
-#pragma GCC unroll 8
+      NHWC_UNROLL
+      for (int r = 0; r < registers; ++r) numbers[r] = load_vector(from + offsets[r]);
+      NHWC_UNROLL
       for (int o = 0; o < outputs; ++o) {
-#pragma GCC unroll 8
+        NHWC_UNROLL
         for (int r = 0; r < registers; ++r) tile[o][r] += grad[o] * numbers[r];
       }
     }
   }
-#pragma GCC unroll 8
+  NHWC_UNROLL
   for (int o = 0; o < outputs; ++o) {
-#pragma GCC unroll 8
+    NHWC_UNROLL
     for (int r = 0; r < registers; ++r) {
       Number* sum = sums + o * stride + r * lanes;
-      store(sum, load(sum) + tile[o][r]);
+      store_vector(sum, load_vector(sum) + tile[o][r]);
     }
   }
 }
@@ -69,7 +69,7 @@ template <typename Number, int outputs, int registers>
 constexpr int outputs_of_tile(std::int64_t left) { return left > tile_outputs / 2 ? tile_outputs : tile_outputs / 2; }
 
 template <typename Number>
-void multiply(const cpu::PackedBlock& block, void* out) {
+void multiply_block(const cpu::PackedBlock& block, void* out) {
   using AddTile = void (*)(const cpu::PackedBlock&, const Number*, const std::int64_t*, Number*);
   constexpr int most = tile_registers, half = tile_outputs / 2;
   constexpr AddTile full_tiles[] = {add_tile<Number, tile_outputs, 1>, add_tile<Number, tile_outputs, 2>,
@@ -95,9 +95,9 @@ NHWC_ALWAYS_INLINE void sum_outputs(const Number* grad, std::int64_t positions, 
   constexpr int chains = 4;  // of dependent additions
   Number chain[chains][outputs] = {};
   for (; positions >= chains; positions -= chains, grad += chains * outputs) {
-#pragma GCC unroll 4
+    NHWC_UNROLL
     for (int k = 0; k < chains; ++k) {
-#pragma GCC unroll 8
+      NHWC_UNROLL
       for (int o = 0; o < outputs; ++o) chain[k][o] += grad[k * outputs + o];
     }
   }
@@ -108,7 +108,7 @@ NHWC_ALWAYS_INLINE void sum_outputs(const Number* grad, std::int64_t positions, 
 }
 
 template <typename Number>
-void sum(const cpu::PackedBlock& block, void* out) {
+void sum_gradient(const cpu::PackedBlock& block, void* out) {
   const auto* grad = static_cast<const Number*>(block.grad);
   auto* sums = static_cast<Number*>(out);
   const std::int64_t positions = block.row_count * block.columns;
@@ -122,16 +122,11 @@ void sum(const cpu::PackedBlock& block, void* out) {
 }
 
 template <typename Element>
-void write(void* sums, std::int64_t sums_stride, std::int64_t parts, std::int64_t part_stride, std::int64_t rows,
-           std::int64_t count, void* out, std::int64_t out_stride) {
-  using Number = Real<Element>;
-  auto* from = static_cast<Number*>(sums);
+void write_sums(const void* sums, std::int64_t sums_stride, std::int64_t rows, std::int64_t count, void* out,
+                std::int64_t out_stride) {
+  const auto* from = static_cast<const Real<Element>*>(sums);
   auto* __restrict to = static_cast<Element*>(out);
   for (; rows > 0; --rows, from += sums_stride, to += out_stride) {
-    for (std::int64_t part = 1; part < parts; ++part) {
-      const Number* __restrict other = from + part * part_stride;
-      for (std::int64_t k = 0; k < count; ++k) from[k] += other[k];
-    }
     for (std::int64_t k = 0; k < count; ++k) store_one(to + k, from[k]);
   }
 }
@@ -139,12 +134,8 @@ void write(void* sums, std::int64_t sums_stride, std::int64_t parts, std::int64_
 template <typename Element>
 constexpr cpu::WeightGradientKernels make_weight_gradient_kernels() {
   using Number = Real<Element>;
-  return {VectorOf<Number>::lanes, tile_outputs, pack<Element>, multiply<Number>, sum<Number>, write<Element>};
-}
-
-constexpr cpu::WeightGradientKernelsByType make_all_weight_gradient_kernels() {
-  return {make_weight_gradient_kernels<double>(), make_weight_gradient_kernels<float>(),
-          make_weight_gradient_kernels<Half>(), make_weight_gradient_kernels<BFloat16>()};
+  return {VectorOf<Number>::lanes, tile_outputs,         pack_positions<Element>,
+          multiply_block<Number>,  sum_gradient<Number>, write_sums<Element>};
 }
 
 }  // namespace NHWC_CPU_LEVEL

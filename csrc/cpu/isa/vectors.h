@@ -3,6 +3,13 @@
 
 #include "torch_nhwc/casts.h"
 
+// Unrolls the loop that follows, whose number of rounds is a constant of at most 16.
+#if defined(__clang__)
+#define NHWC_UNROLL _Pragma("unroll")
+#else
+#define NHWC_UNROLL _Pragma("GCC unroll 16")
+#endif
+
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
@@ -53,26 +60,26 @@ NHWC_ALWAYS_INLINE constexpr std::int64_t slot_of(std::int64_t k) {
 }
 
 template <typename Number>
-NHWC_ALWAYS_INLINE Vector<Number> load(const Number* source) {
+NHWC_ALWAYS_INLINE Vector<Number> load_vector(const Number* source) {
   Vector<Number> result;
   std::memcpy(&result, source, sizeof(result));
   return result;
 }
 
 template <typename Number>
-NHWC_ALWAYS_INLINE void store(Number* destination, Vector<Number> value) {
+NHWC_ALWAYS_INLINE void store_vector(Number* destination, Vector<Number> value) {
   std::memcpy(destination, &value, sizeof(value));
 }
 
 template <typename Number>
 NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
-  return {load(source), load(source + VectorOf<Number>::lanes)};
+  return {load_vector(source), load_vector(source + VectorOf<Number>::lanes)};
 }
 
 template <typename Number>
 NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& values) {
-  store(destination, values.first);
-  store(destination + VectorOf<Number>::lanes, values.second);
+  store_vector(destination, values.first);
+  store_vector(destination + VectorOf<Number>::lanes, values.second);
 }
 
 typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
@@ -125,19 +132,19 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 
 typedef std::uint16_t HalfOfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
 
-NHWC_ALWAYS_INLINE Vector<float> load(const BFloat16* source) {
+NHWC_ALWAYS_INLINE Vector<float> load_vector(const BFloat16* source) {
   HalfOfBits bits;
   std::memcpy(&bits, source, sizeof(bits));
   return detail::bits_as<Vector<float>>(__builtin_convertvector(bits, Bits) << 16);
 }
 
-NHWC_ALWAYS_INLINE void store(BFloat16* destination, Vector<float> value) {
+NHWC_ALWAYS_INLINE void store_vector(BFloat16* destination, Vector<float> value) {
   const auto bits = __builtin_convertvector(rounded(value) >> 16, HalfOfBits);
   std::memcpy(destination, &bits, sizeof(bits));
 }
 
-NHWC_ALWAYS_INLINE Vector<float> load(const Half* source) { return load_halves(source); }
-NHWC_ALWAYS_INLINE void store(Half* destination, Vector<float> value) { store_halves(destination, value); }
+NHWC_ALWAYS_INLINE Vector<float> load_vector(const Half* source) { return load_halves(source); }
+NHWC_ALWAYS_INLINE void store_vector(Half* destination, Vector<float> value) { store_halves(destination, value); }
 
 template <typename Number>
 NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {

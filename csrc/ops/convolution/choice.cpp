@@ -228,7 +228,7 @@ const Way as_it_comes[] = {
     {"formatted", Kind::faster, in_graphs, is_volume_in_other_format, rewrites::formatted},
     {"restrided", Kind::mended, in_graphs, is_odd, rewrites::restrided},
 };
-const Way kernels = {"kernels", Kind::ours, in_graphs};
+const Way kernels_way = {"kernels", Kind::ours, in_graphs};
 const Way mended[] = {
     {"narrowed", Kind::mended, in_graphs, faults::has_one_column, rewrites::narrowed},
     {"trimmed", Kind::mended, in_graphs, faults::has_depth_under_no_tap, rewrites::trimmed},
@@ -238,16 +238,17 @@ const Way mended[] = {
     {"extended", Kind::mended, in_graphs, faults::has_extended_tap, rewrites::extended},
     {"cut", Kind::mended, in_graphs, faults::has_small_output, rewrites::cut},
 };
-const Way linear = {"linear", Kind::faster, in_eager_mode};
-const Way along_depth = {"along_depth", Kind::faster, in_eager_mode, has_one_tap_in_the_plane, rewrites::along_depth};
+const Way linear_way = {"linear", Kind::faster, in_eager_mode};
+const Way along_depth_way = {"along_depth", Kind::faster, in_eager_mode, has_one_tap_in_the_plane,
+                             rewrites::along_depth};
 const Way of_slow_samples[] = {
     {"gathered", Kind::faster, in_graphs, has_few_positions, rewrites::gathered},
     {"slabs", Kind::faster, in_graphs, gains_from_slabs, rewrites::in_slabs},
 };
-const Way kernels_in_part = {"kernels_in_part", Kind::ours, in_graphs};
-const Way float32 = {"float32", Kind::mended, in_graphs};
-const Way restored = {"restored", Kind::pytorchs, in_eager_mode, nullptr, rewrites::restored};
-const Way pytorch = {"pytorch", Kind::pytorchs, in_eager_mode, nullptr, rewrites::as_it_is};
+const Way kernels_in_part_way = {"kernels_in_part", Kind::ours, in_graphs};
+const Way float32_way = {"float32", Kind::mended, in_graphs};
+const Way restored_way = {"restored", Kind::pytorchs, in_eager_mode, nullptr, rewrites::restored};
+const Way pytorch_way = {"pytorch", Kind::pytorchs, in_eager_mode, nullptr, rewrites::as_it_is};
 
 template <size_t count>
 const Way* first(const Way (&ways)[count], const Call& call) {
@@ -271,18 +272,18 @@ Choice choose(const Call& call) {
   const bool of_input = has_gradient_to_come(call.input), of_weight = has_gradient_to_come(call.weight);
 
   const bool are_all_ours = ours.forward && (ours.input_gradient || !of_input) && (ours.weight_gradient || !of_weight);
-  if (are_all_ours) return {&kernels, ours, others};
+  if (are_all_ours) return {&kernels_way, ours, others};
   if (mending) return {mending};
-  if (is_linear(call)) return {&linear, {}, Others::products};
-  if (has_one_tap_in_the_plane(call)) return {&along_depth};
+  if (is_linear(call)) return {&linear_way, {}, Others::products};
+  if (has_one_tap_in_the_plane(call)) return {&along_depth_way};
   if (call.axes() == 3 && is_slow_sample(call, backend())) {
     if (const Way* way = first(of_slow_samples, call)) return {way};
   }
   const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
-  if (is_one_ours) return {&kernels_in_part, ours, others};
-  if (in_float32) return {&float32, {}, others};
-  if (is_channels_last(call.input) && loses_format(call, backend())) return {&restored};
-  return {&pytorch};
+  if (is_one_ours) return {&kernels_in_part_way, ours, others};
+  if (in_float32) return {&float32_way, {}, others};
+  if (is_channels_last(call.input) && loses_format(call, backend())) return {&restored_way};
+  return {&pytorch_way};
 }
 
 const char* name_of(Kind kind) {

@@ -10,10 +10,10 @@
 #include <tuple>
 #include <utility>
 
-#include "cpu/convolution_sizes.h"
 #include "cpu/depthwise.h"
 #include "cpu/pointwise.h"
 #include "cpu/weight_gradient.h"
+#include "cpu/work/axes.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
