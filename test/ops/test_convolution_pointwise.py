@@ -25,8 +25,9 @@ def operands(shape, outputs, dtype):
 def test_results_and_gradients(inputs, outputs, sizes, dtype):
     name = "conv2d" if len(sizes) == 2 else "conv3d"
     leaves = operands((2, inputs, *sizes), outputs, dtype)
-    way = "kernels" if dtype == torch.float32 else ("kernels", "along_depth", "kernels_in_part")
-    assert way_of(name, leaves[0], leaves[1].requires_grad_(), leaves[2], ()) in way
+    is_single = inputs == 1 or (outputs == 1 and inputs <= 4)  # which PyTorch is as fast with
+    if dtype == torch.float32:
+        assert (way_of(name, leaves[0], leaves[1].requires_grad_(), leaves[2], ()) == "kernels") is not is_single
     got = gradients(getattr(functional, name), leaves)
     real = gradients(getattr(F, name), [each.double().contiguous() for each in leaves])
     tolerance = {torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}[dtype]

@@ -14,6 +14,28 @@
 namespace nhwc {
 namespace {
 
+/// What PyTorch computes a call by, asked at most once.
+class Backends {
+ public:
+  explicit Backends(const Call& call) : call_(call) {}
+
+  at::native::ConvBackend own() { return own_ ? *own_ : own_.emplace(call_.backend()); }
+
+  /// Returns that of the same call in float32.
+  at::native::ConvBackend in_float32() {
+    if (!call_.is_half()) return own();
+    if (wide_) return *wide_;
+    Call wide = call_;
+    wide.bias = {};
+    for (at::Tensor* each : {&wide.input, &wide.weight}) *each = without_memory(*each, at::kFloat);
+    return wide_.emplace(wide.backend());
+  }
+
+ private:
+  const Call& call_;
+  std::optional<at::native::ConvBackend> own_, wide_;
+};
+
 // Inputs as they come.
 
 bool is_unfit(const Call& call) { return !call.is_on_cpu() || !call.is_accepted(); }
@@ -52,12 +74,12 @@ bool has_one_tap_in_the_plane(const Call& call) {
   return call.has_one_dtype() && (call.groups == 1 || (call.weight.sym_size(2) == 1 && is_float));
 }
 
-/// Returns whether a convolution is one matrix product over all voxels, which is faster than a convolution except for
-/// narrow types.
+/// Returns whether a convolution with one tap in the plane is one matrix product over all voxels, which is faster than
+/// a convolution except for narrow types.
 bool is_linear(const Call& call) {
   const bool is_wide = call.input.scalar_type() == at::kFloat || call.input.scalar_type() == at::kDouble;
-  return is_wide && !call.is_composed && has_one_tap_in_the_plane(call) && call.weight.sym_size(2) == 1 &&
-         call.stride[0] == 1 && call.padding[0] == 0 && call.groups == 1 && is_as_precise_as_products();
+  return is_wide && !call.is_composed && call.weight.sym_size(2) == 1 && call.stride[0] == 1 && call.padding[0] == 0 &&
+         call.groups == 1 && is_as_precise_as_products();
 }
 
 c10::SymInt positions_of(const Call& call) {
@@ -74,17 +96,12 @@ c10::SymInt positions_of(const Call& call) {
 /// depth and height. What it leaves is computed by matrix products over copies of the input, which are slower. With
 /// groups, it leaves nothing. Graphs for any sizes have PyTorch's convolution: Inductor cannot order strides that are
 /// symbols, which the views here have.
-bool is_slow_sample(const Call& call, at::native::ConvBackend backend) {
-  const at::ScalarType type = call.input.scalar_type();
+bool is_slow_sample(const Call& call, Backends& backends) {
   if (call.axes() != 3 || call.has_symbolic_sizes() || call.input.sym_size(0) != 1 || call.groups != 1 ||
-      !is_channels_last(call.input) || !at::globalContext().userEnabledMkldnn() || is_onednns(backend)) {
+      !is_channels_last(call.input) || !at::globalContext().userEnabledMkldnn() || is_onednns(backends.own())) {
     return false;
   }
-  if (!call.is_half()) return type == at::kFloat;
-  Call wide = call;
-  wide.bias = {};
-  for (at::Tensor* each : {&wide.input, &wide.weight}) *each = without_memory(*each, at::kFloat);
-  return !is_onednns(wide.backend());
+  return (call.input.scalar_type() == at::kFloat || call.is_half()) && !is_onednns(backends.in_float32());
 }
 
 /// Returns whether a slow sample has so few positions that the copy of its windows is smaller than what oneDNN or
@@ -168,9 +185,13 @@ bool gains_grouped_weight_gradient(const Call& call, const Sizes& sizes, Arithme
 }
 
 /// Below AVX-512 oneDNN's dense weight gradient reaches a half of its forward. With it, it is slow where it transposes
-/// the weight for few positions, and where registers are not filled.
-bool gains_dense_weight_gradient(const Sizes& sizes, Arithmetic arithmetic) {
+/// the weight for few positions, and where registers are not filled. What PyTorch keeps from oneDNN, small samples
+/// alone, is fast as its own product, but for volumes.
+bool gains_dense_weight_gradient(const Sizes& sizes, Arithmetic arithmetic, at::native::ConvBackend backend) {
   if (sizes.taps == 1) return false;  // one matrix product
+  constexpr int64_t least_products = 1 << 20;
+  const int64_t products = sizes.positions * sizes.taps * sizes.inputs * sizes.outputs;
+  if (!is_onednns(backend) && (!sizes.is_3d || products < least_products)) return false;
   if (arithmetic == Arithmetic::below_avx512) return sizes.inputs >= (sizes.is_3d ? 8 : 4);
   const bool is_half = arithmetic == Arithmetic::halves;
   if (sizes.inputs < 16) return false;
@@ -189,7 +210,7 @@ bool is_measured() {
 }
 
 /// Returns the passes that our kernels compute, of tensors that they take.
-KernelPasses passes_of_kernels(const Call& call, bool in_float32, bool is_mended) {
+KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_float32, bool is_mended) {
   const at::ScalarType type = call.input.scalar_type();
   if ((type != at::kFloat && !call.is_half()) || !call.has_one_dtype()) return {};
   if (call.is_composed || call.has_symbolic_sizes() || !is_channels_last(call.input)) return {};
@@ -202,11 +223,14 @@ KernelPasses passes_of_kernels(const Call& call, bool in_float32, bool is_mended
   const Sizes sizes(call);
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
   if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
-  if (sizes.positions >= 1024 && is_pointwise(call)) {  // for fewer, calls take longer than products
-    const bool gains = std::max(sizes.inputs, sizes.outputs) <= 4 || arithmetic != Arithmetic::halves;
+  // For fewer positions calls take longer than products, and PyTorch is as fast where one channel meets few.
+  const bool is_single = sizes.inputs == 1 || (sizes.outputs == 1 && sizes.inputs <= cpu::most_few);
+  if (sizes.positions >= 1024 && !is_single && is_pointwise(call)) {
+    const bool gains = arithmetic != Arithmetic::halves;
     return {gains, gains, true};
   }
-  return {false, false, gains_dense_weight_gradient(sizes, arithmetic)};
+  const at::native::ConvBackend backend = in_float32 ? backends.in_float32() : backends.own();
+  return {false, false, gains_dense_weight_gradient(sizes, arithmetic, backend)};
 }
 
 // What remains.
@@ -260,29 +284,28 @@ const Way* first(const Way (&ways)[count], const Call& call) {
 
 Choice choose(const Call& call) {
   if (const Way* way = first(as_it_comes, call)) return {way};
-  std::optional<at::native::ConvBackend> answer;
-  const auto backend = [&] { return answer ? *answer : answer.emplace(call.backend()); };
-
+  Backends backends(call);
   // What oneDNN does not take in half precision PyTorch computes many times slower than in float32.
-  const bool in_float32 =
-      call.is_half() && call.has_one_dtype() && (!is_onednns(backend()) || faults::is_wrong_in_half_precision(call));
+  const bool in_float32 = call.is_half() && call.has_one_dtype() &&
+                          (!is_onednns(backends.own()) || faults::is_wrong_in_half_precision(call));
   const Others others = in_float32 ? Others::pytorch_in_float32 : Others::pytorch;
   const Way* mending = first(mended, call);
-  const KernelPasses ours = passes_of_kernels(call, in_float32, mending != nullptr);
+  const KernelPasses ours = passes_of_kernels(call, backends, in_float32, mending != nullptr);
   const bool of_input = has_gradient_to_come(call.input), of_weight = has_gradient_to_come(call.weight);
 
   const bool are_all_ours = ours.forward && (ours.input_gradient || !of_input) && (ours.weight_gradient || !of_weight);
   if (are_all_ours) return {&kernels_way, ours, others};
   if (mending) return {mending};
-  if (is_linear(call)) return {&linear_way, {}, Others::products};
-  if (has_one_tap_in_the_plane(call)) return {&along_depth_way};
-  if (call.axes() == 3 && is_slow_sample(call, backend())) {
+  if (has_one_tap_in_the_plane(call)) {
+    return is_linear(call) ? Choice{&linear_way, {}, Others::products} : Choice{&along_depth_way};
+  }
+  if (is_slow_sample(call, backends)) {
     if (const Way* way = first(of_slow_samples, call)) return {way};
   }
   const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
   if (is_one_ours) return {&kernels_in_part_way, ours, others};
   if (in_float32) return {&float32_way, {}, others};
-  if (is_channels_last(call.input) && loses_format(call, backend())) return {&restored_way};
+  if (is_channels_last(call.input) && loses_format(call, backends.own())) return {&restored_way};
   return {&pytorch_way};
 }
 
