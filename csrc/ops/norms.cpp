@@ -122,7 +122,8 @@ struct Norm {
   /// Returns whether all have the dtype of the input, or all have float32 for an input of half or bfloat16. Running
   /// statistics of instance norm may both have any, since it converts its averages.
   bool are_cast() const {
-    if (running_mean.defined() && running_mean.scalar_type() != running_var.scalar_type()) return false;
+    const bool has_both = running_mean.defined() && running_var.defined();
+    if (has_both && running_mean.scalar_type() != running_var.scalar_type()) return false;
     bool is_same = true, is_mixed = type() == at::kHalf || type() == at::kBFloat16;
     for (const at::Tensor* each : of_channels()) {
       if (!each->defined() || (!is_batch_norm && (each == &running_mean || each == &running_var))) continue;

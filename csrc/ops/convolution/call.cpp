@@ -6,6 +6,14 @@
 #include "layout/channels_last.h"
 
 namespace nhwc {
+namespace {
+
+bool has_gradient_to_come(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet wrapped{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
+  return at::GradMode::is_enabled() && (tensor.requires_grad() || tensor.key_set().has_any(wrapped));
+}
+
+}  // namespace
 
 at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes) {
   if (sizes.size() == 1) return at::SymDimVector(axes, sizes[0]);
@@ -14,11 +22,6 @@ at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes) {
 
 c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor) {
   return (number + divisor - 1) / divisor;
-}
-
-bool has_gradient_to_come(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet wrapped{c10::DispatchKey::FuncTorchGradWrapper, c10::DispatchKey::FuncTorchBatched};
-  return at::GradMode::is_enabled() && (tensor.requires_grad() || tensor.key_set().has_any(wrapped));
 }
 
 bool is_onednns(at::native::ConvBackend backend) {
@@ -53,7 +56,13 @@ bool Call::has_one_dtype() const {
   return weight.scalar_type() == type && (!has_bias() || bias->scalar_type() == type);
 }
 
-bool Call::is_channels_last_input() const {
+bool Call::may_derive_by_input() const { return has_gradient_to_come(input); }
+
+bool Call::may_derive_by_weight() const { return has_gradient_to_come(weight); }
+
+bool Call::has_channels_last_weight() const { return is_channels_last(weight); }
+
+bool Call::has_channels_last_input() const {
   return static_cast<size_t>(input.dim()) == axes() + 2 && is_channels_last(input);
 }
 

@@ -17,10 +17,6 @@ at::SymDimVector for_each_axis(at::SymIntArrayRef sizes, size_t axes);
 
 c10::SymInt quotient_rounded_up(const c10::SymInt& number, const c10::SymInt& divisor);
 
-/// Returns whether a gradient of a tensor may be to come. For a tensor that torch.func has wrapped, another level of
-/// its transforms may require one.
-bool has_gradient_to_come(const at::Tensor& tensor);
-
 /// Returns whether a backend is oneDNN, or nothing has to be computed.
 bool is_onednns(at::native::ConvBackend backend);
 
@@ -66,7 +62,14 @@ struct Call {
   bool is_on_cpu() const;
 
   /// Returns whether the input is channels-last and has a dimension of samples.
-  bool is_channels_last_input() const;
+  bool has_channels_last_input() const;
+
+  bool has_channels_last_weight() const;
+
+  /// Returns whether a gradient of the input, or of the weight, may be to come. For a tensor that torch.func has
+  /// wrapped, another level of its transforms may require one.
+  bool may_derive_by_input() const;
+  bool may_derive_by_weight() const;
 
   /// Returns whether all tensors have one dtype.
   bool has_one_dtype() const;

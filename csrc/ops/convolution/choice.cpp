@@ -45,7 +45,7 @@ bool is_one_sample(const Call& call) { return static_cast<size_t>(call.input.dim
 /// Returns whether a contiguous volume meets a channels-last weight. Of 2D ones PyTorch itself takes the weight's
 /// format, of volumes only where oneDNN computes.
 bool is_volume_in_other_format(const Call& call) {
-  if (call.axes() != 3 || is_channels_last(call.input) || !is_channels_last(call.weight)) return false;
+  if (call.axes() != 3 || call.has_channels_last_input() || !call.has_channels_last_weight()) return false;
   return !has_channels_last_strides(call.input);
 }
 
@@ -65,7 +65,7 @@ bool is_as_precise_as_products() {
 
 /// Returns whether a kernel has one tap in the plane. Kernels with more, or a stride there, gain nothing.
 bool has_one_tap_in_the_plane(const Call& call) {
-  if (call.axes() != 3 || call.is_transposed || !is_channels_last(call.input)) return false;
+  if (call.axes() != 3 || call.is_transposed || !call.has_channels_last_input()) return false;
   for (size_t index = 1; index < 3; ++index) {
     if (call.weight.sym_size(index + 2) != 1 || call.padding[index] != 0 || call.stride[index] != 1) return false;
   }
@@ -98,7 +98,7 @@ c10::SymInt positions_of(const Call& call) {
 /// symbols, which the views here have.
 bool is_slow_sample(const Call& call, Backends& backends) {
   if (call.axes() != 3 || call.has_symbolic_sizes() || call.input.sym_size(0) != 1 || call.groups != 1 ||
-      !is_channels_last(call.input) || !at::globalContext().userEnabledMkldnn() || is_onednns(backends.own())) {
+      !call.has_channels_last_input() || !at::globalContext().userEnabledMkldnn() || is_onednns(backends.own())) {
     return false;
   }
   return (call.input.scalar_type() == at::kFloat || call.is_half()) && !is_onednns(backends.in_float32());
@@ -110,7 +110,7 @@ bool has_few_positions(const Call& call) {
   if (call.is_transposed || call.input.scalar_type() != at::kFloat || !call.has_one_dtype()) return false;
   const c10::SymInt positions = positions_of(call), weights = call.weight.sym_numel();
   const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);
-  return is_few && is_channels_last(call.weight) && is_as_precise_as_products();
+  return is_few && call.has_channels_last_weight() && is_as_precise_as_products();
 }
 
 /// Returns whether a slow sample can be cut into slabs, and gains: a convolution between any two positions, a
@@ -213,7 +213,7 @@ bool is_measured() {
 KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_float32, bool is_mended) {
   const at::ScalarType type = call.input.scalar_type();
   if ((type != at::kFloat && !call.is_half()) || !call.has_one_dtype()) return {};
-  if (call.is_composed || call.has_symbolic_sizes() || !is_channels_last(call.input)) return {};
+  if (call.is_composed || call.has_symbolic_sizes() || !call.has_channels_last_input()) return {};
   // Our kernels need none of the ways around faults.
   if (call.is_depthwise() && (is_mended || in_float32)) return {true, true, true};
   if (is_mended || !is_measured()) return {};
@@ -291,7 +291,7 @@ Choice choose(const Call& call) {
   const Others others = in_float32 ? Others::pytorch_in_float32 : Others::pytorch;
   const Way* mending = first(mended, call);
   const KernelPasses ours = passes_of_kernels(call, backends, in_float32, mending != nullptr);
-  const bool of_input = has_gradient_to_come(call.input), of_weight = has_gradient_to_come(call.weight);
+  const bool of_input = call.may_derive_by_input(), of_weight = call.may_derive_by_weight();
 
   const bool are_all_ours = ours.forward && (ours.input_gradient || !of_input) && (ours.weight_gradient || !of_weight);
   if (are_all_ours) return {&kernels_way, ours, others};
@@ -305,7 +305,7 @@ Choice choose(const Call& call) {
   const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
   if (is_one_ours) return {&kernels_in_part_way, ours, others};
   if (in_float32) return {&float32_way, {}, others};
-  if (is_channels_last(call.input) && loses_format(call, backends.own())) return {&restored_way};
+  if (call.has_channels_last_input() && loses_format(call, backends.own())) return {&restored_way};
   return {&pytorch_way};
 }
 

@@ -90,7 +90,7 @@ bool has_wrong_columns(const Call& call) {
 bool has_wrong_strided_tap(const Call& call) {
   if (call.axes() != 2 || !strided_taps.is_expected()) return false;
   if (call.weight.sym_size(2) != 1 || call.weight.sym_size(3) != 1 || call.weight.sym_size(1) >= 16) return false;
-  return (call.stride[0] > 1 || call.stride[1] > 1) && has_gradient_to_come(call.weight);
+  return (call.stride[0] > 1 || call.stride[1] > 1) && call.may_derive_by_weight();
 }
 
 // The rules of what oneDNN 3.12 computes wrong were found by 33,000 random convolutions with and without AMX, half of
@@ -153,14 +153,14 @@ c10::SymInt planes_under_a_tap(const Call& call) {
 
 bool has_depth_under_no_tap(const Call& call) {
   if (call.is_transposed || call.axes() != 3 || !call.is_half()) return false;
-  if (!halves_with_amx.is_expected() || !has_gradient_to_come(call.input)) return false;
+  if (!halves_with_amx.is_expected() || !call.may_derive_by_input()) return false;
   const c10::SymInt planes = planes_under_a_tap(call);
   return planes > 0 && planes < call.input.sym_size(2);  // where all are under none, the input is padded first
 }
 
 bool has_strided_tap(const Call& call) {
   if (call.is_transposed || !has_wrong_strided_tap(call)) return false;
-  return is_channels_last(call.weight) || is_channels_last(call.input);
+  return call.has_channels_last_weight() || call.has_channels_last_input();
 }
 
 bool has_one_transposed_column(const Call& call) {
@@ -181,8 +181,7 @@ bool is_wrong_in_half_precision(const Call& call) {
   const Axis width = call.axis(1);
   if (width.stride > 1 && width.padding > width.positions) return true;
   const c10::SymInt channels = call.weight.sym_size(1);
-  if (call.input.scalar_type() == at::kBFloat16 && has_gradient_to_come(call.weight) &&
-      is_dilated_wrong(call, channels)) {
+  if (call.input.scalar_type() == at::kBFloat16 && call.may_derive_by_weight() && is_dilated_wrong(call, channels)) {
     return true;
   }
   if (!halves_with_amx.is_expected()) return false;

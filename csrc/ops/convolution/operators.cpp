@@ -226,11 +226,19 @@ void implement_kernels(torch::Library& m) {
   m.impl("convolution_by_kernels_backward", TORCH_FN(by_kernels_backward));
 }
 
+template <auto operation>
+struct AsGiven {
+  static constexpr auto call = operation;
+};
+
 /// Calls an operator in lower precision, as autocast does PyTorch's convolutions. The casts precede the views, whose
 /// casts autocast would not cache.
-template <typename Result, typename... Others>
-struct Lowered {
-  template <Result (*operation)(const at::Tensor&, const at::Tensor&, const OptionalTensor&, Others...)>
+template <auto operation>
+struct Lowered;
+
+template <typename Result, typename... Others,
+          Result (*operation)(const at::Tensor&, const at::Tensor&, const OptionalTensor&, Others...)>
+struct Lowered<operation> {
   static Result call(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, Others... others) {
     const c10::impl::ExcludeDispatchKeyGuard off(c10::DispatchKey::AutocastCPU);
     const auto lower = [](const auto& tensor) {
@@ -241,49 +249,30 @@ struct Lowered {
   }
 };
 
+template <template <auto> typename As>
 void register_all(torch::Library& m) {
-  m.impl("conv2d", TORCH_FN(convolve<2>));
-  m.impl("conv2d.padding", TORCH_FN(convolve_by_name<2>));
-  m.impl("conv3d", TORCH_FN(convolve<3>));
-  m.impl("conv3d.padding", TORCH_FN(convolve_by_name<3>));
-  m.impl("conv_transpose2d", TORCH_FN(convolve_transposed<2>));
-  m.impl("conv_transpose3d", TORCH_FN(convolve_transposed<3>));
-  m.impl("compiled_convolution", TORCH_FN(compiled));
-  m.impl("compiled_convolution.padding", TORCH_FN(compiled_by_name));
-  m.impl("convolution_way", TORCH_FN(convolution_way));
-  m.impl("convolution_way.padding", TORCH_FN(convolution_way_by_name));
+  m.impl("conv2d", TORCH_FN(As<convolve<2>>::call));
+  m.impl("conv2d.padding", TORCH_FN(As<convolve_by_name<2>>::call));
+  m.impl("conv3d", TORCH_FN(As<convolve<3>>::call));
+  m.impl("conv3d.padding", TORCH_FN(As<convolve_by_name<3>>::call));
+  m.impl("conv_transpose2d", TORCH_FN(As<convolve_transposed<2>>::call));
+  m.impl("conv_transpose3d", TORCH_FN(As<convolve_transposed<3>>::call));
+  m.impl("compiled_convolution", TORCH_FN(As<compiled>::call));
+  m.impl("compiled_convolution.padding", TORCH_FN(As<compiled_by_name>::call));
+  m.impl("convolution_way", TORCH_FN(As<convolution_way>::call));
+  m.impl("convolution_way.padding", TORCH_FN(As<convolution_way_by_name>::call));
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { register_all(m); }
-TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { register_all(m); }
-
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { register_all<AsGiven>(m); }
+TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { register_all<AsGiven>(m); }
+TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) { register_all<Lowered>(m); }
 TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {
   m.impl("convolution_by_kernels", TORCH_FN(by_kernels_autograd));
   m.impl("convolution_by_kernels_backward", TORCH_FN(by_kernels_backward_autograd));
-}
-
-TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) {
-  using Sizes = at::SymIntArrayRef;
-  using ByNumbers = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt>;
-  using ByName = Lowered<at::Tensor, Sizes, c10::string_view, Sizes, c10::SymInt>;
-  using Transposed = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, Sizes>;
-  using Compiled = Lowered<at::Tensor, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
-  using ItsWay = Lowered<Answer, Sizes, Sizes, Sizes, c10::SymInt, at::OptionalSymIntArrayRef>;
-  using WayByName = Lowered<Answer, Sizes, c10::string_view, Sizes, c10::SymInt>;
-  m.impl("conv2d", TORCH_FN((ByNumbers::call<convolve<2>>)));
-  m.impl("conv2d.padding", TORCH_FN((ByName::call<convolve_by_name<2>>)));
-  m.impl("conv3d", TORCH_FN((ByNumbers::call<convolve<3>>)));
-  m.impl("conv3d.padding", TORCH_FN((ByName::call<convolve_by_name<3>>)));
-  m.impl("conv_transpose2d", TORCH_FN((Transposed::call<convolve_transposed<2>>)));
-  m.impl("conv_transpose3d", TORCH_FN((Transposed::call<convolve_transposed<3>>)));
-  m.impl("compiled_convolution", TORCH_FN((Compiled::call<compiled>)));
-  m.impl("compiled_convolution.padding", TORCH_FN((ByName::call<compiled_by_name>)));
-  m.impl("convolution_way", TORCH_FN((ItsWay::call<convolution_way>)));
-  m.impl("convolution_way.padding", TORCH_FN((WayByName::call<convolution_way_by_name>)));
 }
 
 }  // namespace nhwc

@@ -209,7 +209,7 @@ at::Tensor pytorchs(const Call& call, Others others) {
       at::convolution_symint(as_computed(call.input, others), as_computed(call.weight, others), bias, call.stride,
                              call.padding, call.dilation, call.is_transposed, call.output_padding, call.groups)
           .to(call.input.scalar_type());
-  return call.is_channels_last_input() ? to_channels_last(out) : out;
+  return call.has_channels_last_input() ? to_channels_last(out) : out;
 }
 
 /// Returns PyTorch's gradients, which can be differentiated.

@@ -15,7 +15,7 @@ namespace {
 /// Returns the result of a changed call: in channels-last, and with a gradient in it, if the input is.
 template <typename Change>
 at::Tensor changed(const Call& call, const Change& change) {
-  const bool is_channels_last_input = call.is_channels_last_input();
+  const bool is_channels_last_input = call.has_channels_last_input();
   Call other = call;
   if (is_channels_last_input) other.input = with_channels_last_grad(call.input);
   const at::Tensor out = change(other);
