@@ -13,7 +13,7 @@ enum class Kind {
   pytorchs,  // PyTorch's own result, at most in another format
   faster,    // PyTorch's result is as right, and slower or in another format
   mended,    // PyTorch's result or a gradient is wrong
-  ours,      // our kernels or products compute a pass
+  ours,      // our kernels compute a pass
 };
 
 const char* name_of(Kind kind);
