@@ -28,7 +28,7 @@ const Formula be_contiguous = {
     [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
       if (!gradients[0].defined() || !context.needed[0]) return {at::Tensor()};
       const at::Tensor dense = gradients[0].contiguous();  // sizes of 1 may have any stride
-      return {dense.flatten().view_symint(dense.sym_sizes())};
+      return {dense.reshape({-1}).view_symint(dense.sym_sizes())};
     }};
 
 /// Returns an alias through which the gradient flows by the formula.
@@ -86,12 +86,12 @@ at::Tensor to_channels_last(const at::Tensor& input) {
   }
   // These views work under every transform; the flattened one gives sizes of 1 their canonical strides.
   const at::Tensor dense = channels_to_end(input).contiguous();
-  return channels_from_end(dense.flatten().view_symint(dense.sym_sizes()));
+  return channels_from_end(dense.reshape({-1}).view_symint(dense.sym_sizes()));
 }
 
 at::Tensor with_canonical_strides(const at::Tensor& input) {
   return is_channels_last(input) ? to_channels_last(input)
-                                 : input.contiguous().flatten().view_symint(input.sym_sizes());
+                                 : input.contiguous().reshape({-1}).view_symint(input.sym_sizes());
 }
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }
