@@ -33,25 +33,6 @@ struct VectorOf {
 template <typename Number>
 using Vector = typename VectorOf<Number>::Type;
 
-/// Two registers of neighbours. The first holds the even bfloat16s and the second the odd ones, since two instructions
-/// separate and join them so; `slot_of` has the order.
-template <typename Number>
-struct Pair {
-  Vector<Number> first, second;
-};
-
-template <typename Element>
-constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
-
-/// Returns the position of element `k` of a row among the numbers of its pairs.
-template <typename Element>
-NHWC_ALWAYS_INLINE constexpr std::int64_t slot_of(std::int64_t k) {
-  if (!std::is_same<Element, BFloat16>::value) return k;
-  constexpr std::int64_t size = pair_size<Element>;
-  const std::int64_t within = k % size;
-  return k - within + within / 2 + (within % 2) * (size / 2);
-}
-
 template <typename Number>
 NHWC_ALWAYS_INLINE Vector<Number> load(const Number* source) {
   Vector<Number> result;
@@ -64,35 +45,13 @@ NHWC_ALWAYS_INLINE void store(Number* destination, Vector<Number> value) {
   std::memcpy(destination, &value, sizeof(value));
 }
 
-template <typename Number>
-NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
-  return {load(source), load(source + VectorOf<Number>::lanes)};
-}
-
-template <typename Number>
-NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& values) {
-  store(destination, values.first);
-  store(destination + VectorOf<Number>::lanes, values.second);
-}
-
 typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
 typedef std::int32_t Integers __attribute__((vector_size(NHWC_REGISTER_BYTES)));
-
-NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
-  Bits bits;
-  std::memcpy(&bits, source, sizeof(bits));
-  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
-}
 
 /// Rounded to a bfloat16, in the upper half.
 NHWC_ALWAYS_INLINE Bits rounded(Vector<float> value) {
   const auto bits = detail::bits_as<Bits>(value);
   return value == value ? bits + 0x7FFF + (bits >> 16 & 1) : Bits{} + 0x7FC00000;
-}
-
-NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
-  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
-  std::memcpy(destination, &bits, sizeof(bits));
 }
 
 NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
@@ -121,8 +80,6 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #endif
 }
 
-// One register of neighbours in their order, of any element type.
-
 typedef std::uint16_t HalfOfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
 
 NHWC_ALWAYS_INLINE Vector<float> load(const BFloat16* source) {
@@ -144,13 +101,38 @@ NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {
   return value - Vector<Number>{};
 }
 
-NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
-  return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
+/// Two registers of neighbours.
+template <typename Number>
+struct Pair {
+  Vector<Number> first, second;
+};
+
+typedef float HalfOfFloats __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+
+/// Loads as many elements as a register has floats.
+template <typename Element>
+NHWC_ALWAYS_INLINE Pair<double> load_doubles(const Element* source) {
+  constexpr int lanes = VectorOf<double>::lanes;
+  if constexpr (std::is_same_v<Element, double>) {
+    return {load(source), load(source + lanes)};
+  } else {
+    float values[2 * lanes];
+    store(values, load(source));
+    HalfOfFloats first, second;
+    std::memcpy(&first, values, sizeof(first));
+    std::memcpy(&second, values + lanes, sizeof(second));
+    return {__builtin_convertvector(first, Vector<double>), __builtin_convertvector(second, Vector<double>)};
+  }
 }
 
-NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values) {
-  store_halves(destination, values.first);
-  store_halves(destination + VectorOf<float>::lanes, values.second);
+template <typename Number>
+NHWC_ALWAYS_INLINE Number total_of(Vector<Number> values) {
+  Number sums[VectorOf<Number>::lanes];
+  store(sums, values);
+  for (int lanes = VectorOf<Number>::lanes / 2; lanes > 0; lanes /= 2) {
+    for (int lane = 0; lane < lanes; ++lane) sums[lane] += sums[lane + lanes];
+  }
+  return sums[0];
 }
 
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
