@@ -23,7 +23,7 @@ namespace isa {
 
 extern const FilterKernels baseline;
 extern const FilterKernels avx2;
-extern const FilterKernels avx2_128;  ///< registers of 16 bytes for wide elements, for AMD's CPUs without AVX-512
+extern const FilterKernels avx2_128;  ///< registers of 16 bytes, for AMD's CPUs without AVX-512
 extern const FilterKernels avx512;
 extern const FilterKernels avx512_vbmi;
 extern const FilterKernels avx512_vbmi_half_width;  ///< registers of 32 bytes, for CPUs that split those of 64

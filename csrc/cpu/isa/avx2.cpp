@@ -17,7 +17,7 @@ namespace nhwc::cpu::isa {
 
 constexpr DepthwiseKernelsByType depthwise_avx2 = make_all_depthwise_kernels();
 constexpr FilterKernels avx2 = make_filter_kernels();
-constexpr FilterKernels avx2_128 = make_filter_kernels<NHWC_REGISTER_BYTES, 16>();
+constexpr FilterKernels avx2_128 = make_filter_kernels<16>();
 constexpr NormKernelsByType norm_avx2 = make_all_norm_kernels();
 constexpr WeightGradientKernelsByType weight_gradient_avx2 = make_all_weight_gradient_kernels();
 constexpr GroupedKernelsByType grouped_avx2 = make_all_grouped_kernels();

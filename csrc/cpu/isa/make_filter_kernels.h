@@ -48,21 +48,20 @@ void transpose_and_cast(const void* source, void* destination, std::int64_t filt
   }
 }
 
-/// @tparam register_bytes       the width of the vector registers.
-/// @tparam wide_register_bytes  their width for elements of 4 bytes and more.
-template <int register_bytes = NHWC_REGISTER_BYTES, int wide_register_bytes = register_bytes>
+/// @tparam register_bytes  the width of the vector registers.
+template <int register_bytes = NHWC_REGISTER_BYTES>
 constexpr cpu::FilterKernels make_filter_kernels() {
   return {{transpose_elements<std::uint8_t, register_bytes>, transpose_elements<std::uint16_t, register_bytes>,
-           transpose_elements<std::uint32_t, wide_register_bytes>,
-           transpose_elements<std::uint64_t, wide_register_bytes>, transpose_elements<Element16, wide_register_bytes>},
+           transpose_elements<std::uint32_t, register_bytes>, transpose_elements<std::uint64_t, register_bytes>,
+           transpose_elements<Element16, register_bytes>},
           {transpose_elements_in_place<std::uint8_t, register_bytes>,
            transpose_elements_in_place<std::uint16_t, register_bytes>,
-           transpose_elements_in_place<std::uint32_t, wide_register_bytes>,
-           transpose_elements_in_place<std::uint64_t, wide_register_bytes>,
-           transpose_elements_in_place<Element16, wide_register_bytes>},
+           transpose_elements_in_place<std::uint32_t, register_bytes>,
+           transpose_elements_in_place<std::uint64_t, register_bytes>,
+           transpose_elements_in_place<Element16, register_bytes>},
           transpose_and_cast<float, std::uint16_t, FloatToBFloat16, register_bytes>,
           transpose_and_cast<float, std::uint16_t, FloatToHalf, register_bytes>,
-          transpose_and_cast<std::uint16_t, float, BFloat16ToFloat, wide_register_bytes>,
+          transpose_and_cast<std::uint16_t, float, BFloat16ToFloat, register_bytes>,
           transpose_and_cast<std::uint16_t, float, HalfToFloat, register_bytes>};
 }
 

@@ -100,6 +100,11 @@ struct Round {
       return pack<sizeof(typename Register::Lane)>(half<2 * v>(tile), half<2 * v + 1>(tile));
     }
 #endif
+#if defined(__x86_64__)
+    if constexpr (turn == Turn::zip && radix == 2 && sizeof(Vector) == 16 && sizeof(typename Register::Lane) <= 2) {
+      return interleave<v, columns + v>(tile);
+    }
+#endif
     return join<v, origins(v).count - 1>(tile, std::make_integer_sequence<int, Register::lanes>{});
   }
 
@@ -108,6 +113,22 @@ struct Round {
     const Vector results[columns] = {result<v>(tile)...};
     ((tile[v] = results[v]), ...);
   }
+
+#if defined(__x86_64__)
+  // Zips the halves `a` and `b` of the tile's registers. Compilers shuffle bytes instead, by patterns from memory.
+  template <int a, int b>
+  static NHWC_ALWAYS_INLINE Vector interleave(const Vector* tile) {
+    const auto first = reinterpret_cast<__m128i>(tile[a / 2]), second = reinterpret_cast<__m128i>(tile[b / 2]);
+    constexpr bool are_bytes = sizeof(typename Register::Lane) == 1;
+    if constexpr (a % 2 == 1 && b % 2 == 1) {
+      return reinterpret_cast<Vector>(are_bytes ? _mm_unpackhi_epi8(first, second) : _mm_unpackhi_epi16(first, second));
+    } else {
+      const __m128i low = a % 2 == 1 ? _mm_unpackhi_epi64(first, first) : first;
+      const __m128i high = b % 2 == 1 ? _mm_unpackhi_epi64(second, second) : second;
+      return reinterpret_cast<Vector>(are_bytes ? _mm_unpacklo_epi8(low, high) : _mm_unpacklo_epi16(low, high));
+    }
+  }
+#endif
 
 #if NHWC_SMALLEST_SHUFFLED > 1
   // Compilers take elements of 1 and 2 bytes apart to deal them. SSE2 packs wider ones, with saturation: each half of a
