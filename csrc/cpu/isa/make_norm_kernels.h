@@ -1,8 +1,8 @@
 // The passes of group norm for one instruction set.
 //
-// Rows are processed by the strip: one row, or as many neighbouring ones as fill some registers. The last register of a
-// strip overlaps the one before it, so that a loop over a strip has no remainder for any number of channels. Parameters
-// are repeated for each row of a strip.
+// Rows are processed by the strip: one row, or as many neighbouring ones as fill some pairs of registers. The last pair
+// of a strip overlaps the one before it, so that a loop over a strip has no remainder for any number of channels.
+// Parameters are repeated for each row of a strip.
 #pragma once
 
 #include "cpu/isa/vectors.h"
@@ -18,13 +18,15 @@ constexpr int most_strips_at_once = 8;  // which share one load of parameters an
 constexpr std::int64_t smaller_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
 constexpr std::int64_t larger_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
 
-/// `rows` neighbouring rows, of `width` elements.
+/// `rows` neighbouring rows, of `width` elements. Parameters and sums of these are in the order of pairs: each pair
+/// has places of its own, also the one that overlaps another.
 template <typename Element>
 struct Strip {
-  static constexpr std::int64_t lanes = VectorOf<Real<Element>>::lanes;
+  using Number = Real<Element>;
+  static constexpr std::int64_t lanes = pair_size<Element>;
   std::int64_t channels, rows, width;
 
-  /// The fewest rows that fill registers, or as many as make the overlap negligible: fewer where there are few.
+  /// The fewest rows that fill pairs, or as many as make the overlap negligible: fewer where there are few.
   Strip(std::int64_t count, std::int64_t channels) : channels(channels) {
     std::int64_t divisor = lanes;
     while (channels % divisor != 0) divisor /= 2;  // it is a power of two
@@ -36,54 +38,73 @@ struct Strip {
   std::int64_t filled() const { return width / lanes * lanes; }
   std::int64_t padded() const { return (width + lanes - 1) / lanes * lanes; }
 
-  /// Returns where the sum of an element is: those of an overlapping register have places of their own.
-  std::int64_t slot_of(std::int64_t k) const { return k < filled() ? k : k + padded() - width; }
+  /// Returns the first element of the last pair.
+  std::int64_t last() const { return larger_of(width - lanes, 0); }
 
-  /// Moves the sums of the last register to those of their elements.
-  void close_gap(Real<Element>* sums) const {
-    for (std::int64_t k = filled(); k < width; ++k) sums[k] = sums[slot_of(k)];
+  /// Returns where the parameters and sums of an element are.
+  std::int64_t slot_of(std::int64_t k) const {
+    const std::int64_t slot = k / lanes * lanes;
+    return slot + place_in_pair<Element>(k - smaller_of(slot, last()));
   }
 
-  /// Repeats the parameters of the channels for all rows.
-  void repeat(Real<Element>* parameters) const {
+  /// Repeats parameters of the channels for all rows, and puts them into the order of pairs.
+  void arrange(Number* parameters) const {
     for (std::int64_t k = channels; k < width; ++k) parameters[k] = parameters[k - channels];
+    Number values[lanes];
+    std::memcpy(values, parameters + last(), sizeof(values));
+    std::memcpy(parameters + padded() - lanes, values, sizeof(values));
+    if constexpr (is_pair_in_order<Element>) return;
+    for (std::int64_t slot = 0; slot < padded(); slot += lanes) {
+      std::memcpy(values, parameters + slot, sizeof(values));
+      for (int k = 0; k < lanes; ++k) parameters[slot + place_in_pair<Element>(k)] = values[k];
+    }
   }
 
-  /// Writes a number of each group to all of its elements.
-  void fill(Real<Element>* parameters, const double* of_groups, std::int64_t groups) const {
+  /// Puts sums into the order of the elements.
+  void restore(Number* sums) const {
+    Number values[lanes];
+    for (std::int64_t slot = 0; !is_pair_in_order<Element> && slot < padded(); slot += lanes) {
+      std::memcpy(values, sums + slot, sizeof(values));
+      for (int k = 0; k < lanes; ++k) sums[slot + k] = values[place_in_pair<Element>(k)];
+    }
+    const std::int64_t moved = padded() - lanes - last();
+    for (std::int64_t k = filled(); k < width; ++k) sums[k] = sums[k + moved];
+  }
+
+  /// Writes a number of each group to all of its channels.
+  void fill(Number* parameters, const double* of_groups, std::int64_t groups) const {
     if (groups == channels) {
-      for (std::int64_t c = 0; c < channels; ++c) parameters[c] = static_cast<Real<Element>>(of_groups[c]);
+      for (std::int64_t c = 0; c < channels; ++c) parameters[c] = static_cast<Number>(of_groups[c]);
     } else {
       for (std::int64_t g = 0, k = 0; g < groups; ++g) {
-        const auto value = static_cast<Real<Element>>(of_groups[g]);
+        const auto value = static_cast<Number>(of_groups[g]);
         for (const std::int64_t end = k + channels / groups; k < end; ++k) parameters[k] = value;
       }
     }
-    repeat(parameters);
   }
 };
 
-/// Calls `work<strips>(at, k, slot)` for a register in each of some strips: the first one begins with element `at`,
-/// parameters with `k` and sums with `slot`. Before each of these, `touch(at, count)` is called. Returns the rows done.
+/// Calls `work<strips>(at, slot)` for a pair of registers in each of some strips: the first one begins with element
+/// `at`, and its parameters and sums with `slot`. Before each group of strips, `touch(at, count)` is called. Returns
+/// the rows done.
 template <int at_once, typename Element, typename Work, typename Touch>
 NHWC_ALWAYS_INLINE std::int64_t for_each_strip(const Strip<Element>& strip, std::int64_t row, std::int64_t count,
                                                const Work& work, const Touch& touch) {
   constexpr std::int64_t lanes = Strip<Element>::lanes;
-  const std::int64_t last = strip.width - lanes, padded = strip.padded();
-  if (last < 0) return row;
+  const std::int64_t last = strip.last(), padded = strip.padded();
+  if (strip.width < lanes) return row;
   for (; row + at_once * strip.rows <= count; row += at_once * strip.rows) {
     const std::int64_t first = row * strip.channels;
     touch(first, at_once * strip.width);
     for (std::int64_t slot = 0; slot < padded; slot += lanes) {
-      const std::int64_t k = smaller_of(slot, last);
-      work.template operator()<at_once>(first + k, k, slot);
+      work.template operator()<at_once>(first + smaller_of(slot, last), slot);
     }
   }
   if constexpr (at_once > 1) return for_each_strip<at_once / 2>(strip, row, count, work, touch);
   return row;
 }
 
-/// Calls the same for all strips, and for the elements of the last, incomplete one `work<1>` or `single(at, k, slot)`.
+/// Calls the same for all strips, and for the elements of the last, incomplete one `work<1>` or `single(at, slot)`.
 template <int at_once, typename Element, typename Work, typename Single, typename Touch>
 NHWC_ALWAYS_INLINE void for_each(const Strip<Element>& strip, std::int64_t count, const Work& work,
                                  const Single& single, const Touch& touch) {
@@ -91,8 +112,8 @@ NHWC_ALWAYS_INLINE void for_each(const Strip<Element>& strip, std::int64_t count
   const std::int64_t first = for_each_strip<at_once>(strip, 0, count, work, touch) * strip.channels,
                      rest = count * strip.channels - first;
   std::int64_t k = 0;
-  for (; k + lanes <= smaller_of(rest, strip.filled()); k += lanes) work.template operator()<1>(first + k, k, k);
-  for (; k < rest; ++k) single(first + k, k, strip.slot_of(k));
+  for (; k + lanes <= smaller_of(rest, strip.filled()); k += lanes) work.template operator()<1>(first + k, k);
+  for (; k < rest; ++k) single(first + k, strip.slot_of(k));
 }
 
 /// Calls the same in a pass that writes rows: in order, which memory is twice as fast in as it is row above row.
@@ -100,7 +121,7 @@ template <typename Element, typename Work, typename Single>
 NHWC_ALWAYS_INLINE void for_each_written(const Strip<Element>& strip, std::int64_t count, const Work& work,
                                          const Single& single) {
   const auto nothing = [](std::int64_t, std::int64_t) {};
-  if (strip.width == Strip<Element>::lanes) {
+  if (strip.width == strip.lanes) {
     for_each<most_strips_at_once>(strip, count, work, single, nothing);
   } else {
     for_each<1>(strip, count, work, single, nothing);
@@ -126,8 +147,8 @@ NHWC_ALWAYS_INLINE void for_each_summed(const Strip<Element>& strip, std::int64_
 template <typename Element>
 NHWC_ALWAYS_INLINE void touch_lines(const Element* first, std::int64_t count) {
   constexpr int line = 64;
-  const auto* bytes = reinterpret_cast<const volatile char*>(first);
-  for (std::int64_t at = 0; at < count * static_cast<std::int64_t>(sizeof(Element)); at += line) (void)bytes[at];
+  const auto* byte = reinterpret_cast<const volatile char*>(first);
+  for (const auto* end = reinterpret_cast<const volatile char*>(first + count); byte < end; byte += line) (void)*byte;
 }
 
 /// Returns the rows of a block: enough that the work per block is negligible.
@@ -143,6 +164,12 @@ NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
   const Vector<Number> before = load(sum), after = before + value;
   store(sum, after);
   store(lost, load(lost) + (value - (after - before)));
+}
+template <typename Number>
+NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, const Pair<Number>& value) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  add(sum, lost, value.first);
+  add(sum + lanes, lost + lanes, value.second);
 }
 
 /// Adds what was lost. If a sum is infinite, that is infinite or not-a-number, and the sum stays.
@@ -167,28 +194,28 @@ void sum_block(const Strip<Element>& strip, const Element* rows, std::int64_t co
   clear(square, lost_square, padded);
   for_each_summed(
       strip, count,
-      [=]<int strips>(std::int64_t at, std::int64_t k, std::int64_t slot) {
-        const Vector<Number> origin = load(shift + k);
-        Vector<Number> sums{}, squares{};
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto origin = load_pair(shift + slot);
+        Pair<Number> sums{}, squares{};
 #pragma GCC unroll 8
         for (int row = 0; row < strips; ++row) {
-          const Vector<Number> value = load(rows + at + row * step) - origin;
-          sums += value;
-          squares += value * value;
+          const auto value = load_pair(rows + at + row * step) - origin;
+          sums = sums + value;
+          squares = squares + value * value;
         }
         add(sum + slot, lost + slot, sums);
         add(square + slot, lost_square + slot, squares);
       },
-      [=](std::int64_t at, std::int64_t k, std::int64_t slot) {
-        const Number value = load_one(rows + at) - shift[k];
+      [=](std::int64_t at, std::int64_t slot) {
+        const auto value = load_one(rows + at) - shift[slot];
         sum[slot] += value;
         square[slot] += value * value;
       },
       [=](std::int64_t at, std::int64_t elements) { touch_lines(rows + at, elements); });
   make_up(sum, lost, padded);
   make_up(square, lost_square, padded);
-  strip.close_gap(sum);
-  strip.close_gap(square);
+  strip.restore(sum);
+  strip.restore(square);
 }
 
 /// Returns the sum of the deviations from `center`, or of their squares, of part of each row, in doubles.
@@ -283,6 +310,7 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
       const double* guess = is_second ? block_mean : mean;
       for (std::int64_t g = 0; g < groups; ++g) origin[g] = static_cast<double>(static_cast<Number>(guess[g]));
       strip.fill(shift, origin, groups);
+      strip.arrange(shift);
       sum_block(strip, first, taken, shift, sum, square, lost, lost_square);
       for (std::int64_t c = 0; c < channels; ++c) block_mean[c] = block_deviations[c] = 0;
       fold(strip, sum, block_mean);
@@ -333,18 +361,18 @@ void normalise(const NormRows& shape, const void* data, void* out, const double*
       shift[k] = static_cast<Number>(bias[k] + lost * by);
     }
   }
-  for (Number* each : {mean, scale, shift}) strip.repeat(each);
+  for (Number* each : {mean, scale, shift}) strip.arrange(each);
   for_each_written(
       strip, count,
-      [=]<int strips>(std::int64_t at, std::int64_t k, std::int64_t) {
-        const Vector<Number> m = load(mean + k), a = load(scale + k), b = load(shift + k);
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto m = load_pair(mean + slot), a = load_pair(scale + slot), b = load_pair(shift + slot);
 #pragma GCC unroll 8
         for (int row = 0; row < strips; ++row) {
-          store(to + at + row * step, (load(rows + at + row * step) - m) * a + b);
+          store_pair(to + at + row * step, (load_pair(rows + at + row * step) - m) * a + b);
         }
       },
-      [=](std::int64_t at, std::int64_t k, std::int64_t) {
-        store_one(to + at, (load_one(rows + at) - mean[k]) * scale[k] + shift[k]);
+      [=](std::int64_t at, std::int64_t slot) {
+        store_one(to + at, (load_one(rows + at) - mean[slot]) * scale[slot] + shift[slot]);
       });
 }
 
@@ -370,28 +398,29 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
     }
     return;
   }
+  strip.arrange(mean);
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
     clear(sums, lost, padded);
     clear(products, lost_product, padded);
     for_each_summed(
         strip, smaller_of(block, count - begin),
-        [=]<int strips>(std::int64_t at, std::int64_t k, std::int64_t slot) {
-          const Vector<Number> m = load(mean + k);
-          Vector<Number> s{}, p{};
+        [=]<int strips>(std::int64_t at, std::int64_t slot) {
+          const auto m = load_pair(mean + slot);
+          Pair<Number> s{}, p{};
 #pragma GCC unroll 8
           for (int row = 0; row < strips; ++row) {
-            const Vector<Number> from = load(g + at + row * step);
-            s += from;
-            p += from * (load(x + at + row * step) - m);
+            const auto from = load_pair(g + at + row * step);
+            s = s + from;
+            p = p + from * (load_pair(x + at + row * step) - m);
           }
           add(sums + slot, lost + slot, s);
           add(products + slot, lost_product + slot, p);
         },
-        [=](std::int64_t at, std::int64_t k, std::int64_t slot) {
+        [=](std::int64_t at, std::int64_t slot) {
           const Number value = load_one(g + at);
           sums[slot] += value;
-          products[slot] += value * (load_one(x + at) - mean[k]);
+          products[slot] += value * (load_one(x + at) - mean[slot]);
         },
         [=](std::int64_t at, std::int64_t elements) {
           touch_lines(g + at, elements);
@@ -399,8 +428,8 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
         });
     make_up(sums, lost, padded);
     make_up(products, lost_product, padded);
-    strip.close_gap(sums);
-    strip.close_gap(products);
+    strip.restore(sums);
+    strip.restore(products);
     fold(strip, sums, sum);
     fold(strip, products, product);
   }
@@ -444,19 +473,21 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
       shift[k] = static_cast<Number>(-r * weighted_sum * share);
     }
   }
-  for (Number* each : {mean, by_grad, by_row, shift}) strip.repeat(each);
+  for (Number* each : {mean, by_grad, by_row, shift}) strip.arrange(each);
   for_each_written(
       strip, count,
-      [=]<int strips>(std::int64_t at, std::int64_t k, std::int64_t) {
-        const Vector<Number> m = load(mean + k), a = load(by_grad + k), p = load(by_row + k), b = load(shift + k);
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto m = load_pair(mean + slot), a = load_pair(by_grad + slot), p = load_pair(by_row + slot),
+                   b = load_pair(shift + slot);
 #pragma GCC unroll 8
         for (int row = 0; row < strips; ++row) {
           const std::int64_t from = at + row * step;
-          store(to + from, load(grad + from) * a + ((load(rows + from) - m) * p + b));
+          store_pair(to + from, load_pair(grad + from) * a + ((load_pair(rows + from) - m) * p + b));
         }
       },
-      [=](std::int64_t at, std::int64_t k, std::int64_t) {
-        store_one(to + at, load_one(grad + at) * by_grad[k] + ((load_one(rows + at) - mean[k]) * by_row[k] + shift[k]));
+      [=](std::int64_t at, std::int64_t slot) {
+        const auto centred = load_one(rows + at) - mean[slot];
+        store_one(to + at, load_one(grad + at) * by_grad[slot] + (centred * by_row[slot] + shift[slot]));
       });
 }
 

@@ -101,11 +101,60 @@ NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {
   return value - Vector<Number>{};
 }
 
-/// Two registers of neighbours.
+/// Two registers of neighbours: the first half and the second, or the even bfloat16s and the odd ones, since two
+/// instructions separate and join them so.
 template <typename Number>
 struct Pair {
   Vector<Number> first, second;
 };
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator+(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first + b.first, a.second + b.second};
+}
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator-(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first - b.first, a.second - b.second};
+}
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator*(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first * b.first, a.second * b.second};
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
+  return {load(source), load(source + VectorOf<Number>::lanes)};
+}
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
+  return {load(source), load(source + VectorOf<float>::lanes)};
+}
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
+  Bits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
+}
+
+template <typename Element>
+NHWC_ALWAYS_INLINE void store_pair(Element* destination, const Pair<Real<Element>>& values) {
+  store(destination, values.first);
+  store(destination + VectorOf<Real<Element>>::lanes, values.second);
+}
+NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
+  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+template <typename Element>
+constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
+
+template <typename Element>
+constexpr bool is_pair_in_order = !std::is_same_v<Element, BFloat16>;
+
+/// Returns the place of element `k` in a pair.
+template <typename Element>
+constexpr std::int64_t place_in_pair(std::int64_t k) {
+  return is_pair_in_order<Element> ? k : k / 2 + k % 2 * (pair_size<Element> / 2);
+}
 
 typedef float HalfOfFloats __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
 
