@@ -89,7 +89,7 @@ def bars(case: Case, dtype: torch.dtype, mode: str) -> dict[str, float]:
             found[OVER_CONTIGUOUS] = limits[0] if is_forward else limits[1]
     if case.layer == "instance_norm" and is_float:
         found[STOCK_OVER_OURS] = 5
-    if case.layer == "batch_norm":
+    if case.layer in ("group_norm", "batch_norm"):
         found[STOCK_OVER_OURS] = 1
     if case.layer in POOLS:
         found[OVER_CONTIGUOUS] = 0.5
@@ -136,6 +136,9 @@ def norm_cases() -> Iterator[Case]:
     wide, narrow = (2, 512, 32, 32), (2, 16, 48, 48, 48)
     yield Case("group_norm", "32", wide, partial(group_norm, 32), ((512,),) * 2)
     yield Case("group_norm", "8", narrow, partial(group_norm, 8), ((16,),) * 2)
+    # Few rows of many or odd channels.
+    for shape, groups in (((64, 512, 1, 1), 32), ((64, 1023, 2, 2), 3), ((64, 257, 4, 4), 1), ((64, 512, 4, 4), 32)):
+        yield Case("group_norm", str(groups), shape, partial(group_norm, groups), ((shape[1],),) * 2)
     for shape in ((1, 64, 64, 64), (1, 32, 48, 48, 48)):
         yield Case("instance_norm", "affine", shape, instance_norm, ((shape[1],),) * 2)
     # Few rows and many, few channels and many, within each cache and beyond.

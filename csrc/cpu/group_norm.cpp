@@ -1,6 +1,7 @@
 #include "cpu/group_norm.h"
 
 #include <ATen/Dispatch.h>
+#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cmath>
@@ -12,96 +13,96 @@
 namespace nhwc::cpu {
 namespace {
 
-/// Returns a parameter as doubles, or a default for all channels.
-std::vector<double> doubles_of(const at::Tensor& parameter, int64_t channels, double otherwise) {
-  std::vector<double> values(channels, otherwise);
-  if (!parameter.defined()) return values;
-  const int64_t step = parameter.stride(0);
+/// Returns parameters or statistics as doubles, or a default for each.
+std::vector<double> doubles_of(const at::Tensor& numbers, int64_t count, double otherwise = 0) {
+  std::vector<double> values(count, otherwise);
+  if (!numbers.defined()) return values;
+  const int64_t step = numbers.is_contiguous() ? 1 : numbers.stride(0);
   // Not by `to`, a call of the dispatcher that takes longer than a small norm.
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, parameter.scalar_type(), "nhwc::group_norm", [&] {
-    const auto* from = parameter.const_data_ptr<scalar_t>();
-    for (int64_t c = 0; c < channels; ++c) values[c] = static_cast<double>(from[c * step]);
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, numbers.scalar_type(), "nhwc::group_norm", [&] {
+    const auto* from = numbers.const_data_ptr<scalar_t>();
+    for (int64_t i = 0; i < count; ++i) values[i] = static_cast<double>(from[i * step]);
   });
   return values;
 }
 
-/// Some or all rows of a sample.
+/// Statistics that are returned: floats, doubles or none.
+class Statistics {
+ public:
+  explicit Statistics(const at::Tensor& numbers) {
+    if (!numbers.defined()) return;
+    if (numbers.scalar_type() == at::kDouble) {
+      doubles_ = numbers.mutable_data_ptr<double>();
+    } else {
+      floats_ = numbers.mutable_data_ptr<float>();
+    }
+  }
+  void set(int64_t index, double value) const {
+    if (doubles_) doubles_[index] = value;
+    if (floats_) floats_[index] = static_cast<float>(value);
+  }
+
+ private:
+  double* doubles_ = nullptr;
+  float* floats_ = nullptr;
+};
+
+/// Rows of a sample: all of them, or those of one part.
 struct Piece {
   int64_t sample, part, first_row, rows;
 };
 
-/// Splits samples so that all threads have some rows. It depends on the number of threads alone.
-class Pieces {
+/// Work on samples, in tasks that have enough of it for a thread: some samples, or one of the parts that a sample is
+/// split into so that all threads have some. Parts depend on the number of threads alone, and tasks of whole samples on
+/// the shape alone.
+class Tasks {
  public:
-  explicit Pieces(const GroupNormShape& shape) : shape_(shape) {
-    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
-    const int64_t per_sample = (threads + shape.samples - 1) / shape.samples;
-    parts_ = std::max<int64_t>(1, std::min(per_sample, shape.rows * shape.channels / elements_worth_a_thread));
-    part_rows_ = (shape.rows + parts_ - 1) / parts_;
-    parts_ = (shape.rows + part_rows_ - 1) / part_rows_;
+  explicit Tasks(const GroupNormShape& shape) : shape_(shape) {
+    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads(),
+                  of_sample = shape.rows * shape.channels;
+    parts_ = std::clamp<int64_t>(of_sample / elements_worth_a_thread, 1, at::divup(threads, shape.samples));
+    part_rows_ = at::divup(shape.rows, parts_);
+    parts_ = at::divup(shape.rows, part_rows_);
+    samples_ = parts_ > 1 ? 1 : std::max<int64_t>(1, elements_worth_a_thread / of_sample);
+    count_ = parts_ * at::divup(shape.samples, samples_);
   }
 
   int64_t parts() const { return parts_; }
+  int64_t count() const { return count_; }
   int64_t rows_of(int64_t part) const { return std::min(part_rows_, shape_.rows - part * part_rows_); }
 
-  /// Calls `work(piece)` for all pieces, in parallel where that is faster.
+  /// Calls `work(task, piece, scratch)` for all pieces, in parallel where that is faster. `scratch` has room for so
+  /// many doubles.
   template <typename Work>
-  void for_each(const Work& work) const {
-    const int64_t grain = std::max<int64_t>(1, elements_worth_a_thread / (part_rows_ * shape_.channels));
-    at::parallel_for(0, shape_.samples * parts_, grain, [&](int64_t begin, int64_t end) {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t part = i % parts_;
-        work({i / parts_, part, part * part_rows_, rows_of(part)});
+  void for_each(int64_t room, const Work& work) const {
+    at::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
+      const at::DataPtr memory = c10::GetCPUAllocator()->allocate(room * sizeof(double));
+      auto* scratch = static_cast<double*>(memory.get());
+      for (int64_t task = begin; task < end; ++task) {
+        const int64_t first = task / parts_ * samples_, part = task % parts_;
+        for (int64_t sample = first; sample < std::min(first + samples_, shape_.samples); ++sample) {
+          work(task, Piece{sample, part, part * part_rows_, rows_of(part)}, scratch);
+        }
       }
     });
   }
 
  private:
   GroupNormShape shape_;
-  int64_t parts_ = 1, part_rows_ = 0;
+  int64_t parts_ = 1, part_rows_ = 0, samples_ = 1, count_ = 0;
 };
 
-/// Two numbers for each channel of each part of each sample.
+/// Two numbers for each channel or group of each task.
 class Sums {
  public:
-  Sums(const GroupNormShape& shape, const Pieces& pieces)
-      : channels_(shape.channels), parts_(pieces.parts()), values_(2 * channels_ * shape.samples * parts_) {}
-  double* first(int64_t sample, int64_t part = 0) { return values_.data() + 2 * channels_ * (sample * parts_ + part); }
-  double* second(int64_t sample, int64_t part = 0) { return first(sample, part) + channels_; }
+  Sums(int64_t tasks, int64_t width) : width_(width), values_(2 * width * tasks) {}
+  double* first(int64_t task) { return values_.data() + 2 * width_ * task; }
+  double* second(int64_t task) { return first(task) + width_; }
 
  private:
-  int64_t channels_, parts_;
+  int64_t width_;
   std::vector<double> values_;
 };
-
-/// Numbers of the channels, and these as the kernels take them.
-class Parameters {
- public:
-  Parameters(const NormKernels& kernels, int64_t channels)
-      : kernels_(kernels), values_(channels), spread_(kernels.period(channels)) {}
-  double& operator[](int64_t channel) { return values_[channel]; }
-  const void* spread() {
-    kernels_.spread(values_.data(), values_.size(), spread_.size(), spread_.data());
-    return spread_.data();
-  }
-
- private:
-  const NormKernels& kernels_;
-  std::vector<double> values_, spread_;  // the latter with room for floats or doubles
-};
-
-double get(const at::Tensor& statistics, int64_t index) {
-  return statistics.scalar_type() == at::kDouble ? statistics.const_data_ptr<double>()[index]
-                                                 : statistics.const_data_ptr<float>()[index];
-}
-
-void set(const at::Tensor& statistics, int64_t index, double value) {
-  if (statistics.scalar_type() == at::kDouble) {
-    statistics.mutable_data_ptr<double>()[index] = value;
-  } else {
-    statistics.mutable_data_ptr<float>()[index] = static_cast<float>(value);
-  }
-}
 
 }  // namespace
 
@@ -109,74 +110,71 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
                 double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variances) {
   const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
-  const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
+  const int64_t channels = shape.channels, groups = shape.groups, of_group = channels / groups;
   const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels, 0);
-  const Pieces pieces(shape);
+  const Statistics all_means(mean), all_rstds(rstd), all_variances(variances);
+  const Tasks tasks(shape);
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = static_cast<char*>(out.mutable_data_ptr());
   const auto offset = [&](const Piece& piece) {
-    return (piece.sample * shape.rows + piece.first_row) * channels * element;
+    return (piece.sample * shape.rows + piece.first_row) * channels * input.element_size();
   };
-  Sums moments(shape, pieces);  // the mean, and the sum of squared deviations
+  const auto elements = static_cast<double>(of_group * shape.rows);
+  const int64_t room = kernels.scratch(channels);
 
-  const auto sum = [&](const Piece& piece) {
-    std::vector<double> scratch(7 * kernels.period(channels));
-    kernels.moments(from + offset(piece), piece.rows, channels, moments.first(piece.sample, piece.part),
-                    moments.second(piece.sample, piece.part), scratch.data());
+  const auto sum = [&](const Piece& piece, double* means, double* deviations, double* scratch) {
+    kernels.moments({piece.rows, channels, groups}, from + offset(piece), means, deviations, scratch);
   };
-  const auto normalise = [&](const Piece& piece) {
-    const double *means = moments.first(piece.sample), *deviations = moments.second(piece.sample);
-    Parameters m(kernels, channels), a(kernels, channels), b(kernels, channels);
-    for (int64_t first = 0; first < channels; first += of_group) {
-      double average = 0, squares = 0;
-      for (int64_t c = first; c < first + of_group; ++c) average += means[c];
-      average /= of_group;
-      for (int64_t c = first; c < first + of_group; ++c) {
-        squares += deviations[c] + shape.rows * (means[c] - average) * (means[c] - average);
-      }
+  const auto normalise = [&](const Piece& piece, const double* means, const double* deviations, double* rstds,
+                             double* scratch) {
+    for (int64_t group = 0; group < groups; ++group) {
       // Rounding may make it negative; not-a-number stays.
-      const double variance = (squares < 0 ? 0 : squares) / (of_group * shape.rows), r = 1 / std::sqrt(variance + eps);
-      const double rounded = input.scalar_type() == at::kDouble ? average : static_cast<float>(average);
-      for (int64_t c = first; c < first + of_group; ++c) {
-        m[c] = average;
-        a[c] = r * scale[c];
-        b[c] = shift[c] + (rounded - average) * a[c];
-      }
+      const double variance = (deviations[group] < 0 ? 0 : deviations[group]) / elements;
+      const double r = 1 / std::sqrt(variance + eps);
       if (piece.part == 0) {
-        const int64_t group = piece.sample * shape.groups + first / of_group;
-        set(mean, group, average);
-        set(rstd, group, r);
-        if (variances.defined()) set(variances, group, variance);
+        const int64_t index = piece.sample * groups + group;
+        all_means.set(index, means[group]);
+        all_rstds.set(index, r);
+        all_variances.set(index, variance);
       }
+      rstds[group] = r;
     }
-    kernels.normalise(from + offset(piece), to + offset(piece), piece.rows, channels, m.spread(), a.spread(),
-                      b.spread());
+    kernels.normalise({piece.rows, channels, groups}, from + offset(piece), to + offset(piece), means, rstds,
+                      scale.data(), shift.data(), scratch);
   };
 
-  if (pieces.parts() == 1) {
-    pieces.for_each([&](const Piece& piece) {
-      sum(piece);
-      normalise(piece);
+  if (tasks.parts() == 1) {
+    tasks.for_each(room + 2 * groups, [&](int64_t, const Piece& piece, double* scratch) {
+      double *means = scratch + room, *deviations = means + groups;
+      sum(piece, means, deviations, scratch);
+      normalise(piece, means, deviations, deviations, scratch);
     });
     return;
   }
-  pieces.for_each(sum);
+  Sums moments(tasks.count(), groups);  // the mean, and the sum of squared deviations
+  tasks.for_each(room, [&](int64_t task, const Piece& piece, double* scratch) {
+    sum(piece, moments.first(task), moments.second(task), scratch);
+  });
   // Parts are merged like blocks, see `moments`.
   for (int64_t sample = 0; sample < shape.samples; ++sample) {
-    double *means = moments.first(sample), *deviations = moments.second(sample);
-    int64_t seen = pieces.rows_of(0);
-    for (int64_t part = 1; part < pieces.parts(); seen += pieces.rows_of(part++)) {
-      const double *part_means = moments.first(sample, part), *part_deviations = moments.second(sample, part);
-      const auto rows = static_cast<double>(pieces.rows_of(part)), share = rows / (rows + seen);
-      for (int64_t c = 0; c < channels; ++c) {
-        const double difference = part_means[c] - means[c];
+    const int64_t first = sample * tasks.parts();
+    double *means = moments.first(first), *deviations = moments.second(first);
+    int64_t seen = tasks.rows_of(0);
+    for (int64_t part = 1; part < tasks.parts(); seen += tasks.rows_of(part++)) {
+      const double *part_means = moments.first(first + part), *part_deviations = moments.second(first + part);
+      const auto rows = static_cast<double>(tasks.rows_of(part)), share = rows / (rows + seen);
+      for (int64_t group = 0; group < groups; ++group) {
+        const double difference = part_means[group] - means[group];
         // The difference to an infinite mean is infinite, and so would be its share.
-        means[c] = std::isfinite(difference) ? means[c] + difference * share : means[c] + part_means[c];
-        deviations[c] += part_deviations[c] + difference * difference * seen * share;
+        means[group] += std::isfinite(difference) ? difference * share : part_means[group];
+        deviations[group] += part_deviations[group] + difference * difference * of_group * seen * share;
       }
     }
   }
-  pieces.for_each(normalise);
+  tasks.for_each(room + groups, [&](int64_t task, const Piece& piece, double* scratch) {
+    const int64_t first = task - piece.part;
+    normalise(piece, moments.first(first), moments.second(first), scratch + room, scratch);
+  });
 }
 
 void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, const at::Tensor& input,
@@ -184,85 +182,77 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
                          const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
                          bool is_of_input) {
   const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
-  const int64_t channels = shape.channels, of_group = channels / shape.groups, element = input.element_size();
-  const std::vector<double> scale = doubles_of(weight, channels, 1);
-  const Pieces pieces(shape);
+  const int64_t channels = shape.channels, groups = shape.groups, of_group = channels / groups;
+  const std::vector<double> scale = doubles_of(weight, channels, 1), zeros(is_of_input ? 0 : channels),
+                            means = doubles_of(mean, shape.samples * groups),
+                            rstds = doubles_of(rstd, shape.samples * groups);
+  const Tasks tasks(shape);
   const auto* from_grad = static_cast<const char*>(grad.const_data_ptr());
   const auto* from = static_cast<const char*>(input.const_data_ptr());
   auto* to = grad_input.defined() ? static_cast<char*>(grad_input.mutable_data_ptr()) : nullptr;
   const auto offset = [&](const Piece& piece) {
-    return (piece.sample * shape.rows + piece.first_row) * channels * element;
+    return (piece.sample * shape.rows + piece.first_row) * channels * input.element_size();
   };
-  const auto means_of = [&](const Piece& piece) {
-    Parameters m(kernels, channels);
-    for (int64_t c = 0; c < channels; ++c) m[c] = get(mean, piece.sample * shape.groups + c / of_group);
-    return m;
-  };
-  Sums sums(shape, pieces);  // of the gradient, and of its products with the deviations from the mean
+  const int64_t room = kernels.scratch(channels);
+  std::vector<double> of_weight(channels), of_bias(channels);
 
-  const bool needs_sums = is_of_input || grad_weight.defined() || grad_bias.defined();
-  const auto sum = [&](const Piece& piece) {
-    if (!needs_sums) return;
-    Parameters m = means_of(piece);
-    std::vector<double> scratch(7 * kernels.period(channels));
-    kernels.backward_sums(from_grad + offset(piece), from + offset(piece), piece.rows, channels, m.spread(),
-                          sums.first(piece.sample, piece.part), sums.second(piece.sample, piece.part), scratch.data());
+  // Of the gradient, and of its products with the deviations from the mean.
+  const auto sum = [&](const Piece& piece, double* sums, double* products, double* scratch) {
+    if (!is_of_input && !grad_weight.defined() && !grad_bias.defined()) return;
+    kernels.backward_sums({piece.rows, channels, groups}, from_grad + offset(piece), from + offset(piece),
+                          means.data() + piece.sample * groups, sums, products, scratch);
   };
-  const auto write = [&](const Piece& piece) {
-    const double *sum = sums.first(piece.sample), *product = sums.second(piece.sample);
-    Parameters m = means_of(piece), a(kernels, channels), p(kernels, channels), b(kernels, channels);
-    for (int64_t first = 0; first < channels; first += of_group) {
-      const double r = get(rstd, piece.sample * shape.groups + first / of_group), elements = of_group * shape.rows;
-      double weighted_sum = 0, weighted_product = 0;
-      for (int64_t c = first; c < first + of_group; ++c) {
-        weighted_sum += scale[c] * sum[c];
-        weighted_product += scale[c] * product[c];
-      }
-      for (int64_t c = first; c < first + of_group; ++c) {
-        a[c] = r * scale[c];
-        p[c] = -r * r * r * weighted_product / elements;
-        b[c] = -r * weighted_sum / elements;
-      }
+  const auto write = [&](const Piece& piece, const double* sums, const double* products, double* scratch) {
+    if (!to) return;
+    const NormRows rows{piece.rows, channels, groups};
+    const int64_t at = offset(piece), group = piece.sample * groups;
+    if (is_of_input) {
+      kernels.backward(rows, from_grad + at, from + at, to + at, means.data() + group, rstds.data() + group,
+                       scale.data(), sums, products, shape.rows, scratch);
+    } else {  // the input takes no part, whatever is in it
+      kernels.normalise(rows, from_grad + at, to + at, zeros.data(), rstds.data() + group, scale.data(), zeros.data(),
+                        scratch);
     }
-    const int64_t at = offset(piece);
-    if (!is_of_input) {  // the input takes no part, whatever is in it
-      Parameters zero(kernels, channels);
-      kernels.normalise(from_grad + at, to + at, piece.rows, channels, zero.spread(), a.spread(), zero.spread());
-      return;
-    }
-    kernels.backward(from_grad + at, from + at, to + at, piece.rows, channels, m.spread(), a.spread(), p.spread(),
-                     b.spread());
   };
-
-  if (pieces.parts() == 1) {
-    pieces.for_each([&](const Piece& piece) {
-      sum(piece);
-      if (to) write(piece);
-    });
-  } else {
-    pieces.for_each(sum);
-    for (int64_t sample = 0; sample < shape.samples; ++sample) {
-      double* all = sums.first(sample);
-      for (int64_t part = 1; part < pieces.parts(); ++part) {
-        const double* own = sums.first(sample, part);
-        for (int64_t i = 0; i < 2 * channels; ++i) all[i] += own[i];
-      }
-    }
-    if (to) pieces.for_each(write);
-  }
   // The gradients of the parameters are sums over the samples.
-  double* of_weight = grad_weight.defined() ? grad_weight.mutable_data_ptr<double>() : nullptr;
-  double* of_bias = grad_bias.defined() ? grad_bias.mutable_data_ptr<double>() : nullptr;
-  if (of_weight) std::fill_n(of_weight, channels, 0.0);
-  if (of_bias) std::fill_n(of_bias, channels, 0.0);
-  for (int64_t sample = 0; sample < shape.samples; ++sample) {
-    const double *sum = sums.first(sample), *product = sums.second(sample);
-    for (int64_t group = 0; of_weight && group < shape.groups; ++group) {
-      const double r = get(rstd, sample * shape.groups + group);
-      for (int64_t c = group * of_group; c < (group + 1) * of_group; ++c) of_weight[c] += product[c] * r;
+  const auto add = [&](int64_t sample, const double* sums, const double* products, double* to_bias, double* to_weight) {
+    for (int64_t c = 0, group = sample * groups; c < channels; ++group) {
+      for (const int64_t end = c + of_group; c < end; ++c) to_weight[c] += products[c] * rstds[group];
     }
-    for (int64_t c = 0; of_bias && c < channels; ++c) of_bias[c] += sum[c];
+    for (int64_t c = 0; c < channels; ++c) to_bias[c] += sums[c];
+  };
+
+  Sums all(tasks.count(), channels);
+  if (tasks.parts() == 1) {
+    tasks.for_each(room + 2 * channels, [&](int64_t task, const Piece& piece, double* scratch) {
+      double *sums = scratch + room, *products = sums + channels;
+      std::fill_n(sums, 2 * channels, 0.0);
+      sum(piece, sums, products, scratch);
+      write(piece, sums, products, scratch);
+      add(piece.sample, sums, products, all.first(task), all.second(task));
+    });
+    for (int64_t task = 0; task < tasks.count(); ++task) {
+      for (int64_t c = 0; c < channels; ++c) of_bias[c] += all.first(task)[c];
+      for (int64_t c = 0; c < channels; ++c) of_weight[c] += all.second(task)[c];
+    }
+  } else {
+    tasks.for_each(room, [&](int64_t task, const Piece& piece, double* scratch) {
+      sum(piece, all.first(task), all.second(task), scratch);
+    });
+    for (int64_t sample = 0; sample < shape.samples; ++sample) {
+      const int64_t first = sample * tasks.parts();
+      double* sums = all.first(first);
+      for (int64_t task = first + 1; task < first + tasks.parts(); ++task) {
+        for (int64_t i = 0; i < 2 * channels; ++i) sums[i] += all.first(task)[i];
+      }
+      add(sample, sums, all.second(first), of_bias.data(), of_weight.data());
+    }
+    tasks.for_each(room, [&](int64_t task, const Piece& piece, double* scratch) {
+      write(piece, all.first(task - piece.part), all.second(task - piece.part), scratch);
+    });
   }
+  if (grad_weight.defined()) std::copy(of_weight.begin(), of_weight.end(), grad_weight.mutable_data_ptr<double>());
+  if (grad_bias.defined()) std::copy(of_bias.begin(), of_bias.end(), grad_bias.mutable_data_ptr<double>());
 }
 
 }  // namespace nhwc::cpu

@@ -6,34 +6,33 @@
 
 namespace nhwc::cpu {
 
-/// A row is the channels of one voxel, and rows are dense. Within a block of rows, sums are floats (doubles for
-/// doubles); across blocks they are doubles. `Real*` is `const float*` or, for doubles, `const double*`.
+/// Rows `[count, channels]`: a row is the channels of one voxel, and rows are dense. A group is of neighbouring
+/// channels.
+struct NormRows {
+  std::int64_t count, channels, groups;
+};
+
+/// Within a block of rows, sums are floats (doubles for doubles); across blocks they are doubles. What is given and
+/// returned for each group or channel is doubles. `scratch` begins with a cache line, and has room for as many doubles
+/// as the first function returns.
 struct NormKernels {
-  using Real = const void;
+  std::int64_t (*scratch)(std::int64_t channels);
 
-  /// Returns how many parameters the passes need, with those of the channels repeated: a multiple of the channels that
-  /// fills whole registers.
-  std::int64_t (*period)(std::int64_t channels);
+  /// Computes each group's mean and the sum of squared deviations from it.
+  void (*moments)(const NormRows& shape, const void* rows, double* mean, double* deviations, double* scratch);
 
-  /// Writes these repetitions, in the order that the passes need, to `out`, which has room for a period.
-  void (*spread)(const double* values, std::int64_t channels, std::int64_t period, void* out);
+  /// out = (rows - mean) * rstd * weight + bias, where the mean and the reciprocal deviation are the group's.
+  void (*normalise)(const NormRows& shape, const void* rows, void* out, const double* mean, const double* rstd,
+                    const double* weight, const double* bias, double* scratch);
 
-  /// Computes each channel's mean and the sum of squared deviations from it. `scratch` has room for seven periods of
-  /// doubles.
-  void (*moments)(const void* rows, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
-                  void* scratch);
+  /// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`.
+  void (*backward_sums)(const NormRows& shape, const void* grad, const void* rows, const double* mean, double* sum,
+                        double* product, double* scratch);
 
-  /// out = (rows - mean) * scale + shift.
-  void (*normalise)(const void* rows, void* out, std::int64_t count, std::int64_t channels, Real* mean, Real* scale,
-                    Real* shift);
-
-  /// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`. `scratch` as for `moments`.
-  void (*backward_sums)(const void* grad, const void* rows, std::int64_t count, std::int64_t channels, Real* mean,
-                        double* sum, double* product, void* scratch);
-
-  /// out = of_grad * grad + of_rows * (rows - mean) + shift.
-  void (*backward)(const void* grad, const void* rows, void* out, std::int64_t count, std::int64_t channels, Real* mean,
-                   Real* of_grad, Real* of_rows, Real* shift);
+  /// Computes the gradient of the input from these sums over all the rows of a sample, `sample_rows`.
+  void (*backward)(const NormRows& shape, const void* grad, const void* rows, void* out, const double* mean,
+                   const double* rstd, const double* weight, const double* sum, const double* product,
+                   std::int64_t sample_rows, double* scratch);
 };
 
 }  // namespace nhwc::cpu

@@ -1,8 +1,8 @@
 // The passes of group norm for one instruction set.
 //
-// Rows are processed by the period: as many rows as fill whole pairs of registers, so that a loop over a period has no
-// remainder for any number of channels. Parameters and sums are repeated for each channel of a period, in the order of
-// the elements in registers.
+// Rows are processed by the strip: one row, or as many neighbouring ones as fill some pairs of registers. The last pair
+// of a strip overlaps the one before it, so that a loop over a strip has no remainder for any number of channels.
+// Parameters are repeated for each row of a strip.
 #pragma once
 
 #include "cpu/isa/vectors.h"
@@ -11,84 +11,135 @@
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
 
-constexpr int most_periods_at_once = 8;  // which share one load of parameters and sums
+using cpu::NormRows;
 
-template <typename Element>
-std::int64_t period_of(std::int64_t channels) {
-  std::int64_t divisor = pair_size<Element>;
-  while (channels % divisor != 0) divisor /= 2;  // it is a power of two
-  return channels * (pair_size<Element> / divisor);
-}
+constexpr int most_strips_at_once = 8;  // which share one load of parameters and sums
 
+constexpr std::int64_t smaller_of(std::int64_t a, std::int64_t b) { return a < b ? a : b; }
+constexpr std::int64_t larger_of(std::int64_t a, std::int64_t b) { return a > b ? a : b; }
+
+/// `rows` neighbouring rows, of `width` elements. Parameters and sums of these are in the order of pairs: each pair
+/// has places of its own, also the one that overlaps another.
 template <typename Element>
-void spread(const double* values, std::int64_t channels, std::int64_t period, void* out) {
-  auto* to = static_cast<Real<Element>*>(out);
-  for (std::int64_t k = 0; k < period; k += channels) {
-    for (std::int64_t c = 0; c < channels; ++c) to[slot_of<Element>(k + c)] = static_cast<Real<Element>>(values[c]);
+struct Strip {
+  using Number = Real<Element>;
+  static constexpr std::int64_t lanes = pair_size<Element>;
+  std::int64_t channels, rows, width;
+
+  /// The fewest rows that fill pairs, or as many as make the overlap negligible: fewer where there are few.
+  Strip(std::int64_t count, std::int64_t channels) : channels(channels) {
+    std::int64_t divisor = lanes;
+    while (channels % divisor != 0) divisor /= 2;  // it is a power of two
+    const std::int64_t wanted = larger_of(2 * lanes, smaller_of(32 * lanes, count * channels / most_strips_at_once));
+    rows = smaller_of(count, smaller_of(lanes / divisor, (wanted + channels - 1) / channels));
+    width = rows * channels;
   }
-}
 
-/// Adds up the sums of a period to sums of channels.
-template <typename Element>
-void fold(const Real<Element>* sums, std::int64_t period, std::int64_t channels, double* folded) {
-  for (std::int64_t c = 0; c < channels; ++c) folded[c] = static_cast<double>(sums[slot_of<Element>(c)]);
-  for (std::int64_t k = channels; k < period; k += channels) {
-    for (std::int64_t c = 0; c < channels; ++c) folded[c] += static_cast<double>(sums[slot_of<Element>(k + c)]);
+  std::int64_t filled() const { return width / lanes * lanes; }
+  std::int64_t padded() const { return (width + lanes - 1) / lanes * lanes; }
+
+  /// Returns the first element of the last pair.
+  std::int64_t last() const { return larger_of(width - lanes, 0); }
+
+  /// Returns where the parameters and sums of an element are.
+  std::int64_t slot_of(std::int64_t k) const {
+    const std::int64_t slot = k / lanes * lanes;
+    return slot + place_in_pair<Element>(k - smaller_of(slot, last()));
   }
-}
 
-/// Calls `pairs(at, step, k)` for pairs of registers, `step` elements apart, and `single(at, k)` for the elements of
-/// the last, incomplete period: they begin with element `at`, and their parameters and sums are at `k`. The template
-/// argument of `pairs` is the number of periods that it takes. Before each of these, `touch(at, count)` is called.
-template <typename Element, int periods_at_once, typename Pairs, typename Single, typename Touch>
-NHWC_ALWAYS_INLINE void for_each(std::int64_t count, std::int64_t channels, const Pairs& pairs, const Single& single,
-                                 const Touch& touch) {
-  const std::int64_t period = period_of<Element>(channels), rows = period / channels;
-  std::int64_t row = 0;
-  for (; row + periods_at_once * rows <= count; row += periods_at_once * rows) {
-    touch(row * channels, periods_at_once * period);
-    for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<periods_at_once>(row * channels + k, period, k);
+  /// Repeats parameters of the channels for all rows, and puts them into the order of pairs.
+  void arrange(Number* parameters) const {
+    for (std::int64_t k = channels; k < width; ++k) parameters[k] = parameters[k - channels];
+    Number values[lanes];
+    std::memcpy(values, parameters + last(), sizeof(values));
+    std::memcpy(parameters + padded() - lanes, values, sizeof(values));
+    if constexpr (is_pair_in_order<Element>) return;
+    for (std::int64_t slot = 0; slot < padded(); slot += lanes) {
+      std::memcpy(values, parameters + slot, sizeof(values));
+      for (int k = 0; k < lanes; ++k) parameters[slot + place_in_pair<Element>(k)] = values[k];
     }
   }
-  for (; row + rows <= count; row += rows) {
-    for (std::int64_t k = 0; k < period; k += pair_size<Element>) {
-      pairs.template operator()<1>(row * channels + k, period, k);
+
+  /// Puts sums into the order of the elements.
+  void restore(Number* sums) const {
+    Number values[lanes];
+    for (std::int64_t slot = 0; !is_pair_in_order<Element> && slot < padded(); slot += lanes) {
+      std::memcpy(values, sums + slot, sizeof(values));
+      for (int k = 0; k < lanes; ++k) sums[slot + k] = values[place_in_pair<Element>(k)];
+    }
+    const std::int64_t moved = padded() - lanes - last();
+    for (std::int64_t k = filled(); k < width; ++k) sums[k] = sums[k + moved];
+  }
+
+  /// Writes a number of each group to all of its channels.
+  void fill(Number* parameters, const double* of_groups, std::int64_t groups) const {
+    if (groups == channels) {
+      for (std::int64_t c = 0; c < channels; ++c) parameters[c] = static_cast<Number>(of_groups[c]);
+    } else {
+      for (std::int64_t g = 0, k = 0; g < groups; ++g) {
+        const auto value = static_cast<Number>(of_groups[g]);
+        for (const std::int64_t end = k + channels / groups; k < end; ++k) parameters[k] = value;
+      }
     }
   }
-  for (std::int64_t k = 0; k < (count - row) * channels; ++k) single(row * channels + k, slot_of<Element>(k));
+};
+
+/// Calls `work<strips>(at, slot)` for a pair of registers in each of some strips: the first one begins with element
+/// `at`, and its parameters and sums with `slot`. Before each group of strips, `touch(at, count)` is called. Returns
+/// the rows done.
+template <int at_once, typename Element, typename Work, typename Touch>
+NHWC_ALWAYS_INLINE std::int64_t for_each_strip(const Strip<Element>& strip, std::int64_t row, std::int64_t count,
+                                               const Work& work, const Touch& touch) {
+  constexpr std::int64_t lanes = Strip<Element>::lanes;
+  const std::int64_t last = strip.last(), padded = strip.padded();
+  if (strip.width < lanes) return row;
+  for (; row + at_once * strip.rows <= count; row += at_once * strip.rows) {
+    const std::int64_t first = row * strip.channels;
+    touch(first, at_once * strip.width);
+    for (std::int64_t slot = 0; slot < padded; slot += lanes) {
+      work.template operator()<at_once>(first + smaller_of(slot, last), slot);
+    }
+  }
+  if constexpr (at_once > 1) return for_each_strip<at_once / 2>(strip, row, count, work, touch);
+  return row;
 }
 
-/// Returns whether periods are read in order although several are read at once.
-template <typename Element>
-bool is_in_order(std::int64_t channels) {
-  return period_of<Element>(channels) == pair_size<Element>;
+/// Calls the same for all strips, and for the elements of the last, incomplete one `work<1>` or `single(at, slot)`.
+template <int at_once, typename Element, typename Work, typename Single, typename Touch>
+NHWC_ALWAYS_INLINE void for_each(const Strip<Element>& strip, std::int64_t count, const Work& work,
+                                 const Single& single, const Touch& touch) {
+  constexpr std::int64_t lanes = Strip<Element>::lanes;
+  const std::int64_t first = for_each_strip<at_once>(strip, 0, count, work, touch) * strip.channels,
+                     rest = count * strip.channels - first;
+  std::int64_t k = 0;
+  for (; k + lanes <= smaller_of(rest, strip.filled()); k += lanes) work.template operator()<1>(first + k, k);
+  for (; k < rest; ++k) single(first + k, strip.slot_of(k));
 }
 
 /// Calls the same in a pass that writes rows, row after row: memory is then twice as fast.
-template <typename Element, typename Pairs, typename Single>
-NHWC_ALWAYS_INLINE void for_each_written(std::int64_t count, std::int64_t channels, const Pairs& pairs,
+template <typename Element, typename Work, typename Single>
+NHWC_ALWAYS_INLINE void for_each_written(const Strip<Element>& strip, std::int64_t count, const Work& work,
                                          const Single& single) {
   const auto nothing = [](std::int64_t, std::int64_t) {};
-  if (is_in_order<Element>(channels)) {
-    for_each<Element, most_periods_at_once>(count, channels, pairs, single, nothing);
+  if (strip.width == strip.lanes) {
+    for_each<most_strips_at_once>(strip, count, work, single, nothing);
   } else {
-    for_each<Element, 1>(count, channels, pairs, single, nothing);
+    for_each<1>(strip, count, work, single, nothing);
   }
 }
 
 /// Calls the same in a pass that adds up rows. Several at once share the access to their sums, but are first read in
-/// order, for the sake of memory: at most as many as the first-level cache then has.
-template <typename Element, typename Pairs, typename Single, typename Touch>
-NHWC_ALWAYS_INLINE void for_each_summed(std::int64_t count, std::int64_t channels, const Pairs& pairs,
+/// order, for the sake of memory, unless they are close together: at most as many as the first-level cache then has.
+template <typename Element, typename Work, typename Single, typename Touch>
+NHWC_ALWAYS_INLINE void for_each_summed(const Strip<Element>& strip, std::int64_t count, const Work& work,
                                         const Single& single, const Touch& touch) {
-  const auto bytes = period_of<Element>(channels) * static_cast<std::int64_t>(sizeof(Element));
-  if (is_in_order<Element>(channels)) {
-    for_each<Element, most_periods_at_once>(count, channels, pairs, single, [](std::int64_t, std::int64_t) {});
-  } else if (most_periods_at_once * bytes <= 16384) {
-    for_each<Element, most_periods_at_once>(count, channels, pairs, single, touch);
+  const auto bytes = most_strips_at_once * strip.width * static_cast<std::int64_t>(sizeof(Element));
+  if (bytes <= 16384) {
+    for_each<most_strips_at_once>(strip, count, work, single, [&](std::int64_t at, std::int64_t elements) {
+      if (bytes > 1024) touch(at, elements);
+    });
   } else {
-    for_each<Element, most_periods_at_once / 2>(count, channels, pairs, single, touch);
+    for_each<most_strips_at_once / 2>(strip, count, work, single, touch);
   }
 }
 
@@ -96,16 +147,15 @@ NHWC_ALWAYS_INLINE void for_each_summed(std::int64_t count, std::int64_t channel
 template <typename Element>
 NHWC_ALWAYS_INLINE void touch_lines(const Element* first, std::int64_t count) {
   constexpr int line = 64;
-  const auto* bytes = reinterpret_cast<const volatile char*>(first);
-  for (std::int64_t at = 0; at < count * static_cast<std::int64_t>(sizeof(Element)); at += line) (void)bytes[at];
+  const auto* byte = reinterpret_cast<const volatile char*>(first);
+  for (const auto* end = reinterpret_cast<const volatile char*>(first + count); byte < end; byte += line) (void)*byte;
 }
 
 /// Returns the rows of a block: enough that the work per block is negligible.
 template <typename Element>
-std::int64_t block_rows(std::int64_t channels) {
-  const std::int64_t multiple = most_periods_at_once * (period_of<Element>(channels) / channels),
-                     wanted = 32768 / channels;
-  return (wanted < 256 ? 256 : wanted) / multiple * multiple + multiple;
+std::int64_t block_rows(const Strip<Element>& strip) {
+  const std::int64_t multiple = most_strips_at_once * strip.rows, wanted = larger_of(256, 32768 / strip.channels);
+  return wanted / multiple * multiple + multiple;
 }
 
 /// Adds numbers by Dekker's summation, which keeps what rounding lost: one number may be far larger than all others.
@@ -115,6 +165,12 @@ NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, Vector<Number> value) {
   store_vector(sum, after);
   store_vector(lost, load_vector(lost) + (value - (after - before)));
 }
+template <typename Number>
+NHWC_ALWAYS_INLINE void add(Number* sum, Number* lost, const Pair<Number>& value) {
+  constexpr int lanes = VectorOf<Number>::lanes;
+  add(sum, lost, value.first);
+  add(sum + lanes, lost + lanes, value.second);
+}
 
 /// Adds what was lost. If a sum is infinite, that is infinite or not-a-number, and the sum stays.
 template <typename Number>
@@ -122,222 +178,328 @@ void make_up(Number* sums, const Number* lost, std::int64_t count) {
   for (std::int64_t k = 0; k < count; ++k) sums[k] += lost[k] - lost[k] == 0 ? lost[k] : 0;
 }
 
+/// Sets the sums of a strip, and what they lost, to zero.
+template <typename Number>
+void clear(Number* sums, Number* lost, std::int64_t count) {
+  for (std::int64_t k = 0; k < count; ++k) sums[k] = lost[k] = 0;
+}
+
 /// Adds up the deviations from `shift`, and their squares.
 template <typename Element>
-void sum_block(const Element* rows, std::int64_t count, std::int64_t channels, const Real<Element>* shift,
-               Real<Element>* sum, Real<Element>* square, Real<Element>* lost) {
+void sum_block(const Strip<Element>& strip, const Element* rows, std::int64_t count, const Real<Element>* shift,
+               Real<Element>* sum, Real<Element>* square, Real<Element>* lost, Real<Element>* lost_square) {
   using Number = Real<Element>;
-  constexpr int lanes = VectorOf<Number>::lanes;
-  const std::int64_t period = period_of<Element>(channels);
-  for (std::int64_t k = 0; k < period; ++k) sum[k] = square[k] = lost[k] = lost[period + k] = 0;
-  for_each_summed<Element>(
-      count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
-        const Pair<Number> origin = load_pair(shift + k);
+  const std::int64_t padded = strip.padded(), step = strip.width;
+  clear(sum, lost, padded);
+  clear(square, lost_square, padded);
+  for_each_summed(
+      strip, count,
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto origin = load_pair(shift + slot);
         Pair<Number> sums{}, squares{};
-        for (int row = 0; row < periods; ++row) {
-          const Pair<Number> value = load_pair(rows + at + row * step);
-          const Vector<Number> first = value.first - origin.first, second = value.second - origin.second;
-          sums.first += first;
-          sums.second += second;
-          squares.first += first * first;
-          squares.second += second * second;
+#pragma GCC unroll 8
+        for (int row = 0; row < strips; ++row) {
+          const auto value = load_pair(rows + at + row * step) - origin;
+          sums = sums + value;
+          squares = squares + value * value;
         }
-        add(sum + k, lost + k, sums.first);
-        add(sum + k + lanes, lost + k + lanes, sums.second);
-        add(square + k, lost + period + k, squares.first);
-        add(square + k + lanes, lost + period + k + lanes, squares.second);
+        add(sum + slot, lost + slot, sums);
+        add(square + slot, lost_square + slot, squares);
       },
-      [=](std::int64_t at, std::int64_t k) {
-        const Number value = load_one(rows + at) - shift[k];
-        sum[k] += value;
-        square[k] += value * value;
+      [=](std::int64_t at, std::int64_t slot) {
+        const auto value = load_one(rows + at) - shift[slot];
+        sum[slot] += value;
+        square[slot] += value * value;
       },
       [=](std::int64_t at, std::int64_t elements) { touch_lines(rows + at, elements); });
-  make_up(sum, lost, period);
-  make_up(square, lost + period, period);
+  make_up(sum, lost, padded);
+  make_up(square, lost_square, padded);
+  strip.restore(sum);
+  strip.restore(square);
+}
+
+/// Returns the sum of the deviations from `center`, or of their squares, of part of each row, in doubles.
+template <bool squared, typename Element>
+double sum_of(const Element* rows, std::int64_t count, std::int64_t step, std::int64_t width, double center) {
+  constexpr int lanes = 2 * VectorOf<double>::lanes;
+  const auto term = [=](auto value) {
+    const auto deviation = value - center;
+    if constexpr (squared) return deviation * deviation;
+    return deviation;
+  };
+  Pair<double> sums{};
+  double sum = 0;
+  for (std::int64_t row = 0; row < count; ++row, rows += step) {
+    std::int64_t k = 0;
+    for (; k + lanes <= width; k += lanes) {
+      const Pair<double> values = load_doubles(rows + k);
+      sums.first += term(values.first);
+      sums.second += term(values.second);
+    }
+    for (; k < width; ++k) sum += term(static_cast<double>(load_one(rows + k)));
+  }
+  return width < lanes ? sum : sum + total_of<double>(sums.first + sums.second);
+}
+
+/// Computes the moments of a group in doubles: best for few rows, and right where deviations are not finite, since
+/// deviations from an infinite mean are not-a-number, and floats overflow early. The mean of infinite values of one
+/// sign is infinite.
+template <typename Element>
+void plain_moments(const Element* rows, std::int64_t count, std::int64_t channels, std::int64_t of_group, double* mean,
+                   double* deviations) {
+  const double average = sum_of<false>(rows, count, channels, of_group, 0) / static_cast<double>(count * of_group);
+  *mean = average;
+  *deviations = sum_of<true>(rows, count, channels, of_group, average);
 }
 
 inline bool is_finite(double value) { return value - value == 0; }
 
-/// Computes the moments of channels whose deviations are not finite anew, as plain sums of doubles: deviations from an
-/// infinite mean are not-a-number, and floats overflow early. The mean of infinite values of one sign is infinite.
+/// Adds the sums of a strip to those of the channels.
 template <typename Element>
-[[gnu::noinline]] void correct_moments(const Element* rows, std::int64_t count, std::int64_t channels, double* mean,
-                                       double* deviations, double* sums) {
-  double* squares = sums + channels;
-  for (std::int64_t c = 0; c < channels; ++c) sums[c] = squares[c] = 0;
-  for (std::int64_t row = 0; row < count; ++row) {
-    for (std::int64_t c = 0; c < channels; ++c) sums[c] += static_cast<double>(load_one(rows + row * channels + c));
-  }
-  for (std::int64_t c = 0; c < channels; ++c) sums[c] /= static_cast<double>(count);
-  for (std::int64_t row = 0; row < count; ++row) {
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const double deviation = static_cast<double>(load_one(rows + row * channels + c)) - sums[c];
-      squares[c] += deviation * deviation;
-    }
-  }
-  for (std::int64_t c = 0; c < channels; ++c) {
-    if (!is_finite(deviations[c])) mean[c] = sums[c], deviations[c] = squares[c];
+void fold(const Strip<Element>& strip, const Real<Element>* sums, double* folded) {
+  for (std::int64_t k = 0; k < strip.width; k += strip.channels) {
+    for (std::int64_t c = 0; c < strip.channels; ++c) folded[c] += static_cast<double>(sums[k + c]);
   }
 }
 
-/// Computes moments by provisional means. Within a block, deviations from a guess of each channel's mean and their
+/// Replaces sums of the channels by those of the groups.
+inline void add_up_groups(double* sums, std::int64_t groups, std::int64_t of_group) {
+  if (of_group == 1) return;
+  for (std::int64_t g = 0; g < groups; ++g) sums[g] = sum_of<false>(sums + g * of_group, 1, of_group, of_group, 0);
+}
+
+/// Computes moments by provisional means. Within a block, deviations from a guess of each group's mean and their
 /// squares are added up. The guess is the mean so far, at first that of a few rows. If it was so bad that squares would
 /// cancel, the block is added up again around its own mean. Blocks are merged by the rule of Chan,
 /// Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 template <typename Element>
-void moments(const void* data, std::int64_t count, std::int64_t channels, double* mean, double* deviations,
-             void* scratch) {
+void moments(const NormRows& shape, const void* data, double* mean, double* deviations, double* scratch) {
   using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
   const auto* rows = static_cast<const Element*>(data);
-  const std::int64_t period = period_of<Element>(channels), block = block_rows<Element>(channels);
-  auto* block_sum = static_cast<double*>(scratch);
-  double* block_square = block_sum + channels;
-  auto* shift = reinterpret_cast<Number*>(block_square + channels);
-  Number *sum = shift + period, *square = sum + period, *lost = square + period;
-  for (std::int64_t seen = 0; seen < count; seen += block) {
-    const std::int64_t taken = seen + block < count ? block : count - seen;
-    const Element* first = rows + seen * channels;
-    if (seen == 0) {
-      const std::int64_t few = taken < 16 ? taken : 16;
-      for (std::int64_t c = 0; c < channels; ++c) mean[c] = deviations[c] = 0;
-      for (std::int64_t row = 0; row < few; ++row) {
-        const Element* from = first + taken / few * row * channels;
-        for (std::int64_t c = 0; c < channels; ++c) mean[c] += static_cast<double>(load_one(from + c));
-      }
-      for (std::int64_t c = 0; c < channels; ++c) mean[c] /= static_cast<double>(few);
+  const std::int64_t of_group = channels / groups;
+  // Few rows are faster in doubles, if groups fill registers; the work per channel of the blocks is more than theirs.
+  if (count <= (of_group < 32 ? 2 : 8) || count * channels <= 128) {
+    for (std::int64_t g = 0; g < groups; ++g) {
+      plain_moments(rows + g * of_group, count, channels, of_group, mean + g, deviations + g);
     }
-    const double here = static_cast<double>(taken), before = static_cast<double>(seen);
-    const double of_here = 1 / here, part = here / (here + before), weight = before * part;
+    return;
+  }
+  const Strip<Element> strip(count, channels);
+  const std::int64_t block = block_rows(strip), padded = strip.padded();
+  auto* shift = reinterpret_cast<Number*>(scratch);
+  Number *sum = shift + padded, *square = sum + padded, *lost = square + padded, *lost_square = lost + padded;
+  auto* block_mean = reinterpret_cast<double*>(lost_square + padded);
+  double *block_deviations = block_mean + channels, *origin = block_deviations + channels;
+  for (std::int64_t seen = 0; seen < count; seen += block) {
+    const std::int64_t taken = smaller_of(block, count - seen);
+    const Element* first = rows + seen * channels;
+    const double here = static_cast<double>(taken * of_group), before = static_cast<double>(seen * of_group),
+                 of_here = 1 / here, part = here / (here + before);
+    if (seen == 0) {
+      const std::int64_t few = smaller_of(taken, larger_of(4, 16 / of_group)), step = taken / few * channels;
+      for (std::int64_t c = 0; c < channels; ++c) block_mean[c] = 0;
+      for (const Element* row = first; row < first + few * step; row += step) {
+        for (std::int64_t c = 0; c < channels; ++c) block_mean[c] += static_cast<double>(load_one(row + c));
+      }
+      add_up_groups(block_mean, groups, of_group);
+      const double share = 1 / static_cast<double>(few * of_group);
+      for (std::int64_t g = 0; g < groups; ++g) mean[g] = block_mean[g] * share, deviations[g] = 0;
+    }
     for (bool is_good = false, is_second = false; !is_good; is_second = true) {
-      spread<Element>(is_second ? block_sum : mean, channels, period, shift);
-      sum_block(first, taken, channels, shift, sum, square, lost);
-      fold<Element>(sum, period, channels, block_sum);
-      fold<Element>(square, period, channels, block_square);
+      const double* guess = is_second ? block_mean : mean;
+      for (std::int64_t g = 0; g < groups; ++g) origin[g] = static_cast<double>(static_cast<Number>(guess[g]));
+      strip.fill(shift, origin, groups);
+      strip.arrange(shift);
+      sum_block(strip, first, taken, shift, sum, square, lost, lost_square);
+      for (std::int64_t c = 0; c < channels; ++c) block_mean[c] = block_deviations[c] = 0;
+      fold(strip, sum, block_mean);
+      fold(strip, square, block_deviations);
+      add_up_groups(block_mean, groups, of_group);
+      add_up_groups(block_deviations, groups, of_group);
       int bad = 0;
-      for (std::int64_t c = 0; c < channels; ++c) {
-        const double moved = block_sum[c] * of_here, cancelled = block_sum[c] * moved;
-        bad |= block_square[c] < 2 * cancelled;
-        block_sum[c] = static_cast<double>(shift[slot_of<Element>(c)]) + moved;
-        block_square[c] -= cancelled;
+      for (std::int64_t g = 0; g < groups; ++g) {
+        const double moved = block_mean[g] * of_here, cancelled = block_mean[g] * moved;
+        bad |= block_deviations[g] < 2 * cancelled;
+        block_mean[g] = origin[g] + moved;
+        block_deviations[g] -= cancelled;
       }
       is_good = !bad || is_second;
     }
-    for (std::int64_t c = 0; c < channels; ++c) {
-      const double difference = seen == 0 ? block_sum[c] : block_sum[c] - mean[c];
-      mean[c] = seen == 0 ? block_sum[c] : mean[c] + difference * part;
-      deviations[c] += block_square[c] + (seen == 0 ? 0 : difference * difference * weight);
+    for (std::int64_t g = 0; g < groups; ++g) {
+      const double difference = seen == 0 ? block_mean[g] : block_mean[g] - mean[g];
+      mean[g] = seen == 0 ? block_mean[g] : mean[g] + difference * part;
+      deviations[g] += block_deviations[g] + (seen == 0 ? 0 : difference * difference * before * part);
     }
   }
   // A mean that is not finite makes the deviations so.
-  bool are_finite = true;
-  for (std::int64_t c = 0; c < channels; ++c) are_finite &= is_finite(deviations[c]);
-  if (!are_finite) correct_moments(rows, count, channels, mean, deviations, block_sum);
-}
-
-template <typename Element>
-void normalise(const void* data, void* out, std::int64_t count, std::int64_t channels, const void* means,
-               const void* scales, const void* shifts) {
-  using Number = Real<Element>;
-  const auto* rows = static_cast<const Element*>(data);
-  auto* to = static_cast<Element*>(out);
-  const auto *mean = static_cast<const Number*>(means), *scale = static_cast<const Number*>(scales),
-             *shift = static_cast<const Number*>(shifts);
-  for_each_written<Element>(
-      count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
-        const Pair<Number> m = load_pair(mean + k), a = load_pair(scale + k), b = load_pair(shift + k);
-        for (int row = 0; row < periods; ++row) {
-          const Pair<Number> x = load_pair(rows + at + row * step);
-          store_pair(to + at + row * step, Pair<Number>{(x.first - m.first) * a.first + b.first,
-                                                        (x.second - m.second) * a.second + b.second});
-        }
-      },
-      [=](std::int64_t at, std::int64_t k) {
-        store_one(to + at, (load_one(rows + at) - mean[k]) * scale[k] + shift[k]);
-      });
-}
-
-template <typename Element>
-void backward_sums(const void* gradient, const void* data, std::int64_t count, std::int64_t channels, const void* means,
-                   double* sum, double* product, void* scratch) {
-  using Number = Real<Element>;
-  const auto* grad = static_cast<const Element*>(gradient);
-  const auto* rows = static_cast<const Element*>(data);
-  const auto* mean = static_cast<const Number*>(means);
-  constexpr int lanes = VectorOf<Number>::lanes;
-  const std::int64_t period = period_of<Element>(channels), block = block_rows<Element>(channels);
-  auto* folded = static_cast<double*>(scratch);
-  auto* sums = reinterpret_cast<Number*>(folded + channels);
-  Number *products = sums + period, *lost = products + period;
-  for (std::int64_t begin = 0; begin < count; begin += block) {
-    const std::int64_t taken = begin + block < count ? block : count - begin;
-    const Element *g = grad + begin * channels, *x = rows + begin * channels;
-    for (std::int64_t k = 0; k < period; ++k) sums[k] = products[k] = lost[k] = lost[period + k] = 0;
-    const auto add_pairs = [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
-      const Pair<Number> m = load_pair(mean + k);
-      Pair<Number> s{}, p{};
-      for (int row = 0; row < periods; ++row) {
-        const Pair<Number> from = load_pair(g + at + row * step), value = load_pair(x + at + row * step);
-        s.first += from.first;
-        s.second += from.second;
-        p.first += from.first * (value.first - m.first);
-        p.second += from.second * (value.second - m.second);
-      }
-      add(sums + k, lost + k, s.first);
-      add(sums + k + lanes, lost + k + lanes, s.second);
-      add(products + k, lost + period + k, p.first);
-      add(products + k + lanes, lost + period + k + lanes, p.second);
-    };
-    const auto add_one = [=](std::int64_t at, std::int64_t k) {
-      const Number value = load_one(g + at);
-      sums[k] += value;
-      products[k] += value * (load_one(x + at) - mean[k]);
-    };
-    for_each_summed<Element>(taken, channels, add_pairs, add_one, [=](std::int64_t at, std::int64_t elements) {
-      touch_lines(g + at, elements);
-      touch_lines(x + at, elements);
-    });
-    make_up(sums, lost, period);
-    make_up(products, lost + period, period);
-    fold<Element>(sums, period, channels, folded);
-    for (std::int64_t c = 0; c < channels; ++c) sum[c] += folded[c];
-    fold<Element>(products, period, channels, folded);
-    for (std::int64_t c = 0; c < channels; ++c) product[c] += folded[c];
+  for (std::int64_t g = 0; g < groups; ++g) {
+    if (is_finite(deviations[g])) continue;
+    plain_moments(rows + g * of_group, count, channels, of_group, mean + g, deviations + g);
   }
 }
 
 template <typename Element>
-void backward(const void* gradient, const void* data, void* out, std::int64_t count, std::int64_t channels,
-              const void* means, const void* of_grads, const void* of_rows, const void* shifts) {
+void normalise(const NormRows& shape, const void* data, void* out, const double* means, const double* rstds,
+               const double* weight, const double* bias, double* scratch) {
   using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const auto* rows = static_cast<const Element*>(data);
+  auto* to = static_cast<Element*>(out);
+  const Strip<Element> strip(count, channels);
+  const std::int64_t of_group = channels / groups, step = strip.width;
+  auto* __restrict mean = reinterpret_cast<Number*>(scratch);
+  Number* __restrict scale = mean + strip.padded(), * __restrict shift = scale + strip.padded();
+  for (std::int64_t g = 0, k = 0; g < groups; ++g) {
+    const double average = means[g], r = rstds[g];
+    const auto rounded = static_cast<Number>(average);
+    const double lost = static_cast<double>(rounded) - average;
+    for (const std::int64_t end = k + of_group; k < end; ++k) {
+      const double by = r * weight[k];
+      mean[k] = rounded;
+      scale[k] = static_cast<Number>(by);
+      shift[k] = static_cast<Number>(bias[k] + lost * by);
+    }
+  }
+  for (Number* each : {mean, scale, shift}) strip.arrange(each);
+  for_each_written(
+      strip, count,
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto m = load_pair(mean + slot), a = load_pair(scale + slot), b = load_pair(shift + slot);
+#pragma GCC unroll 8
+        for (int row = 0; row < strips; ++row) {
+          store_pair(to + at + row * step, (load_pair(rows + at + row * step) - m) * a + b);
+        }
+      },
+      [=](std::int64_t at, std::int64_t slot) {
+        store_one(to + at, (load_one(rows + at) - mean[slot]) * scale[slot] + shift[slot]);
+      });
+}
+
+template <typename Element>
+void backward_sums(const NormRows& shape, const void* gradient, const void* data, const double* means, double* sum,
+                   double* product, double* scratch) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const auto* grad = static_cast<const Element*>(gradient);
+  const auto* rows = static_cast<const Element*>(data);
+  const Strip<Element> strip(count, channels);
+  const std::int64_t block = block_rows(strip), padded = strip.padded(), step = strip.width;
+  auto* mean = reinterpret_cast<Number*>(scratch);
+  Number *sums = mean + padded, *products = sums + padded, *lost = products + padded, *lost_product = lost + padded;
+  strip.fill(mean, means, groups);
+  if (count <= 4) {  // more than which are faster in floats
+    for (const Element* end = rows + count * channels; rows < end; rows += channels, grad += channels) {
+      for (std::int64_t c = 0; c < channels; ++c) {
+        const double from = static_cast<double>(load_one(grad + c));
+        sum[c] += from;
+        product[c] += from * (static_cast<double>(load_one(rows + c)) - static_cast<double>(mean[c]));
+      }
+    }
+    return;
+  }
+  strip.arrange(mean);
+  for (std::int64_t begin = 0; begin < count; begin += block) {
+    const Element *g = grad + begin * channels, *x = rows + begin * channels;
+    clear(sums, lost, padded);
+    clear(products, lost_product, padded);
+    for_each_summed(
+        strip, smaller_of(block, count - begin),
+        [=]<int strips>(std::int64_t at, std::int64_t slot) {
+          const auto m = load_pair(mean + slot);
+          Pair<Number> s{}, p{};
+#pragma GCC unroll 8
+          for (int row = 0; row < strips; ++row) {
+            const auto from = load_pair(g + at + row * step);
+            s = s + from;
+            p = p + from * (load_pair(x + at + row * step) - m);
+          }
+          add(sums + slot, lost + slot, s);
+          add(products + slot, lost_product + slot, p);
+        },
+        [=](std::int64_t at, std::int64_t slot) {
+          const Number value = load_one(g + at);
+          sums[slot] += value;
+          products[slot] += value * (load_one(x + at) - mean[slot]);
+        },
+        [=](std::int64_t at, std::int64_t elements) {
+          touch_lines(g + at, elements);
+          touch_lines(x + at, elements);
+        });
+    make_up(sums, lost, padded);
+    make_up(products, lost_product, padded);
+    strip.restore(sums);
+    strip.restore(products);
+    fold(strip, sums, sum);
+    fold(strip, products, product);
+  }
+}
+
+inline double product_of(const double* a, const double* b, std::int64_t count) {
+  constexpr int lanes = VectorOf<double>::lanes;
+  Vector<double> sums{};
+  std::int64_t k = 0;
+  for (; k + lanes <= count; k += lanes) sums += load_vector(a + k) * load_vector(b + k);
+  double sum = k > 0 ? total_of<double>(sums) : 0;
+  for (; k < count; ++k) sum += a[k] * b[k];
+  return sum;
+}
+
+template <typename Element>
+void backward(const NormRows& shape, const void* gradient, const void* data, void* out, const double* means,
+              const double* rstds, const double* weight, const double* sum, const double* product,
+              std::int64_t sample_rows, double* scratch) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
   auto* to = static_cast<Element*>(out);
-  const auto *mean = static_cast<const Number*>(means), *by_grad = static_cast<const Number*>(of_grads),
-             *by_row = static_cast<const Number*>(of_rows), *shift = static_cast<const Number*>(shifts);
-  for_each_written<Element>(
-      count, channels,
-      [=]<int periods>(std::int64_t at, std::int64_t step, std::int64_t k) {
-        const Pair<Number> m = load_pair(mean + k), a = load_pair(by_grad + k), p = load_pair(by_row + k),
-                           b = load_pair(shift + k);
-        for (int row = 0; row < periods; ++row) {
-          const Pair<Number> g = load_pair(grad + at + row * step), x = load_pair(rows + at + row * step);
-          store_pair(to + at + row * step,
-                     Pair<Number>{g.first * a.first + ((x.first - m.first) * p.first + b.first),
-                                  g.second * a.second + ((x.second - m.second) * p.second + b.second)});
+  const Strip<Element> strip(count, channels);
+  const std::int64_t of_group = channels / groups, step = strip.width;
+  const double share = 1 / static_cast<double>(of_group * sample_rows);
+  auto* __restrict mean = reinterpret_cast<Number*>(scratch);
+  Number *__restrict by_grad = mean + strip.padded(), *__restrict by_row = by_grad + strip.padded(),
+                     *__restrict shift = by_row + strip.padded();
+  // out = grad * by_grad + (rows - mean) * by_row + shift
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const std::int64_t first = g * of_group, end = first + of_group;
+    const double weighted_sum = product_of(weight + first, sum + first, of_group),
+                 weighted_product = product_of(weight + first, product + first, of_group);
+    const double r = rstds[g];
+    for (std::int64_t k = first; k < end; ++k) {
+      mean[k] = static_cast<Number>(means[g]);
+      by_grad[k] = static_cast<Number>(r * weight[k]);
+      by_row[k] = static_cast<Number>(-r * r * r * weighted_product * share);
+      shift[k] = static_cast<Number>(-r * weighted_sum * share);
+    }
+  }
+  for (Number* each : {mean, by_grad, by_row, shift}) strip.arrange(each);
+  for_each_written(
+      strip, count,
+      [=]<int strips>(std::int64_t at, std::int64_t slot) {
+        const auto m = load_pair(mean + slot), a = load_pair(by_grad + slot), p = load_pair(by_row + slot),
+                   b = load_pair(shift + slot);
+#pragma GCC unroll 8
+        for (int row = 0; row < strips; ++row) {
+          const std::int64_t from = at + row * step;
+          store_pair(to + from, load_pair(grad + from) * a + ((load_pair(rows + from) - m) * p + b));
         }
       },
-      [=](std::int64_t at, std::int64_t k) {
-        store_one(to + at, load_one(grad + at) * by_grad[k] + ((load_one(rows + at) - mean[k]) * by_row[k] + shift[k]));
+      [=](std::int64_t at, std::int64_t slot) {
+        const auto centred = load_one(rows + at) - mean[slot];
+        store_one(to + at, load_one(grad + at) * by_grad[slot] + (centred * by_row[slot] + shift[slot]));
       });
+}
+
+/// Up to five numbers for each element of a strip, and three for each channel.
+template <typename Element>
+std::int64_t norm_scratch(std::int64_t channels) {
+  return 3 * channels + 5 * Strip<Element>(1 << 20, channels).padded();
 }
 
 template <typename Element>
 constexpr cpu::NormKernels make_norm_kernels() {
-  return {period_of<Element>, spread<Element>,        moments<Element>,
-          normalise<Element>, backward_sums<Element>, backward<Element>};
+  return {norm_scratch<Element>, moments<Element>, normalise<Element>, backward_sums<Element>, backward<Element>};
 }
 
 }  // namespace NHWC_CPU_LEVEL

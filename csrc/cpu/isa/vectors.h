@@ -40,25 +40,6 @@ struct VectorOf {
 template <typename Number>
 using Vector = typename VectorOf<Number>::Type;
 
-/// Two registers of neighbours. The first holds the even bfloat16s and the second the odd ones, since two instructions
-/// separate and join them so; `slot_of` has the order.
-template <typename Number>
-struct Pair {
-  Vector<Number> first, second;
-};
-
-template <typename Element>
-constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
-
-/// Returns the position of element `k` of a row among the numbers of its pairs.
-template <typename Element>
-NHWC_ALWAYS_INLINE constexpr std::int64_t slot_of(std::int64_t k) {
-  if (!std::is_same<Element, BFloat16>::value) return k;
-  constexpr std::int64_t size = pair_size<Element>;
-  const std::int64_t within = k % size;
-  return k - within + within / 2 + (within % 2) * (size / 2);
-}
-
 template <typename Number>
 NHWC_ALWAYS_INLINE Vector<Number> load_vector(const Number* source) {
   Vector<Number> result;
@@ -71,35 +52,13 @@ NHWC_ALWAYS_INLINE void store_vector(Number* destination, Vector<Number> value) 
   std::memcpy(destination, &value, sizeof(value));
 }
 
-template <typename Number>
-NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
-  return {load_vector(source), load_vector(source + VectorOf<Number>::lanes)};
-}
-
-template <typename Number>
-NHWC_ALWAYS_INLINE void store_pair(Number* destination, const Pair<Number>& values) {
-  store_vector(destination, values.first);
-  store_vector(destination + VectorOf<Number>::lanes, values.second);
-}
-
 typedef std::uint32_t Bits __attribute__((vector_size(NHWC_REGISTER_BYTES)));
 typedef std::int32_t Integers __attribute__((vector_size(NHWC_REGISTER_BYTES)));
-
-NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
-  Bits bits;
-  std::memcpy(&bits, source, sizeof(bits));
-  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
-}
 
 /// Rounded to a bfloat16, in the upper half.
 NHWC_ALWAYS_INLINE Bits rounded(Vector<float> value) {
   const auto bits = detail::bits_as<Bits>(value);
   return value == value ? bits + 0x7FFF + (bits >> 16 & 1) : Bits{} + 0x7FC00000;
-}
-
-NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
-  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
-  std::memcpy(destination, &bits, sizeof(bits));
 }
 
 NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
@@ -128,8 +87,6 @@ NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
 #endif
 }
 
-// One register of neighbours in their order, of any element type.
-
 typedef std::uint16_t HalfOfBits __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
 
 NHWC_ALWAYS_INLINE Vector<float> load_vector(const BFloat16* source) {
@@ -151,13 +108,87 @@ NHWC_ALWAYS_INLINE Vector<Number> broadcast(Number value) {
   return value - Vector<Number>{};
 }
 
-NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
-  return {load_halves(source), load_halves(source + VectorOf<float>::lanes)};
+/// Two registers of neighbours: the first half and the second, or the even bfloat16s and the odd ones, since two
+/// instructions separate and join them so.
+template <typename Number>
+struct Pair {
+  Vector<Number> first, second;
+};
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator+(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first + b.first, a.second + b.second};
+}
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator-(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first - b.first, a.second - b.second};
+}
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> operator*(const Pair<Number>& a, const Pair<Number>& b) {
+  return {a.first * b.first, a.second * b.second};
 }
 
-NHWC_ALWAYS_INLINE void store_pair(Half* destination, const Pair<float>& values) {
-  store_halves(destination, values.first);
-  store_halves(destination + VectorOf<float>::lanes, values.second);
+template <typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> load_pair(const Number* source) {
+  return {load_vector(source), load_vector(source + VectorOf<Number>::lanes)};
+}
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const Half* source) {
+  return {load_vector(source), load_vector(source + VectorOf<float>::lanes)};
+}
+NHWC_ALWAYS_INLINE Pair<float> load_pair(const BFloat16* source) {
+  Bits bits;
+  std::memcpy(&bits, source, sizeof(bits));
+  return {detail::bits_as<Vector<float>>(bits << 16), detail::bits_as<Vector<float>>(bits & 0xFFFF0000)};
+}
+
+template <typename Element>
+NHWC_ALWAYS_INLINE void store_pair(Element* destination, const Pair<Real<Element>>& values) {
+  store_vector(destination, values.first);
+  store_vector(destination + VectorOf<Real<Element>>::lanes, values.second);
+}
+NHWC_ALWAYS_INLINE void store_pair(BFloat16* destination, const Pair<float>& values) {
+  const Bits bits = rounded(values.first) >> 16 | (rounded(values.second) & 0xFFFF0000);
+  std::memcpy(destination, &bits, sizeof(bits));
+}
+
+template <typename Element>
+constexpr std::int64_t pair_size = 2 * VectorOf<Real<Element>>::lanes;
+
+template <typename Element>
+constexpr bool is_pair_in_order = !std::is_same_v<Element, BFloat16>;
+
+/// Returns the place of element `k` in a pair.
+template <typename Element>
+constexpr std::int64_t place_in_pair(std::int64_t k) {
+  return is_pair_in_order<Element> ? k : k / 2 + k % 2 * (pair_size<Element> / 2);
+}
+
+typedef float HalfOfFloats __attribute__((vector_size(NHWC_REGISTER_BYTES / 2)));
+
+/// Loads as many elements as a register has floats.
+template <typename Element>
+NHWC_ALWAYS_INLINE Pair<double> load_doubles(const Element* source) {
+  constexpr int lanes = VectorOf<double>::lanes;
+  if constexpr (std::is_same_v<Element, double>) {
+    return {load_vector(source), load_vector(source + lanes)};
+  } else {
+    float values[2 * lanes];
+    store_vector(values, load_vector(source));
+    HalfOfFloats first, second;
+    std::memcpy(&first, values, sizeof(first));
+    std::memcpy(&second, values + lanes, sizeof(second));
+    return {__builtin_convertvector(first, Vector<double>), __builtin_convertvector(second, Vector<double>)};
+  }
+}
+
+template <typename Number>
+NHWC_ALWAYS_INLINE Number total_of(Vector<Number> values) {
+  Number sums[VectorOf<Number>::lanes];
+  store_vector(sums, values);
+  for (int lanes = VectorOf<Number>::lanes / 2; lanes > 0; lanes /= 2) {
+    for (int lane = 0; lane < lanes; ++lane) sums[lane] += sums[lane + lanes];
+  }
+  return sums[0];
 }
 
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
