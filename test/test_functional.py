@@ -175,12 +175,9 @@ def test_other_kernels_and_paddings_by_name_give_pytorch_s_results(kernel):
 
 
 def test_other_ranks_and_arguments_give_pytorch_s_results():
-    volume, image, line = torch.randn(6, 4, 5, 7), torch.randn(2, 6, 5, 7), torch.randn(2, 6, 5)
+    image, line = torch.randn(2, 6, 5, 7), torch.randn(2, 6, 5)
     channels_last = image.contiguous(memory_format=CL)
     for call in (
-        lambda f: f.avg_pool3d(volume, 2),
-        lambda f: f.adaptive_avg_pool3d(volume, 2),
-        lambda f: f.conv3d(volume, torch.ones(4, 6, 1, 1, 1)),
         lambda f: f.avg_pool3d(channels_last, 2),
         lambda f: f.adaptive_max_pool3d(channels_last, 2, return_indices=True)[1],
         lambda f: f.softmax(channels_last, 2),
@@ -208,16 +205,6 @@ def test_cross_entropy_of_other_devices_and_dtypes_is_pytorch_s():
         functional.cross_entropy(torch.ones(2, 3, 8, 8).to(memory_format=CL), torch.zeros(2, 8, 8, dtype=torch.uint8))
 
 
-@pytest.mark.parametrize("channels", [3, 40])
-def test_cross_entropy_in_autocast_is_in_float32(channels):
-    x = torch.randn(2, channels, 33, 35).to(torch.bfloat16, memory_format=CL)
-    target = torch.randint(0, channels, (2, 33, 35))
-    with torch.autocast("cpu"):
-        loss, real = functional.cross_entropy(x, target), F.cross_entropy(x, target)
-    assert loss.dtype == real.dtype == torch.float32
-    torch.testing.assert_close(loss, F.cross_entropy(x.float(), target))
-
-
 @pytest.mark.filterwarnings("ignore:size_average and reduce args")
 @pytest.mark.parametrize("options", [{"size_average": False}, {"reduce": False}, {"ignore_index": 1}], ids=str)
 @pytest.mark.parametrize("shape", [(2, 6), VOLUME, WIDE], ids=str)
@@ -237,64 +224,39 @@ def test_cross_entropy_takes_every_rank_and_old_options(shape, options):
         lambda f: f.batch_norm(torch.ones(1, 4, 1, 1), None, None, training=True),
         lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), None, None),
         lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), None, None, training=True, eps=-1.0),
-        lambda f: f.batch_norm(torch.ones(2, 4, 32, 32), torch.ones(3), torch.ones(3)),
         lambda f: f.softmax(torch.ones(2, 4, 3, 3), 4),
         lambda f: f.group_norm(torch.ones(2, 4, 3, 3), 2.0),
         lambda f: f.gelu(torch.ones(2, 4, 3, 3), approximate="other"),
         lambda f: f.cross_entropy(torch.ones(2, 4, 3, 3), torch.ones(2, 3, 3), reduction="other"),
         lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.full((2, 3, 3), 17)),
-        lambda f: f.cross_entropy(torch.ones(2, 16, 3, 2), torch.full((2, 2, 3), 1)),
         lambda f: f.cross_entropy(torch.ones(2, 16, 3, 3), torch.ones(2, 3, 3)),
         lambda f: f.avg_pool3d(torch.ones(2, 4, 3, 3, 3), 4),
-        lambda f: f.adaptive_max_pool3d(torch.ones(2, 4, 3, 3, 3), (2, 2)),
         lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 3), 2),
-        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 3, 3, 2, dtype=torch.long), 2),
         lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 216), 2),
         lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, output_size=(9, 6, 6)),
-        lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), 2, stride=0),
         lambda f: f.max_unpool3d(torch.ones(2, 4, 3, 3, 3), torch.full((2, 4, 3, 3, 3), 1), (2, 2)),
         lambda f: f.pad(torch.ones(2, 4, 3, 3), (1, 1), "circular"),
-        lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 3, 1, 1, 1)),
         lambda f: f.conv3d(torch.ones(2, 4, 3, 3, 3), torch.ones(2, 4, 1, 1, 1), padding="other"),
         lambda f: f.pixel_shuffle(torch.ones(2, 4, 3, 3, 3), 2),
         lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 0),
         lambda f: f.pixel_shuffle(torch.ones(2, 4, 4, 3, 3), 2.0),
         lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 3), 2),
         lambda f: f.pixel_unshuffle(torch.ones(2, 4, 3, 4, 4), -1),
-        lambda f: f.avg_pool3d(torch.ones(2, 3, 4, 5, 6), [0, 2, 2]),
-        lambda f: f.avg_pool3d(torch.ones(2, 3, 4, 5, 6), [2, 2, 2], [0, 1, 1]),
         lambda f: f.avg_pool3d(torch.ones(2, 3, 4, 5, 6), [2, 2, 2], [1, 1, 1], [2, 0, 0]),
         lambda f: f.avg_pool3d(torch.ones(2, 3, 4, 5, 6), 2, divisor_override=0),
-        lambda f: f.avg_pool3d(torch.ones(2, 3, 4, 5, 6), [2, 2]),
-        lambda f: f.conv3d(torch.ones(2, 3, 4, 5, 6), torch.ones(4, 3, 1, 1)),
-        lambda f: f.conv3d(torch.ones(2, 3, 4, 5, 6), torch.ones(4, 3, 1, 1, 1), torch.ones(3)),
-        lambda f: f.conv3d(torch.ones(2, 3, 4, 5, 6), torch.ones(4, 3, 1, 1, 1), None, [0, 1, 1]),
         lambda f: f.conv3d(torch.ones(2, 3, 4, 5, 6), torch.ones(4, 3, 1, 1, 1).bfloat16()),
         lambda f: f.conv3d(torch.ones(2, 3, 4, 5, 6), torch.ones(4, 3, 9, 1, 1)),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 3, 5, 3), None, 1, [2, 1]),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5, 3), torch.ones(3), 1, [2, 1]),
         lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 9, 3), None, 1, [2, 1]),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5, 3), None, [0, 1], [2, 1]),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5, 3), None, 1, [-1, 1]),
         lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5, 3), None, [2, 1], "same"),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5, 3), padding="other"),
-        lambda f: f.conv2d(torch.ones(2, 4, 2, 3), torch.ones(6, 4, 5)),
         lambda f: f.conv2d(torch.ones(2, 4, 5, 3).bfloat16(), torch.ones(6, 4, 3, 3)),
         lambda f: f.conv2d(torch.ones(2, 4, 5, 3).half(), torch.ones(6, 4, 3, 3).half(), torch.ones(6)),
         lambda f: f.conv2d(torch.ones(2, 4, 5, 3).half(), torch.ones(6, 3, 3, 3).half()),
-        lambda f: f.conv_transpose2d(torch.ones(2, 4, 2, 3), torch.ones(3, 6, 5, 3), None, 1, [2, 1]),
         lambda f: f.conv_transpose2d(torch.ones(2, 4, 2, 3), torch.ones(4, 6, 5, 3), None, 1, [2, 1], [2, 0]),
         lambda f: f.pad(torch.ones(2, 3, 4, 5), (6, 0, 0, 0), "circular"),
         lambda f: f.pad(torch.ones(2, 3, 4, 5), (-6, 0, 0, 0), "circular"),
-        lambda f: f.pad(torch.ones(2, 3, 4, 5), (1, 1, 1), "circular"),
-        lambda f: f.group_norm(torch.ones(2, 8, 4, 5), 0),
-        lambda f: f.group_norm(torch.ones(2, 8, 4, 5), 2, torch.ones(7)),
-        lambda f: f.group_norm(torch.ones(2, 8, 4, 5), 2, None, torch.ones(7)),
         lambda f: f.group_norm(torch.ones(2, 8, 4, 5), 2, torch.ones(8).bfloat16()),
         lambda f: f.group_norm(torch.ones(2, 8, 4, 5).int(), 2),
-        lambda f: f.batch_norm(torch.ones(2, 8, 24, 25), torch.ones(7), torch.ones(8), None, None, True),
         lambda f: f.batch_norm(torch.ones(2, 8, 24, 25), torch.ones(8), None, None, None, True),
-        lambda f: f.batch_norm(torch.ones(2, 8, 24, 25), torch.ones(8), torch.ones(8), torch.ones(7), None, True),
         lambda f: f.batch_norm(torch.ones(2, 8, 24, 25).half(), *[torch.ones(8)] * 2, torch.ones(8).half(), None, True),
         lambda f: f.batch_norm(torch.ones(2, 8, 24, 25).int(), None, None, None, None, True),
         lambda f: f.gelu(torch.ones(2, 3, 4, 5).long()),

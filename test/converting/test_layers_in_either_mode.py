@@ -3,11 +3,9 @@
 import copy
 import dataclasses
 import itertools
-import pickle
 
 import pytest
 import torch
-from saved_files import saved_and_loaded
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -313,32 +311,6 @@ def test_layers_inside_of_ddp_stay_and_replaced_ones_train_there():
     wrapped = DistributedDataParallel(model)
     assert_alike(wrapped, DistributedDataParallel(network()), X)
     assert nhwc.check(wrapped, plan) == []
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit", "ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize(
-    "through",
-    [
-        torch.jit.script,
-        lambda model: torch.jit.trace(model, V if isinstance(model[0], nn.Conv3d) else X, check_trace=False),
-        copy.deepcopy,
-        lambda model: pickle.loads(pickle.dumps(model)),
-    ],
-    ids=["scripted", "traced", "copied", "pickled"],
-)
-@MODELS
-def test_a_whole_converted_model_is_the_same_elsewhere(make, x, through):
-    model = make()
-    nhwc.convert_(model, optimizer=())
-    other = through(copy.deepcopy(model))
-    if not isinstance(other, torch.jit.ScriptModule):
-        assert replaced(other) == replaced(model)
-    other.load_state_dict(make().state_dict())  # a trace has run
-    assert_alike(other, make(), x)
-    if isinstance(other, torch.jit.ScriptModule):
-        again = saved_and_loaded(other)
-        again.load_state_dict(make().state_dict())
-        assert_alike(again, make(), x)
 
 
 @MODELS

@@ -139,12 +139,13 @@ def test_a_class_that_somebody_made_around_a_swapped_one_stays_the_outermost():
     assert [each.__name__ for each in type(layer).__mro__[:2]] == ["WrappedGroupNorm", "GroupNorm"]
 
 
-def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised():
+@pytest.mark.parametrize("kind", [EachForward, Preserving])
+def test_a_lazy_layer_has_the_swapped_class_once_it_is_materialised(kind):
     layer = nn.LazyConv2d(4, 3)
-    swap_class(layer, EachForward)
-    layer(torch.randn(1, 3, 4, 4))
-    assert type(layer).__name__ == "EachForwardConv2d"
-    restore_class(layer, EachForward)
+    swap_class(layer, kind)
+    layer(torch.randn(1, 3, 4, 4)).sum().backward()
+    assert type(layer).__name__ == f"{kind.__name__}Conv2d"
+    restore_class(layer, kind)
     assert type(layer) is nn.Conv2d
 
 

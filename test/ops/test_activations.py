@@ -15,12 +15,22 @@ nhwc = torch.ops.nhwc
 every_arrangement = pytest.mark.parametrize("arrange", [channels_last, sliced])
 
 
-@pytest.mark.parametrize("name", ["gelu", "conv3d"])
-def test_a_change_of_a_saved_input_in_place_is_an_error(name):
-    inner = channels_last(torch.randn(2, 4, 4, 5, 6)).requires_grad_() * 1
-    kernel = torch.randn(6, 4, 1, 1, 1).requires_grad_()
-    out = nhwc.gelu(inner) if name == "gelu" else nhwc.conv3d(inner, kernel)
-    inner.add_(1)
+SAVING = {
+    "gelu": ((2, 4, 4, 5, 6), (), nhwc.gelu),
+    "conv3d": ((2, 4, 4, 5, 6), (6, 4, 1, 1, 1), nhwc.conv3d),
+    "conv2d": ((2, 4, 9, 8), (4, 1, 5, 5), lambda x, w: nhwc.conv2d(x, w, None, [1, 1], [2, 2], [1, 1], 4)),
+    "batch_norm": ((2, 4, 20, 20), (4,), lambda x, w: nhwc.batch_norm(x, None, None, w, None, True)),
+}
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids=["input", "weight"])
+@pytest.mark.parametrize("name", SAVING)
+def test_a_change_in_place_of_what_is_saved_is_an_error(name, changed):
+    shape, weight, call = SAVING[name]
+    saved = [each.requires_grad_() * 1 for each in (channels_last(torch.randn(shape)), torch.randn(weight))]
+    saved = saved[: 1 + bool(weight)]
+    out = call(*saved)
+    saved[min(changed, len(saved) - 1)].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
 

@@ -6,7 +6,7 @@ import warnings
 import pytest
 import torch
 from selection import exhaustive
-from torch.func import grad, hessian, jvp, vmap
+from torch.func import vmap
 
 import torch_nhwc as nhwc
 
@@ -27,20 +27,6 @@ def leaves(device="cpu"):
         "one_channel_channels_last": nhwc.convert_weight(make(4, 1, 3, 3)),
         "sliced": make(4, 6, 3, 3)[:, ::2],
     }
-
-
-@pytest.mark.parametrize("memory_format", [None, torch.contiguous_format])
-@pytest.mark.parametrize("name", leaves())
-def test_gradcheck_of_every_order_and_mode(name, memory_format, device):
-    weight = leaves(device)[name].double().requires_grad_()
-
-    def convert(w):
-        return nhwc.convert_weight(w, memory_format)
-
-    assert torch.autograd.gradcheck(
-        convert, (weight,), check_forward_ad=True, check_batched_grad=True, check_batched_forward_grad=True
-    )
-    assert torch.autograd.gradgradcheck(lambda w: convert(w) ** 3, (weight,), check_fwd_over_rev=True)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
@@ -68,21 +54,6 @@ def test_no_graph_where_none_is_asked_for(device):
     with torch.inference_mode():
         assert nhwc.convert_weight(weight).is_inference()
     assert nhwc.convert_weight(weight.detach()).grad_fn is None
-
-
-def test_torch_func_transforms(device):
-    weight = torch.randn(2, 3, 2, 2, dtype=torch.double, device=device)
-
-    def cubes(w):
-        return (nhwc.convert_weight(w) ** 3).sum()
-
-    assert torch.allclose(grad(cubes)(weight), 3 * weight**2)
-    value, tangent = jvp(nhwc.convert_weight, (weight,), (2 * weight,))
-    assert torch.equal(value, weight)
-    assert torch.equal(tangent, 2 * weight)
-    assert value.stride() == (12, 1, 6, 3)
-    expected = torch.diag(6 * weight.flatten())
-    assert torch.allclose(hessian(cubes)(weight).reshape(24, 24), expected)
 
 
 def test_vmap_is_one_call_in_canonical_strides(device):
@@ -117,13 +88,3 @@ def test_compiled_autograd(backend, dtype):
         (nhwc.convert_weight(weight, torch.contiguous_format, dtype=dtype) ** 2).sum().backward()
     torch.testing.assert_close(weight.grad, 2 * weight.detach())
     assert weight.grad.stride() == weight.stride()
-
-
-def test_autocast_leaves_the_dtype_to_the_argument(device):
-    weight = torch.randn(4, 3, 3, 3, device=device, requires_grad=True)
-    with torch.autocast(device, dtype=torch.bfloat16):
-        assert nhwc.convert_weight(weight).dtype == torch.float32
-        out = torch.nn.functional.conv2d(torch.randn(1, 3, 5, 5, device=device), nhwc.convert_weight(weight))
-    assert out.dtype == torch.bfloat16
-    out.sum().backward()
-    assert weight.grad.dtype == torch.float32

@@ -7,7 +7,6 @@ import sys
 import pytest
 import torch
 from selection import exhaustive, some_of
-from torch.testing._internal.optests import OpCheckError
 
 import torch_nhwc as nhwc
 
@@ -44,18 +43,6 @@ def test_opcheck_of_the_functional_operators(sample, requires_grad, device):
         torch.library.opcheck(torch.ops.nhwc.convert_weight.default, (weight, *arguments), options)
     torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([weight, other],), {"dtype": torch.float64})
     torch.library.opcheck(torch.ops.nhwc.convert_weights.default, ([],))
-
-
-@pytest.mark.parametrize("op", ["convert_weight_", "convert_weights_"])
-def test_opcheck_of_the_in_place_operators_ends_in_our_refusal_under_aot(op, device):
-    weight = torch.randn(4, 3, 3, 3, device=device)
-    overload = getattr(torch.ops.nhwc, op).default
-    # opcheck clones its inputs into larger buffers, which only "fresh" may leave.
-    arguments = ([weight] if op == "convert_weights_" else weight,), {"storage": "fresh"}
-    others = ["test_schema", "test_autograd_registration", "test_faketensor"]
-    torch.library.opcheck(overload, *arguments, test_utils=others)
-    with pytest.raises(OpCheckError, match=f"nhwc::{op}: the weight is traced, fake, functional"):
-        torch.library.opcheck(overload, *arguments, test_utils="test_aot_dispatch_dynamic")
 
 
 COMPILED = [

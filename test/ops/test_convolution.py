@@ -9,7 +9,7 @@ import convolution_cases
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last, gradients
+from activations import channels_last, gradients
 from compiled_graphs import HAS_NUMBERS, compiled
 from convolution_cases import HALVES, NAMED, ONE_COLUMN, SMALL_INPUTS, STRIDE_BEYOND_KERNEL, STRIDED_TAPS, way_of
 from onednn import CPU_HAS_AVX512, HAS_AVX512, IS_X86, TAKES
@@ -205,21 +205,3 @@ def test_compiled_graphs_hold_pytorch_s_operators_and_our_kernels(name, dynamic)
     assert "aten.convolution.default" in operators
     is_ours = HAS_NUMBERS and not dynamic and not ways.isdisjoint({"kernels", "kernels_in_part"})
     assert any("nhwc" in operator for operator in operators) == is_ours
-
-
-@pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-@pytest.mark.parametrize("kernel", [(3, 3), (4, 2), (2, 5)])
-@pytest.mark.parametrize("size", [(1, 2), (3, 4), (8, 9)])
-def test_padding_by_name(kernel, size):
-    x, w = channels_last(torch.randn(2, 4, *size)), torch.randn(6, 4, *kernel)
-    for padding in ("same", "valid"):
-        if padding == "valid" and any(k > n for k, n in zip(kernel, size)):
-            continue
-        results = []
-        for function, dtype in ((functional.conv2d, torch.float32), (F.conv2d, torch.float64)):
-            leaves = [each.detach().to(dtype).requires_grad_() for each in (x, w)]
-            out = function(*leaves, padding=padding)
-            results.append((out, *torch.autograd.grad(out.sum(), leaves)))
-        assert_in_format(results[0][0])
-        for got, real in zip(*results):
-            torch.testing.assert_close(got.double(), real, rtol=1e-4, atol=1e-4)

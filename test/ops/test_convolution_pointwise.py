@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import assert_in_format, channels_last, gradients, of_both_orders
+from activations import assert_in_format, channels_last, gradients
 from convolution_cases import way_of
 
 from torch_nhwc import functional
@@ -75,34 +75,3 @@ def test_large_activations_of_some_threads(threads):
     got = gradients(functional.conv2d, leaves)
     for ours, exact in zip(got, gradients(F.conv2d, [each.double().contiguous() for each in leaves])):
         assert (ours.double() - exact).norm() <= 2e-6 * exact.norm()
-
-
-def test_weights_of_other_formats_and_derivatives_of_higher_order():
-    x, w, b = operands((2, 16, 8, 9, 10), 3, torch.float32)
-    w = w.contiguous()
-    assert way_of("conv3d", x, w.requires_grad_(), b, ()) == "kernels"
-
-    got = of_both_orders(functional.conv3d, (x, w, b))
-    for ours, real in zip(got, of_both_orders(F.conv3d, (x.double(), w.double(), b.double()))):
-        assert (ours.double() - real).norm() <= 3e-6 * real.norm()
-    assert got[2].is_contiguous()
-
-
-@pytest.mark.parametrize(
-    ("shape", "kernel", "arguments"),
-    [
-        ((1, 16, 9, 9), (2, 16, 1, 1), ()),
-        ((1, 16, 39, 39), (2, 16, 1, 1), (2,)),
-        ((1, 16, 39, 39), (2, 16, 1, 1), (1, 1)),
-        ((1, 16, 39, 39), (5, 16, 1, 1), ()),
-        ((1, 4, 39, 39), (4, 2, 1, 1), (1, 0, 1, 2)),
-        ((1, 260, 39, 39), (2, 260, 1, 1), ()),
-    ],
-)
-def test_others_are_right_too(shape, kernel, arguments):
-    x, w = channels_last(torch.randn(shape)), channels_last(torch.randn(kernel))
-    for ours, exact in zip(
-        gradients(functional.conv2d, (x, w), arguments=(None, *arguments)),
-        gradients(F.conv2d, (x.double().contiguous(), w.double().contiguous()), arguments=(None, *arguments)),
-    ):
-        assert (ours.double() - exact).norm() <= 3e-6 * exact.norm()

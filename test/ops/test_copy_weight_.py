@@ -62,11 +62,6 @@ def test_it_compiles(backend, device):
     assert torch.equal(out, weight * 2)
 
 
-def test_opcheck(device):
-    out = torch.zeros(4, 3, 3, 3, device=device).to(memory_format=CL)
-    torch.library.opcheck(torch.ops.nhwc.copy_weight_.default, (out, torch.randn(4, 3, 3, 3, device=device)))
-
-
 def test_bad_arguments_raise_and_change_nothing(device):
     weight = torch.randn(4, 3, 3, 3, device=device)
     zeros = functools.partial(torch.zeros, device=device)

@@ -1,11 +1,13 @@
 """What batch norm, group norm and instance norm have in common: changes before the backward, and wrong operands."""
 
+import copy
 import itertools
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from activations import canonical, channels_last
+from activations import canonical, channels_last, gradients
 
 import torch_nhwc
 
@@ -169,38 +171,6 @@ def test_an_infinite_activation_in_instance_norm():
     assert running[0][0][:4].tolist()[:2] == [torch.inf, -torch.inf]
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((2, 8, 4, 5), torch.float32), ((1, 6, 2, 3, 2), torch.bfloat16), ((2, 6, 5), torch.float64)]
-)
-def test_other_devices_get_the_same_instance_norm_from_pytorchs_own_kernels(shape, dtype):
-    x, weight, bias = channels_last(torch.randn(shape).to(dtype)), *(torch.rand(shape[1]).to(dtype) for _ in range(2))
-    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-    here = ops.native_instance_norm(x, weight, bias, 1e-5)
-    there = ops.native_instance_norm.default.redispatch(elsewhere, x, weight, bias, 1e-5)
-    tolerance = {"rtol": 1e-2, "atol": 2e-2} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(here, there, **tolerance)
-    assert [each.stride() for each in here] == [each.stride() for each in there]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_other_devices_get_the_same_group_norm_from_pytorchs_own_kernels(dtype):
-    """The kernels of all devices that are no CPU, run here on the tensors of one."""
-    x, gradient = (channels_last(torch.randn(2, 8, 4, 5).to(dtype)) for _ in range(2))
-    weight = torch.rand(8).to(dtype)
-    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
-    here = ops.native_group_norm(x, 2, weight, None, 1e-5)
-    there = ops.native_group_norm.default.redispatch(elsewhere, x, 2, weight, None, 1e-5)
-    assert [each.dtype for each in here] == [each.dtype for each in there]
-    tolerance = {"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}
-    torch.testing.assert_close(here, there, **tolerance)
-    assert there[0].stride() == here[0].stride()
-    given = (weight, 2, 1e-5, [True] * 3)
-    here = ops.native_group_norm_backward(gradient, x, *here[1:], *given)
-    there = ops.native_group_norm_backward.default.redispatch(elsewhere, gradient, x, *there[1:], *given)
-    torch.testing.assert_close(here, there, **tolerance)
-    assert there[0].stride() == here[0].stride()
-
-
 def backward_of(kind, gradient, x, mean, rstd, weight):
     if kind == "group_norm":
         return ops.native_group_norm_backward(gradient, x, mean, rstd, weight, 2, 1e-5, [True] * 3)
@@ -273,31 +243,51 @@ def test_operands_of_any_strides(kind):
         assert own.stride() == other.stride()
 
 
-@pytest.mark.parametrize("shape", [(2, 0, 4, 5), (0, 8, 4, 5), (2, 8, 0, 5)], ids=str)
-def test_empty_activations_are_pytorch_s_or_a_clear_error(shape):
-    x = torch.empty(shape).to(memory_format=torch.channels_last)
-    channels = shape[1]
-    for native in (
-        lambda: ops.native_group_norm(x, 2, None, None, 1e-5),
-        lambda: ops.native_instance_norm(x, None, None, 1e-5),
-        lambda: ops.native_batch_norm(x, None, None, None, None, True, 0.1, 1e-5),
-    ):
-        with pytest.raises(RuntimeError, match=r"with elements|number of groups"):
-            native()
+@pytest.mark.parametrize("shape", [(1, 64, 48, 48), (1, 16, 24, 24, 24), (5, 32, 40, 40)], ids=str)
+@every_norm
+def test_threads_give_the_same_numbers_every_time(kind, shape):
+    x, gradient = (channels_last(torch.randn(shape) + mean) for mean in (10, 0))
+    tensors = x, torch.rand(shape[1]), torch.randn(shape[1])
 
-    def outcome(function):
-        try:
-            out = function()
-        except (RuntimeError, ValueError, IndexError) as error:
-            return str(error)
-        return out.shape
+    def run(threads):
+        torch.set_num_threads(threads)
+        running = {"running_mean": torch.zeros(shape[1]), "running_var": torch.ones(shape[1])}
 
-    weight = torch.ones(channels)
-    for kind in ("batch_norm", "instance_norm"):
-        ours, stock = (
-            outcome(lambda functions=functions, kind=kind: call(functions, kind, x, {"weight": weight}, True))
-            for functions in (torch_nhwc.functional, F)
-        )
-        assert ours == stock
-    ours, stock = (outcome(lambda f=f: f.group_norm(x, 2, weight)) for f in (torch_nhwc.functional, F))
-    assert ours == stock
+        def norm(x, weight, bias):
+            return call(torch_nhwc.functional, kind, x, running | {"weight": weight, "bias": bias}, True)
+
+        return [*gradients(norm, tensors, gradient), *running.values()]
+
+    expected = run(1)
+    for threads in (1, 2, 4, 5):
+        first, second = run(threads), run(threads)
+        assert all(map(torch.equal, first, second))
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((2, 8, 4, 5), torch.float32), ((1, 6, 2, 3, 2), torch.bfloat16)])
+@pytest.mark.parametrize("kind", [*KINDS, "instance_norm"])
+def test_other_devices_get_the_same_from_pytorchs_own_kernels(kind, shape, dtype):
+    """The kernels of all devices that are no CPU, run here on the tensors of one."""
+    elsewhere = torch._C.DispatchKeySet(torch._C.DispatchKey.PrivateUse1)
+    x, gradient = (channels_last(torch.randn(shape).to(dtype)) for _ in range(2))
+    mean, variance, weight, bias = (torch.rand(shape[1]).to(dtype) + 0.5 for _ in range(4))
+    is_training = kind == "training"
+
+    def both(name, *arguments):
+        operator, runs = getattr(ops, name).default, []
+        for function in (operator, partial(operator.redispatch, elsewhere)):
+            given = copy.deepcopy(arguments)  # running statistics change
+            runs.append([*function(*given), *given])
+        torch.testing.assert_close(*runs, **({"rtol": 5e-2, "atol": 5e-2} if dtype == torch.bfloat16 else {}))
+        assert runs[0][0].stride() == runs[1][0].stride()
+        return runs[0]
+
+    if kind == "instance_norm":
+        both("native_instance_norm", x, weight, bias, 1e-5)
+    elif kind == "group_norm":
+        saved = both("native_group_norm", x, 2, weight, bias, 1e-5)[1:3]
+        both("native_group_norm_backward", gradient, x, *saved, weight, 2, 1e-5, [True] * 3)
+    else:
+        saved = both("native_batch_norm", x, mean, variance, weight, bias, is_training, 0.1, 1e-5)[1:3]
+        both("native_batch_norm_backward", gradient, x, *saved, weight, is_training, 1e-5, [True] * 3)

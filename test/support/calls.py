@@ -89,7 +89,12 @@ WIDE = (2, 18, 3, 4)  # of so many channels that softmax goes over a view
 ROWS = (2, 8, 16, 20)  # of so many rows that batch norm is ours
 # A function's arguments after its activation, which is of a shape.
 FUNCTIONS: dict[str, list[tuple[tuple[int, ...], Callable[[], list[Any]]]]] = {
-    "group_norm": [(IMAGE, lambda: [3, vector(6), vector(6)]), (VOLUME, lambda: [6])],
+    "group_norm": [
+        (IMAGE, lambda: [3, vector(6), vector(6)]),
+        (VOLUME, lambda: [6]),
+        (IMAGE, lambda: [2, vector(6)]),
+        (VOLUME, lambda: [2, None, vector(6).detach()]),
+    ],
     "instance_norm": [(IMAGE, lambda: [None, None, vector(6), vector(6)]), ((1, *VOLUME[1:]), lambda: [])],
     "batch_norm": [
         (ROWS, lambda: [None, None, vector(8), vector(8), True]),
@@ -133,6 +138,7 @@ CONVOLUTIONS = {
     "same, even": ("conv2d", (2, 4, 5, 4), (4, 4, 4, 3), (1, "same")),
     "sliced": ("conv2d", (2, 4, 5, 4), (6, 4, 1, 1), (2,)),
     "same": ("conv2d", (2, 4, 5, 4), (4, 4, 3, 3), (1, "same")),
+    "same, small": ("conv2d", (2, 4, 1, 2), (6, 4, 2, 5), (1, "same")),
     "cut": ("conv_transpose2d", (2, 4, 2, 3), (4, 3, 5, 3), (1, (2, 1))),
     "widened": ("conv_transpose2d", (2, 4, 4, 1), (4, 1, 3, 3), (2,)),
     "extended": ("conv_transpose2d", (2, 4, 3, 4), (4, 3, 1, 1), (2, 0, 1)),
@@ -213,7 +219,7 @@ CALLS = {
     **calls_of_functions(),
     "convert_weight": Call(nhwc.convert_weight.default, lambda w: w.clone(), lambda: [weight()]),
     "convert_weights": Call(
-        nhwc.convert_weights.default, lambda ws: ws[0].clone(), lambda: [[weight(), weight().detach()]]
+        nhwc.convert_weights.default, lambda ws: ws[0].clone(), lambda: [[leaf(4, 3, 3, 2, 3), weight().detach()]]
     ),
     "group_norm": Call(nhwc.group_norm.default, F.group_norm, lambda: [leaf(*IMAGE), 2, vector(6), vector(6)]),
     "instance_norm": Call(
@@ -349,6 +355,7 @@ LACKS = {
     "adaptive_max_pool3d": (SECOND,),
     "functional.conv2d same": ("scripting",),
     "functional.conv2d same, even": ("scripting",),
+    "functional.conv2d same, small": ("scripting",),
     "instance_norm, running": ("vmap", "batched_gradients", SECOND),
     # A permutation, which PyTorch's kernel has for less dtypes.
     "functional.pixel_shuffle 0": ("wrong_arguments",),
