@@ -64,13 +64,14 @@ bool is_channels_last(const at::Tensor& input) {
 }
 
 bool has_channels_last_strides(const at::Tensor& input) {
+  if (input.dim() < 2) return false;
   return with_sizes_and_strides(input, []<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
     return strides == c10::ArrayRef<Size>(canonical_strides(sizes));
   });
 }
 
 bool has_odd_strides(const at::Tensor& input) {
-  if (input.sym_numel() == 0) return false;  // strides that no element is found by
+  if (input.dim() < 3 || input.sym_numel() == 0) return false;  // an empty one has strides that nothing is found by
   const bool is_in_order = is_channels_last(input);
   return with_sizes_and_strides(input, [&]<typename Size>(c10::ArrayRef<Size> sizes, c10::ArrayRef<Size> strides) {
     const auto channels_last = canonical_strides(sizes);

@@ -112,6 +112,12 @@ struct Norm {
     return input.is_cpu() && std::all_of(all.begin(), all.end(), is_there);
   }
 
+  bool is_on_one_device() const {
+    const auto all = of_channels();
+    return std::all_of(all.begin(), all.end(),
+                       [&](const at::Tensor* each) { return !each->defined() || each->device() == input.device(); });
+  }
+
   /// Returns the first tensor that has not a number for each channel.
   const at::Tensor* find_missized() const {
     for (const at::Tensor* each : of_channels()) {
@@ -135,8 +141,8 @@ struct Norm {
 
   /// Returns whether the kernels compute this. PyTorch's own operator handles everything else, errors included.
   bool is_served() const {
-    return has_known_type() && is_channels_last(input) && has_groups() && has_statistics() && !find_missized() &&
-           are_cast();
+    return has_known_type() && is_channels_last(input) && has_groups() && has_statistics() && is_on_one_device() &&
+           !find_missized() && are_cast();
   }
 
   /// Raises an error for what the kernels cannot compute, before they read anything.
@@ -147,6 +153,7 @@ struct Norm {
     TORCH_CHECK(has_groups(), name, ": expected a number of groups that divides the ", channels(), " channels, got ",
                 groups);
     TORCH_CHECK(input.sym_numel() > 0, name, ": expected an input with elements, got one of shape ", input.sym_sizes());
+    TORCH_CHECK(is_on_one_device(), name, ": expected a weight, a bias and running statistics on ", input.device());
     const at::Tensor* missized = find_missized();
     TORCH_CHECK(!missized, name, ": expected a weight, a bias and running statistics of ", channels(),
                 " elements, got one of shape ", missized->sym_sizes());

@@ -35,8 +35,12 @@ struct Border {
 
 // Lists the borders from the last dimension to the first, as `pad` does.
 std::vector<Border> borders(const at::Tensor& tensor, at::IntArrayRef pad) {
+  const size_t spatial = tensor.dim() < 3 ? 0 : static_cast<size_t>(tensor.dim()) - 2;
+  TORCH_CHECK(spatial > 0 && pad.size() % 2 == 0 && pad.size() <= 2 * spatial,
+              "nhwc::native_pad_circular: expected two numbers for each spatial dimension of an activation, got ", pad,
+              " for one of shape ", tensor.sym_sizes());
   std::vector<Border> result;
-  for (size_t i = 0; i + 1 < pad.size(); i += 2) {
+  for (size_t i = 0; i < pad.size(); i += 2) {
     result.push_back({tensor.dim() - 1 - static_cast<int64_t>(i) / 2, pad[i], pad[i + 1]});
   }
   return result;

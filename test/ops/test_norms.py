@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from activations import canonical, channels_last, gradients
+from torch import nn
 
 import torch_nhwc
 
@@ -291,3 +292,23 @@ def test_other_devices_get_the_same_from_pytorchs_own_kernels(kind, shape, dtype
     else:
         saved = both("native_batch_norm", x, mean, variance, weight, bias, is_training, 0.1, 1e-5)[1:3]
         both("native_batch_norm_backward", gradient, x, *saved, weight, is_training, 1e-5, [True] * 3)
+
+
+@pytest.mark.parametrize("make", [lambda: nn.GroupNorm(2, 8), lambda: nn.InstanceNorm3d(8, affine=True)])
+def test_parameters_on_another_device_are_refused_as_by_pytorch(make):
+    model = nn.Sequential(make())
+    torch_nhwc.convert_(model)
+    x = channels_last(torch.randn(1, 8, *[6] * (3 if isinstance(model[0], nn.InstanceNorm3d) else 2)))
+    model(x)
+    model.to("meta")
+    with pytest.raises(RuntimeError, match="not on the expected device"):
+        model(x)
+
+
+def test_numbers_are_no_activations():
+    number = torch.tensor(1.0)
+    with pytest.raises((RuntimeError, IndexError, ValueError)):
+        torch.ops.nhwc.batch_norm(number, None, None, None, None, True, 0.1, 1e-5)
+    for pad in (torch.ops.nhwc.native_pad_circular, torch.ops.nhwc.native_pad_circular_backward):
+        with pytest.raises(RuntimeError, match="expected two numbers for each spatial dimension"):
+            pad(number, [0, 2, 3, 1])

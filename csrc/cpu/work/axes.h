@@ -77,8 +77,13 @@ inline TapAxis forward_axis(const ConvolutionSizes& sizes, int axis) {
 inline TapAxis gradient_axis(const ConvolutionSizes& sizes, int axis, std::int64_t phase) {
   const std::int64_t stride = sizes.stride[axis], dilation = sizes.dilation[axis];
   const std::int64_t shifted = phase + sizes.padding[axis];
-  std::int64_t tap_step = 1, taps = 0, last_tap = 0;
-  while (tap_step * dilation % stride != 0) ++tap_step;
+  std::int64_t divisor = stride, rest = dilation % stride;  // by Euclid
+  while (rest != 0) {
+    const std::int64_t next = divisor % rest;
+    divisor = rest, rest = next;
+  }
+  const std::int64_t tap_step = stride / divisor;
+  std::int64_t taps = 0, last_tap = 0;
   for (std::int64_t tap = 0; tap < sizes.kernel[axis]; ++tap) {
     if ((shifted - tap * dilation) % stride == 0) ++taps, last_tap = tap;
   }

@@ -86,6 +86,8 @@ bool Call::is_accepted() const {
   for (size_t index = 0; index < axes(); ++index) {
     const auto from_last = static_cast<int64_t>(axes() - index);
     if (stride[index] <= 0 || padding[index] < 0 || dilation[index] <= 0) return false;
+    constexpr int64_t most = 1 << 30;  // beyond which products of sizes may overflow
+    if (stride[index] > most || padding[index] > most || dilation[index] > most) return false;
     if (weight.sym_size(-from_last) <= 0 || input.sym_size(-from_last) <= 0) return false;
     const Axis axis = this->axis(from_last);
     if (!is_transposed && axis.size + 2 * axis.padding <= axis.reach) return false;
