@@ -3,17 +3,11 @@
 
 #include <ATen/core/Tensor.h>
 
-#include "cpu/work/axes.h"
-
 namespace nhwc::cpu {
 
 /// Writes the products of each pixel and a weight `[outputs, inputs]` to `out`. Of inputs and outputs, the one has at
 /// most `most_few` channels, the other `most_pointwise_channels`. Activations are dense channels-last, and all tensors
 /// have one dtype: float, half or bfloat16. The bias may be undefined.
 void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out);
-
-/// Writes the gradients of the weight and of the bias, which may be undefined.
-void pointwise_weight_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& input,
-                               const at::Tensor& grad_weight, const at::Tensor& grad_bias);
 
 }  // namespace nhwc::cpu

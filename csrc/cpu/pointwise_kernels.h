@@ -14,12 +14,9 @@ constexpr std::int64_t most_few = 4, most_pointwise_channels = 256;
 struct PointwiseKernels {
   using Multiply = void (*)(const void* input, std::int64_t pixels, std::int64_t many, const float* weights,
                             const float* bias, void* out);
-  using Accumulate = void (*)(const void* of_few, const void* of_many, std::int64_t pixels, std::int64_t many,
-                              float* sums);
 
-  Multiply reduce[most_few];        ///< few outputs of many inputs, by weights `[outputs, inputs]`
-  Multiply spread[most_few];        ///< many outputs of few inputs, by weights `[inputs, outputs]`
-  Accumulate accumulate[most_few];  ///< adds products to sums, `[few, many + 1]`; the last of the many is 1
+  Multiply reduce[most_few];  ///< few outputs of many inputs, by weights `[outputs, inputs]`
+  Multiply spread[most_few];  ///< many outputs of few inputs, by weights `[inputs, outputs]`
 };
 
 }  // namespace nhwc::cpu

@@ -128,7 +128,7 @@ void check_convolution(at::ScalarType type, Kind kind) {
   if (kind == Kind::pointwise) {
     nhwc::cpu::pointwise(input, weight.flatten(1), bias, own_out);
     nhwc::cpu::pointwise(grad, weight.flatten(1).t(), {}, own_input);
-    nhwc::cpu::pointwise_weight_gradient(sizes, grad, input, own_weight, own_bias);
+    nhwc::cpu::weight_gradient(sizes, grad, input, own_weight, own_bias);
   } else if (is_depthwise) {
     nhwc::cpu::depthwise_forward(sizes, input, weight, bias, own_out);
     nhwc::cpu::depthwise_input_gradient(sizes, grad, weight, own_input);

@@ -78,44 +78,6 @@ void spread_pixels(const void* input, std::int64_t pixels, std::int64_t outputs,
   }
 }
 
-/// Adds products of few and many channels: in registers for a tile of pixels.
-template <typename Element, int few>
-void accumulate_pixels(const void* of_few, const void* of_many, std::int64_t pixels, std::int64_t many, float* sums) {
-  constexpr int tile = 64;
-  const auto *few_channels = static_cast<const Element*>(of_few), *channels = static_cast<const Element*>(of_many);
-  for (std::int64_t left = pixels, count; left > 0;
-       left -= count, few_channels += count * few, channels += count * many) {
-    count = left < tile ? left : tile;
-    float values[few][tile] = {}, column[tile] = {};
-    for (std::int64_t p = 0; p < count; ++p) {
-      for (int f = 0; f < few; ++f) values[f][p] = load_one(few_channels + p * few + f);
-    }
-    std::int64_t c = 0;
-    for (; c + pointwise_lanes <= many; c += pointwise_lanes) {
-      Vector<float> added[2][few] = {};  // chains of dependent additions
-      const auto add = [&](std::int64_t p, int chain) {
-        const Vector<float> numbers = load_vector(channels + p * many + c);
-        for (int f = 0; f < few; ++f) added[chain][f] += values[f][p] * numbers;
-      };
-      for (std::int64_t p = 0; p + 1 < count; p += 2) add(p, 0), add(p + 1, 1);
-      if (count % 2 != 0) add(count - 1, 0);
-      for (int f = 0; f < few; ++f) {
-        float* sum = sums + f * (many + 1) + c;
-        store_vector(sum, load_vector(sum) + (added[0][f] + added[1][f]));
-      }
-    }
-    for (; c <= many; ++c) {
-      for (std::int64_t p = 0; p < count; ++p) column[p] = c == many ? 1 : load_one(channels + p * many + c);
-      for (int f = 0; f < few; ++f) {
-        Vector<float> sum{};
-        for (int p = 0; p < tile; p += pointwise_lanes) sum += load_vector(values[f] + p) * load_vector(column + p);
-        const auto four = folded(sum, std::make_integer_sequence<int, 4>());
-        sums[f * (many + 1) + c] += (four[0] + four[1]) + (four[2] + four[3]);
-      }
-    }
-  }
-}
-
 template <typename Element>
 constexpr cpu::PointwiseKernels make_pointwise_kernels() {
   if constexpr (std::is_same<Element, double>::value) {
@@ -123,9 +85,7 @@ constexpr cpu::PointwiseKernels make_pointwise_kernels() {
   } else {
     return {
         {reduce_pixels<Element, 1>, reduce_pixels<Element, 2>, reduce_pixels<Element, 3>, reduce_pixels<Element, 4>},
-        {spread_pixels<Element, 1>, spread_pixels<Element, 2>, spread_pixels<Element, 3>, spread_pixels<Element, 4>},
-        {accumulate_pixels<Element, 1>, accumulate_pixels<Element, 2>, accumulate_pixels<Element, 3>,
-         accumulate_pixels<Element, 4>}};
+        {spread_pixels<Element, 1>, spread_pixels<Element, 2>, spread_pixels<Element, 3>, spread_pixels<Element, 4>}};
   }
 }
 

@@ -104,9 +104,7 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
   at::Tensor of_weight = empty_channels_last(call.weight), bias_of_smaller, bias;
   if (of_bias && !call.is_transposed) bias = bias_of_smaller = at::empty_symint({grad.sym_size(1)}, grad.options());
   if (!of_weight.is_meta()) {
-    const auto compute = is_pointwise(call)    ? cpu::pointwise_weight_gradient
-                         : call.is_depthwise() ? cpu::depthwise_weight_gradient
-                                               : cpu::weight_gradient;
+    const auto compute = call.is_depthwise() ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
     compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
   }
   if (of_bias && call.is_transposed) bias = channels_to_end(grad).flatten(0, -2).sum(0);
