@@ -1,7 +1,6 @@
 #include "cpu/group_norm.h"
 
 #include <ATen/Dispatch.h>
-#include <c10/core/CPUAllocator.h>
 
 #include <algorithm>
 #include <cmath>
@@ -57,39 +56,37 @@ struct Piece {
 /// the shape alone.
 class Tasks {
  public:
-  explicit Tasks(const GroupNormShape& shape) : shape_(shape) {
-    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads(),
-                  of_sample = shape.rows * shape.channels;
-    parts_ = std::clamp<int64_t>(of_sample / elements_worth_a_thread, 1, at::divup(threads, shape.samples));
-    part_rows_ = at::divup(shape.rows, parts_);
-    parts_ = at::divup(shape.rows, part_rows_);
-    samples_ = parts_ > 1 ? 1 : std::max<int64_t>(1, elements_worth_a_thread / of_sample);
-    count_ = parts_ * at::divup(shape.samples, samples_);
-  }
+  explicit Tasks(const GroupNormShape& shape)
+      : shape_(shape),
+        rows_(shape.rows, divide_up(shape.rows, parts_worth_threads(shape))),
+        samples_(rows_.parts > 1 ? 1 : std::max<int64_t>(1, elements_worth_a_thread / (shape.rows * shape.channels))) {}
 
-  int64_t parts() const { return parts_; }
-  int64_t count() const { return count_; }
-  int64_t rows_of(int64_t part) const { return std::min(part_rows_, shape_.rows - part * part_rows_); }
+  int64_t parts() const { return rows_.parts; }
+  int64_t count() const { return parts() * divide_up(shape_.samples, samples_); }
+  int64_t rows_of(int64_t part) const { return rows_.size_of(part); }
 
   /// Calls `work(task, piece, scratch)` for all pieces, in parallel where that is faster. `scratch` has room for so
   /// many doubles.
   template <typename Work>
   void for_each(int64_t room, const Work& work) const {
-    at::parallel_for(0, count_, 1, [&](int64_t begin, int64_t end) {
-      const at::DataPtr memory = c10::GetCPUAllocator()->allocate(room * sizeof(double));
-      auto* scratch = static_cast<double*>(memory.get());
-      for (int64_t task = begin; task < end; ++task) {
-        const int64_t first = task / parts_ * samples_, part = task % parts_;
-        for (int64_t sample = first; sample < std::min(first + samples_, shape_.samples); ++sample) {
-          work(task, Piece{sample, part, part * part_rows_, rows_of(part)}, scratch);
-        }
+    for_each_task(count(), products_worth_a_thread, room * sizeof(double), [&](int64_t task, char* scratch) {
+      const int64_t first = task / parts() * samples_, part = task % parts();
+      for (int64_t sample = first; sample < std::min(first + samples_, shape_.samples); ++sample) {
+        work(task, Piece{sample, part, rows_.begin(part), rows_of(part)}, reinterpret_cast<double*>(scratch));
       }
     });
   }
 
  private:
+  static int64_t parts_worth_threads(const GroupNormShape& shape) {
+    const int64_t threads = at::in_parallel_region() ? 1 : at::get_num_threads();
+    return std::min(threads_worth(shape.rows * shape.channels * products_of_element),
+                    divide_up(threads, shape.samples));
+  }
+
   GroupNormShape shape_;
-  int64_t parts_ = 1, part_rows_ = 0, samples_ = 1, count_ = 0;
+  Parts rows_;
+  int64_t samples_;
 };
 
 /// Two numbers for each channel or group of each task.

@@ -106,17 +106,12 @@ struct Norm {
   }
   std::array<const at::Tensor*, 4> of_channels() const { return {&weight, &bias, &running_mean, &running_var}; }
 
-  bool is_on_cpu() const {
-    const auto all = of_channels();
-    const auto is_there = [](const at::Tensor* each) { return !each->defined() || each->is_cpu(); };
-    return input.is_cpu() && std::all_of(all.begin(), all.end(), is_there);
-  }
-
   bool is_on_one_device() const {
     const auto all = of_channels();
     return std::all_of(all.begin(), all.end(),
                        [&](const at::Tensor* each) { return !each->defined() || each->device() == input.device(); });
   }
+  bool is_on_cpu() const { return input.is_cpu() && is_on_one_device(); }
 
   /// Returns the first tensor that has not a number for each channel.
   const at::Tensor* find_missized() const {

@@ -36,6 +36,33 @@ class Backends {
   std::optional<at::native::ConvBackend> own_, wide_;
 };
 
+/// What the rules look at: of a transposed convolution, that from its output to its input.
+struct Sizes {
+  bool is_3d, is_strided = false, is_dilated = false;
+  int64_t inputs, outputs;     // of a group
+  int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
+  int64_t positions;           // of the whole batch
+
+  explicit Sizes(const Call& call);
+};
+
+Sizes::Sizes(const Call& call)
+    : is_3d(call.axes() == 3),
+      inputs(call.weight.size(1)),
+      outputs(call.weight.size(0) / call.groups.expect_int()),
+      shortest(call.weight.size(-1)),
+      positions(call.input.size(0)) {
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
+    const Axis axis = call.axis(from_last);
+    const int64_t kernel = call.weight.size(-from_last);
+    is_strided = is_strided || axis.stride > 1;
+    is_dilated = is_dilated || call.dilation[call.axes() - from_last] > 1;
+    taps *= kernel;
+    shortest = std::min(shortest, kernel);
+    positions *= axis.positions.expect_int();
+  }
+}
+
 // Inputs as they come.
 
 bool is_unfit(const Call& call) { return !call.is_on_cpu() || !call.is_accepted(); }
@@ -82,14 +109,6 @@ bool is_linear(const Call& call) {
          call.groups == 1 && is_as_precise_as_products();
 }
 
-c10::SymInt positions_of(const Call& call) {
-  c10::SymInt positions = 1;
-  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
-    positions = positions * call.axis(from_last).positions;
-  }
-  return positions;
-}
-
 /// Returns whether a channels-last volume is one sample, and PyTorch would not give it to oneDNN, in float32 or in the
 /// float32 that half precision is computed in. Its rule, `ConvParams::use_mkldnn` in
 /// aten/src/ATen/native/Convolution.cpp, is made for the sizes of a 2D batch: of a 3D one it takes batch, channels,
@@ -108,7 +127,7 @@ bool is_slow_sample(const Call& call, Backends& backends) {
 /// PyTorch copies of the weight.
 bool has_few_positions(const Call& call) {
   if (call.is_transposed || call.input.scalar_type() != at::kFloat || !call.has_one_dtype()) return false;
-  const c10::SymInt positions = positions_of(call), weights = call.weight.sym_numel();
+  const int64_t positions = Sizes(call).positions, weights = call.weight.numel();
   const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);
   return is_few && call.has_channels_last_weight() && is_as_precise_as_products();
 }
@@ -117,43 +136,15 @@ bool has_few_positions(const Call& call) {
 /// transposed one where the outputs of its positions do not overlap. Where there are few positions, oneDNN spends its
 /// time on the weight.
 bool gains_from_slabs(const Call& call) {
-  const c10::SymInt positions = positions_of(call);
-  const int64_t from_last = rewrites::axis_of_slabs(call);
+  const int64_t positions = Sizes(call).positions, from_last = rewrites::axis_of_slabs(call);
   const Axis axis = call.axis(from_last);
-  if (axis.positions < rewrites::slabs || positions * call.weight.sym_numel() < 2'000'000) return false;
+  if (axis.positions < rewrites::slabs || positions * call.weight.numel() < 2'000'000) return false;
   if (!call.is_transposed) return positions >= 64;
   const bool is_apart = axis.reach + 1 == axis.stride && axis.padding == 0 && call.output_padding[3 - from_last] == 0;
   return from_last == 3 && is_apart && positions >= 512;
 }
 
 // What our kernels compute.
-
-/// What the rules look at: of a transposed convolution, that from its output to its input.
-struct Sizes {
-  bool is_3d, is_strided = false, is_dilated = false;
-  int64_t inputs, outputs;     // of a group
-  int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
-  int64_t positions;           // of the whole batch
-
-  explicit Sizes(const Call& call);
-};
-
-Sizes::Sizes(const Call& call)
-    : is_3d(call.axes() == 3),
-      inputs(call.weight.size(1)),
-      outputs(call.weight.size(0) / call.groups.expect_int()),
-      shortest(call.weight.size(-1)),
-      positions(call.input.size(0)) {
-  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
-    const Axis axis = call.axis(from_last);
-    const int64_t kernel = call.weight.size(-from_last);
-    is_strided = is_strided || axis.stride > 1;
-    is_dilated = is_dilated || call.dilation[call.axes() - from_last] > 1;
-    taps *= kernel;
-    shortest = std::min(shortest, kernel);
-    positions *= axis.positions.expect_int();
-  }
-}
 
 /// What PyTorch computes with.
 enum class Arithmetic {
@@ -263,8 +254,7 @@ const Way mended[] = {
     {"cut", Kind::mended, in_graphs, faults::has_small_output, rewrites::cut},
 };
 const Way linear_way = {"linear", Kind::faster, in_eager_mode};
-const Way along_depth_way = {"along_depth", Kind::faster, in_eager_mode, has_one_tap_in_the_plane,
-                             rewrites::along_depth};
+const Way along_depth_way = {"along_depth", Kind::faster, in_eager_mode, nullptr, rewrites::along_depth};
 const Way of_slow_samples[] = {
     {"gathered", Kind::faster, in_graphs, has_few_positions, rewrites::gathered},
     {"slabs", Kind::faster, in_graphs, gains_from_slabs, rewrites::in_slabs},

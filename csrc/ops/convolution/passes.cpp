@@ -232,7 +232,9 @@ at::Tensor forward(const Call& call, const Choice& choice) {
   return choice.others == Others::products ? products::forward(call) : pytorchs(call, choice.others);
 }
 
-Gradients gradients(const Call& call, const at::Tensor& grad, Mask needed, KernelPasses ours, Others others) {
+Gradients gradients(const Call& call, const Choice& choice, const at::Tensor& grad, Mask needed) {
+  const KernelPasses& ours = choice.kernels;
+  const Others others = choice.others;
   const Mask by_kernels = {needed[0] && ours.input_gradient, needed[1] && ours.weight_gradient,
                            needed[2] && ours.weight_gradient};
   const Mask left = {needed[0] && !by_kernels[0], needed[1] && !by_kernels[1], needed[2] && !by_kernels[2]};
@@ -265,14 +267,8 @@ std::vector<int64_t> as_numbers(const Call& call, const Choice& choice) {
   return numbers;
 }
 
-struct Kept {
-  Call call;
-  KernelPasses kernels;
-  Others others;
-};
-
-/// Returns what `as_numbers` was given.
-Kept from_numbers(const std::vector<at::Tensor>& saved, const std::vector<int64_t>& numbers) {
+/// Returns what `as_numbers` was given, with no way.
+std::pair<Call, Choice> from_numbers(const std::vector<at::Tensor>& saved, const std::vector<int64_t>& numbers) {
   constexpr size_t first = 6;
   const size_t axes = (numbers.size() - first) / 4;
   const auto sizes = [&](size_t index) {
@@ -281,18 +277,18 @@ Kept from_numbers(const std::vector<at::Tensor>& saved, const std::vector<int64_
   };
   Call call = {saved[0], saved[1], {}, sizes(0), sizes(1), sizes(2), numbers[0], sizes(3), numbers[1] != 0};
   call.is_compiled = numbers[2] != 0;
-  return {std::move(call), {true, numbers[3] != 0, numbers[4] != 0}, static_cast<Others>(numbers[5])};
+  return {std::move(call), {nullptr, {true, numbers[3] != 0, numbers[4] != 0}, static_cast<Others>(numbers[5])}};
 }
 
 const Formula by_their_passes = {
     "NhwcConvolutionBackward", [](const Gradients& gradients, const Formula::Context& context) -> Gradients {
       const at::Tensor& grad = gradients[0];
       if (!grad.defined()) return Gradients(3);
-      const Kept kept = from_numbers(context.saved, context.constants[0].toIntVector());
+      const auto [call, choice] = from_numbers(context.saved, context.constants[0].toIntVector());
       const Mask needed = {context.needed[0], context.needed[1], context.needed[2]};
-      const bool is_plain = are_plain({grad, kept.call.input, kept.call.weight}, kept.call.is_compiled);
-      if (at::GradMode::is_enabled() || !is_plain) return composed_gradients(kept.call, grad, needed);
-      return nhwc::gradients(kept.call, grad, needed, kept.kernels, kept.others);
+      const bool is_plain = are_plain({grad, call.input, call.weight}, call.is_compiled);
+      if (at::GradMode::is_enabled() || !is_plain) return composed_gradients(call, grad, needed);
+      return nhwc::gradients(call, choice, grad, needed);
     }};
 
 std::array<at::Tensor, 3> inputs_of(const Call& call) {
