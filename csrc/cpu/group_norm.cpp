@@ -25,6 +25,15 @@ std::vector<double> doubles_of(const at::Tensor& numbers, int64_t count, double 
   return values;
 }
 
+/// Writes doubles to a dense tensor if it is defined.
+void write_doubles(const std::vector<double>& values, const at::Tensor& to) {
+  if (!to.defined()) return;
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, to.scalar_type(), "nhwc::group_norm", [&] {
+    std::transform(values.begin(), values.end(), to.mutable_data_ptr<scalar_t>(),
+                   [](double value) { return static_cast<scalar_t>(value); });
+  });
+}
+
 /// Statistics that are returned: floats, doubles or none.
 class Statistics {
  public:
@@ -248,8 +257,8 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
       write(piece, all.first(task - piece.part), all.second(task - piece.part), scratch);
     });
   }
-  if (grad_weight.defined()) std::copy(of_weight.begin(), of_weight.end(), grad_weight.mutable_data_ptr<double>());
-  if (grad_bias.defined()) std::copy(of_bias.begin(), of_bias.end(), grad_bias.mutable_data_ptr<double>());
+  write_doubles(of_weight, grad_weight);
+  write_doubles(of_bias, grad_bias);
 }
 
 }  // namespace nhwc::cpu

@@ -313,15 +313,15 @@ Results backward_cpu(const Norm& norm, const at::Tensor& grad, const at::Tensor&
                      Mask mask) {
   norm.check_backward(grad, mean, rstd);
   const cpu::GroupNormShape shape = norm.shape();
-  const auto sums = [&](bool asked) {
-    return asked ? at::empty({shape.channels}, norm.input.options().dtype(at::kDouble)) : at::Tensor();
+  const auto parameter = [&](bool asked) {
+    const auto options = norm.input.options().dtype(norm.type_of_parameters());
+    return asked ? at::empty({shape.channels}, options) : at::Tensor();
   };
-  const auto cast = [&](const at::Tensor& sum) { return sum.defined() ? sum.to(norm.type_of_parameters()) : sum; };
-  const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(), grad_weight = sums(mask[1]),
-                   grad_bias = sums(mask[2]);
+  const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),
+                   grad_weight = parameter(mask[1]), grad_bias = parameter(mask[2]);
   cpu::group_norm_backward(shape, to_channels_last(grad), to_channels_last(norm.input), mean.contiguous(),
                            rstd.contiguous(), norm.weight, grad_input, grad_weight, grad_bias, norm.is_of_input);
-  return {grad_input, cast(grad_weight), cast(grad_bias)};
+  return {grad_input, grad_weight, grad_bias};
 }
 
 Results backward_meta(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,

@@ -5,13 +5,12 @@
 // Parameters are repeated for each row of a strip.
 #pragma once
 
+#include "cpu/isa/norm_of_few_rows.h"
 #include "cpu/isa/vectors.h"
 #include "cpu/norm_kernels.h"
 
 namespace nhwc {
 inline namespace NHWC_CPU_LEVEL {
-
-using cpu::NormRows;
 
 constexpr int most_strips_at_once = 8;  // which share one load of parameters and sums
 
@@ -241,9 +240,8 @@ double sum_of(const Element* rows, std::int64_t count, std::int64_t step, std::i
   return width < lanes ? sum : sum + total_of<double>(sums.first + sums.second);
 }
 
-/// Computes the moments of a group in doubles: best for few rows, and right where deviations are not finite, since
-/// deviations from an infinite mean are not-a-number, and floats overflow early. The mean of infinite values of one
-/// sign is infinite.
+/// Computes the moments of a group in doubles, where deviations are not finite: those from an infinite mean are
+/// not-a-number, and floats overflow early. The mean of infinite values of one sign is infinite.
 template <typename Element>
 void plain_moments(const Element* rows, std::int64_t count, std::int64_t channels, std::int64_t of_group, double* mean,
                    double* deviations) {
@@ -273,18 +271,10 @@ inline void add_up_groups(double* sums, std::int64_t groups, std::int64_t of_gro
 /// cancel, the block is added up again around its own mean. Blocks are merged by the rule of Chan,
 /// Golub and LeVeque, "Updating formulae and a pairwise algorithm for computing sample variances" (1979).
 template <typename Element>
-void moments(const NormRows& shape, const void* data, double* mean, double* deviations, double* scratch) {
+void moments_of_blocks(const NormRows& shape, const Element* rows, double* mean, double* deviations, double* scratch) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
-  const auto* rows = static_cast<const Element*>(data);
   const std::int64_t of_group = channels / groups;
-  // Few rows are faster in doubles, if groups fill registers; the work per channel of the blocks is more than theirs.
-  if (count <= (of_group < 32 ? 2 : 8) || count * channels <= 128) {
-    for (std::int64_t g = 0; g < groups; ++g) {
-      plain_moments(rows + g * of_group, count, channels, of_group, mean + g, deviations + g);
-    }
-    return;
-  }
   const Strip<Element> strip(count, channels);
   const std::int64_t block = block_rows(strip), padded = strip.padded();
   auto* shift = reinterpret_cast<Number*>(scratch);
@@ -332,7 +322,19 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
       deviations[g] += block_deviations[g] + (seen == 0 ? 0 : difference * difference * before * part);
     }
   }
+}
+
+template <typename Element>
+void moments(const NormRows& shape, const void* data, double* mean, double* deviations, double* scratch) {
+  const auto [count, channels, groups] = shape;
+  const auto* rows = static_cast<const Element*>(data);
+  if (has_few_rows<Element>(shape)) {
+    moments_of_few_rows(shape, rows, mean, deviations);
+  } else {
+    moments_of_blocks(shape, rows, mean, deviations, scratch);
+  }
   // A mean that is not finite makes the deviations so.
+  const std::int64_t of_group = channels / groups;
   for (std::int64_t g = 0; g < groups; ++g) {
     if (is_finite(deviations[g])) continue;
     plain_moments(rows + g * of_group, count, channels, of_group, mean + g, deviations + g);
@@ -361,6 +363,7 @@ void normalise(const NormRows& shape, const void* data, void* out, const double*
       shift[k] = static_cast<Number>(bias[k] + lost * by);
     }
   }
+  if (has_few_rows<Element>(shape)) return normalise_few_rows(shape, rows, to, means, scale, shift);
   for (Number* each : {mean, scale, shift}) strip.arrange(each);
   for_each_written(
       strip, count,
@@ -383,21 +386,12 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
   const auto [count, channels, groups] = shape;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
+  if (has_few_rows<Element>(shape)) return backward_sums_of_few_rows(shape, grad, rows, means, sum, product);
   const Strip<Element> strip(count, channels);
   const std::int64_t block = block_rows(strip), padded = strip.padded(), step = strip.width;
   auto* mean = reinterpret_cast<Number*>(scratch);
   Number *sums = mean + padded, *products = sums + padded, *lost = products + padded, *lost_product = lost + padded;
   strip.fill(mean, means, groups);
-  if (count <= 4) {  // more than which are faster in floats
-    for (const Element* end = rows + count * channels; rows < end; rows += channels, grad += channels) {
-      for (std::int64_t c = 0; c < channels; ++c) {
-        const double from = static_cast<double>(load_one(grad + c));
-        sum[c] += from;
-        product[c] += from * (static_cast<double>(load_one(rows + c)) - static_cast<double>(mean[c]));
-      }
-    }
-    return;
-  }
   strip.arrange(mean);
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
@@ -457,6 +451,7 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
   const Strip<Element> strip(count, channels);
   const std::int64_t of_group = channels / groups, step = strip.width;
   const double share = 1 / static_cast<double>(of_group * sample_rows);
+  const bool is_few = has_few_rows<Element>(shape);
   auto* __restrict mean = reinterpret_cast<Number*>(scratch);
   Number *__restrict by_grad = mean + strip.padded(), *__restrict by_row = by_grad + strip.padded(),
                      *__restrict shift = by_row + strip.padded();
@@ -466,13 +461,17 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
     const double weighted_sum = product_of(weight + first, sum + first, of_group),
                  weighted_product = product_of(weight + first, product + first, of_group);
     const double r = rstds[g];
-    for (std::int64_t k = first; k < end; ++k) {
-      mean[k] = static_cast<Number>(means[g]);
-      by_grad[k] = static_cast<Number>(r * weight[k]);
-      by_row[k] = static_cast<Number>(-r * r * r * weighted_product * share);
-      shift[k] = static_cast<Number>(-r * weighted_sum * share);
+    const auto center = static_cast<Number>(means[g]),
+               of_row = static_cast<Number>(-r * r * r * weighted_product * share),
+               of_all = static_cast<Number>(-r * weighted_sum * share);
+    for (std::int64_t k = first; k < end; ++k) by_grad[k] = static_cast<Number>(r * weight[k]);
+    if (is_few) {
+      backward_of_few_rows(shape, g, grad, rows, to, center, by_grad, of_row, of_all);
+      continue;
     }
+    for (std::int64_t k = first; k < end; ++k) mean[k] = center, by_row[k] = of_row, shift[k] = of_all;
   }
+  if (is_few) return;
   for (Number* each : {mean, by_grad, by_row, shift}) strip.arrange(each);
   for_each_written(
       strip, count,

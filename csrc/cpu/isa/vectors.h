@@ -181,14 +181,17 @@ NHWC_ALWAYS_INLINE Pair<double> load_doubles(const Element* source) {
   }
 }
 
-template <typename Number>
-NHWC_ALWAYS_INLINE Number total_of(Vector<Number> values) {
-  Number sums[VectorOf<Number>::lanes];
-  store_vector(sums, values);
-  for (int lanes = VectorOf<Number>::lanes / 2; lanes > 0; lanes /= 2) {
-    for (int lane = 0; lane < lanes; ++lane) sums[lane] += sums[lane + lanes];
+/// Adds the upper half of a register to the lower one, until one number is left.
+template <typename Number, int bytes = NHWC_REGISTER_BYTES, typename Register>
+NHWC_ALWAYS_INLINE Number total_of(Register values) {
+  if constexpr (bytes == sizeof(Number)) {
+    return values[0];
+  } else {
+    typedef Number Half __attribute__((vector_size(bytes / 2)));
+    Half halves[2];
+    std::memcpy(halves, &values, sizeof(halves));
+    return total_of<Number, bytes / 2>(halves[0] + halves[1]);
   }
-  return sums[0];
 }
 
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }

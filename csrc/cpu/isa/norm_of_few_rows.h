@@ -1,0 +1,179 @@
+// The passes of group norm over a sample of few rows. To arrange parameters and sums for strips would take longer than
+// to compute it: instead, each register of a group's channels goes down all rows, with its parameters and sums in
+// registers.
+#pragma once
+
+#include "cpu/isa/vectors.h"
+#include "cpu/norm_kernels.h"
+
+namespace nhwc {
+inline namespace NHWC_CPU_LEVEL {
+
+using cpu::NormRows;
+
+/// Returns whether rows are few: of groups that fill registers, or of few numbers at all. Where the channels do not fill
+/// pairs of registers, strips are longer.
+template <typename Element>
+bool has_few_rows(const NormRows& shape) {
+  if (shape.count * shape.channels <= 128) return true;
+  const bool fills_registers = shape.channels >= shape.groups * VectorOf<Real<Element>>::lanes;
+  return fills_registers && shape.count <= (shape.channels % pair_size<Element> == 0 ? 16 : 64);
+}
+
+/// Calls `work<Value>(channel, fresh)` for each register of a group's channels; in a group that is narrower than one,
+/// for each number. The last register overlaps the one before it, and its lanes from `fresh` on are its own.
+template <typename Element, typename Work>
+NHWC_ALWAYS_INLINE void for_each_register(std::int64_t group, std::int64_t of_group, const Work& work) {
+  using Number = Real<Element>;
+  constexpr std::int64_t lanes = VectorOf<Number>::lanes;
+  std::int64_t k = group * of_group;
+  const std::int64_t end = k + of_group;
+  for (; k + lanes <= end; k += lanes) work.template operator()<Vector<Number>>(k, 0);
+  if (k < end && of_group >= lanes) {
+    work.template operator()<Vector<Number>>(end - lanes, k - (end - lanes));
+  } else {
+    for (; k < end; ++k) work.template operator()<Number>(k, 0);
+  }
+}
+
+template <typename Value, typename Element>
+NHWC_ALWAYS_INLINE Value load_as(const Element* source) {
+  if constexpr (std::is_same_v<Value, Real<Element>>) {
+    return load_one(source);
+  } else {
+    return load_vector(source);
+  }
+}
+template <typename Value, typename Element>
+NHWC_ALWAYS_INLINE void store_as(Element* destination, Value value) {
+  if constexpr (std::is_same_v<Value, Real<Element>>) {
+    store_one(destination, value);
+  } else {
+    store_vector(destination, value);
+  }
+}
+
+/// A sum of registers and of single numbers.
+template <typename Number>
+struct Total {
+  Vector<Number> registers{};
+  double rest = 0;
+
+  template <typename Value>
+  NHWC_ALWAYS_INLINE void add(Value value, std::int64_t fresh) {
+    if constexpr (std::is_same_v<Value, Number>) {
+      rest += static_cast<double>(value);
+    } else if (fresh == 0) {
+      registers += value;
+    } else {
+      for (std::int64_t lane = fresh; lane < VectorOf<Number>::lanes; ++lane) rest += static_cast<double>(value[lane]);
+    }
+  }
+  double value() const { return rest + static_cast<double>(total_of<Number>(registers)); }
+};
+
+/// Adds the fresh lanes of a register, or a number, to sums in doubles.
+template <typename Number, typename Value>
+NHWC_ALWAYS_INLINE void add_each(double* sums, Value value, std::int64_t fresh) {
+  if constexpr (std::is_same_v<Value, Number>) {
+    *sums += static_cast<double>(value);
+  } else {
+    constexpr int lanes = VectorOf<Number>::lanes;
+    Number values[lanes];
+    store_vector(values, value);
+    if (fresh == 0) {
+      for (int lane = 0; lane < lanes; ++lane) sums[lane] += static_cast<double>(values[lane]);
+    } else {
+      for (std::int64_t lane = fresh; lane < lanes; ++lane) sums[lane] += static_cast<double>(values[lane]);
+    }
+  }
+}
+
+/// Computes each group's mean and the sum of squared deviations from it in two passes.
+template <typename Element>
+void moments_of_few_rows(const NormRows& shape, const Element* rows, double* means, double* deviations) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const std::int64_t of_group = channels / groups, elements = count * channels;
+  const double share = 1 / static_cast<double>(count * of_group);
+  for (std::int64_t g = 0; g < groups; ++g) {
+    Total<Number> sum, moved, squares;
+    for_each_register<Element>(g, of_group, [&]<typename Value>(std::int64_t k, std::int64_t fresh) {
+      Value of_rows{};
+      for (std::int64_t at = k; at < elements; at += channels) of_rows += load_as<Value>(rows + at);
+      sum.add(of_rows, fresh);
+    });
+    const auto center = static_cast<Number>(sum.value() * share);
+    for_each_register<Element>(g, of_group, [&]<typename Value>(std::int64_t k, std::int64_t fresh) {
+      Value of_rows{}, squares_of_rows{};
+      for (std::int64_t at = k; at < elements; at += channels) {
+        const Value deviation = load_as<Value>(rows + at) - center;
+        of_rows += deviation;
+        squares_of_rows += deviation * deviation;
+      }
+      moved.add(of_rows, fresh);
+      squares.add(squares_of_rows, fresh);
+    });
+    const double rounded = moved.value() * share;
+    means[g] = static_cast<double>(center) + rounded;
+    deviations[g] = squares.value() - moved.value() * rounded;
+  }
+}
+
+/// out = (rows - mean) * scale + shift, where the mean is the group's.
+template <typename Element>
+void normalise_few_rows(const NormRows& shape, const Element* rows, Element* out, const double* means,
+                        const Real<Element>* scale, const Real<Element>* shift) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const std::int64_t elements = count * channels;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const auto mean = static_cast<Number>(means[g]);
+    for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
+      const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
+      for (std::int64_t at = k; at < elements; at += channels) {
+        store_as<Value>(out + at, (load_as<Value>(rows + at) - mean) * a + b);
+      }
+    });
+  }
+}
+
+/// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`.
+template <typename Element>
+void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const Element* rows, const double* means,
+                               double* sum, double* product) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const std::int64_t elements = count * channels;
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const auto mean = static_cast<Number>(means[g]);
+    for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t fresh) {
+      Value sums{}, products{};
+      for (std::int64_t at = k; at < elements; at += channels) {
+        const auto from = load_as<Value>(grad + at);
+        sums += from;
+        products += from * (load_as<Value>(rows + at) - mean);
+      }
+      add_each<Number>(sum + k, sums, fresh);
+      add_each<Number>(product + k, products, fresh);
+    });
+  }
+}
+
+/// out = grad * by_grad + (rows - mean) * by_row + shift for the channels of one group.
+template <typename Element>
+void backward_of_few_rows(const NormRows& shape, std::int64_t group, const Element* grad, const Element* rows,
+                          Element* out, Real<Element> mean, const Real<Element>* by_grad, Real<Element> by_row,
+                          Real<Element> shift) {
+  const std::int64_t elements = shape.count * shape.channels, step = shape.channels;
+  for_each_register<Element>(group, shape.channels / shape.groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
+    const auto a = load_as<Value>(by_grad + k);
+    for (std::int64_t at = k; at < elements; at += step) {
+      const Value centred = load_as<Value>(rows + at) - mean;
+      store_as<Value>(out + at, load_as<Value>(grad + at) * a + (centred * by_row + shift));
+    }
+  });
+}
+
+}  // namespace NHWC_CPU_LEVEL
+}  // namespace nhwc
