@@ -19,8 +19,8 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
                 double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variance = {});
 
-/// Writes the gradients that are defined; those of weight and bias may have any floating-point dtype. If `is_of_input` is false, mean and
-/// deviation do not depend on the input, as in batch norm's evaluation mode.
+/// Writes the gradients that are defined; those of weight and bias may have any floating-point dtype. If `is_of_input`
+/// is false, mean and deviation do not depend on the input, as in batch norm's evaluation mode.
 void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, const at::Tensor& input,
                          const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
                          const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,

@@ -11,8 +11,8 @@ inline namespace NHWC_CPU_LEVEL {
 
 using cpu::NormRows;
 
-/// Returns whether rows are few: of groups that fill registers, or of few numbers at all. Where the channels do not fill
-/// pairs of registers, strips are longer.
+/// Returns whether rows are few: of groups that fill registers, or of few numbers at all. Where the channels do not
+/// fill pairs of registers, strips are longer.
 template <typename Element>
 bool has_few_rows(const NormRows& shape) {
   if (shape.count * shape.channels <= 128) return true;
