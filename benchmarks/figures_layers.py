@@ -28,6 +28,7 @@ COMPARED = {
 DTYPES = ("float32", "bfloat16")
 MODES = ("forward", "forward with backward")
 PASSES = ("forward", "input gradient", "weight gradient")
+RESULTS_OF_CALL = ("output", "input gradient", "weight gradient")
 LEAST_GAIN = 0.98
 LEAST_OF_TUNE, BUDGET_OF_TUNE = 0.97, 60
 # What the README shows: models of several kinds, in the step that people convert them for.
@@ -112,7 +113,7 @@ def passes(*machines: Row) -> str:
 
     def cell(case: Case, measured: Row, dtype: str) -> str:
         found = [row for row in measured["results"] if (row["kind"], row["pass"], row["dtype"]) == (*case, dtype)]
-        ours = [row for row in found if row["way"].startswith("kernels")]
+        ours = [row for row in found if row["way"] == "winograd" or row["way"].startswith("kernels")]
         gains = (span(row[f"over {layout}"] for row in ours) for layout in ("channels-last", "contiguous"))
         return f"{len(ours)} of {len(found)}: {'; '.join(gains)}" if ours else "PyTorch's"
 
@@ -120,6 +121,18 @@ def passes(*machines: Row) -> str:
     lines = [[*case, *(cell(case, *column) for column in columns)] for case in itertools.product(kinds, PASSES)]
     head = ["layers", "pass", *(f"{instructions(measured)}, {dtype}" for measured, dtype in columns)]
     return markdown(head, (line for line in lines if {*line[2:]} != {"PyTorch's"}))
+
+
+def errors(*machines: Row) -> str:
+    """Return the errors over those of PyTorch on contiguous memory, the span over the kinds of inputs."""
+    rows = [grouped(measured["results"], shape) for measured in machines]
+
+    def cells(found: list[Row]) -> list[str]:
+        return [span(row["over contiguous"][name] for row in found) for name in RESULTS_OF_CALL]
+
+    lines = [[case, *itertools.chain(*(cells(of[case]) for of in rows))] for case in rows[0]]
+    head = [f"{instructions(measured)}: {name}" for measured in machines for name in RESULTS_OF_CALL]
+    return markdown(["input", *head], lines)
 
 
 def overhead(measured: Row) -> str:

@@ -24,6 +24,7 @@ RESULTS = ROOT / "benchmarks/results"
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 LAYOUTS = ("layouts-cpu", "layouts-avx2-cpu")
 PASSES = ("passes-cpu", "passes-avx2-cpu")
+ERRORS = ("errors-cpu", "errors-avx2-cpu")
 LARGE = ("weights-large-avx2-cpu", "weights-large-cpu")
 GPU = ("weights-cuda", "models-cuda", "layers-cuda", "layouts-cuda")
 MACHINES = [
@@ -101,6 +102,7 @@ BLOCKS: dict[str, dict[str, Block]] = {
         "failures of peers": (figures_peers.failures, ("peers-cpu",)),
         "faults of peers": (figures_peers.faults, ("peers-cpu",)),
         "passes": (figures_layers.passes, PASSES),
+        "errors": (figures_layers.errors, ERRORS),
         "overhead": (figures_layers.overhead, ("overhead-cpu",)),
         "calls": (figures_layers.calls, ("overhead-cpu",)),
         "bars": (figures_weights.bars, ("weights-cpu",)),

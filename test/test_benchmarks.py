@@ -71,6 +71,7 @@ VOLUME = layout_models.LayoutModel(with_norms, (1, 1, 8, 8, 8))
 RUNS = {
     "bench_collate": ("collate-cpu", {}, ["--samples", 1, "--workers", 0, "--case", "dicts, uint8 HWC, 3x224x224"]),
     "bench_convolutions": ("passes-cpu", {"LAYERS": LAYERS}, ["--seconds", 0, "--dtype", "float32"]),
+    "bench_errors": ("errors-cpu", {"SHAPES": [(1, 16, 6, 6)]}, []),
     "bench_layers": ("layers-cpu", {"CASES": of_each_layer(layer_cases.CASES)}, ["--seconds", 0]),
     "bench_layouts": ("layouts-cpu", {"MODELS": {"tiny": MODEL}}, ["--seconds", 0]),
     "bench_models": ("models-cpu", {"MODELS": {"tiny, as of monai": tiny}}, ["--rounds", 1]),

@@ -7,6 +7,7 @@
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
+#include "cpu/winograd_kernels.h"
 
 namespace nhwc::cpu {
 
@@ -23,6 +24,7 @@ struct Kernels {
   ByType<PointwiseKernels> pointwise;
   SoftmaxKernels softmax;
   ByType<WeightGradientKernels> weight_gradient;
+  ByType<WinogradKernels> winograd;
 };
 
 namespace isa {

@@ -24,6 +24,7 @@
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax.h"
 #include "cpu/weight_gradient.h"
+#include "cpu/winograd.h"
 #include "cpu/work/rows.h"
 
 namespace {
@@ -72,7 +73,7 @@ void draw_axis(ConvolutionSizes& sizes, int axis, int64_t longest) {
   } while (sizes.output[axis] < 1);
 }
 
-enum class Kind { depthwise, grouped, pointwise };
+enum class Kind { depthwise, grouped, pointwise, winograd };
 
 ConvolutionSizes draw_convolution(Kind kind) {
   ConvolutionSizes sizes{one_of({0, 1, 1, 2, 3}), 1, 1, 1, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {}, {1, 1, 1}};
@@ -83,6 +84,18 @@ ConvolutionSizes draw_convolution(Kind kind) {
     sizes.inputs = has_few_outputs ? many : few;
     sizes.outputs = has_few_outputs ? few : many;
     sizes.input[2] = sizes.output[2] = one_of({1, 2, between(1, 200), between(4000, 9000)});
+    return sizes;
+  }
+  if (kind == Kind::winograd) {
+    sizes.inputs = one_of({1, 16, between(1, 70), between(60, 140)});
+    sizes.outputs = one_of({1, 16, between(1, 70), between(60, 140)});
+    for (int axis = one_of({0, 1}); axis < 3; ++axis) {
+      sizes.kernel[axis] = axis == 2 ? 3 : one_of({1, 3, 3});
+      sizes.padding[axis] = sizes.kernel[axis] == 1 ? 0 : between(0, 2);
+      sizes.output[axis] = between(1, 9);
+      sizes.input[axis] = std::max<int64_t>(1, sizes.output[axis] + sizes.kernel[axis] - 1 - 2 * sizes.padding[axis]);
+      sizes.output[axis] = sizes.input[axis] + 2 * sizes.padding[axis] - sizes.kernel[axis] + 1;
+    }
     return sizes;
   }
   if (kind == Kind::depthwise) {
@@ -107,6 +120,7 @@ void check_convolution(at::ScalarType type, Kind kind) {
   text << type
        << (is_depthwise              ? ", depthwise"
            : kind == Kind::pointwise ? ", pointwise"
+           : kind == Kind::winograd  ? ", winograd"
                                      : "")
        << ", samples " << sizes.samples << ", groups " << sizes.groups << " of " << sizes.inputs << " to "
        << sizes.outputs << ", input, kernel, stride, padding, dilation:";
@@ -133,6 +147,14 @@ void check_convolution(at::ScalarType type, Kind kind) {
     nhwc::cpu::depthwise_forward(sizes, input, weight, bias, own_out);
     nhwc::cpu::depthwise_input_gradient(sizes, grad, weight, own_input);
     nhwc::cpu::depthwise_weight_gradient(sizes, grad, input, own_weight, own_bias);
+  } else if (kind == Kind::winograd) {
+    nhwc::cpu::WinogradTile tile = {{1, 1, 1}};
+    for (int axis = 0; axis < 3; ++axis) {
+      if (kernel[axis] == 3) tile.results[axis] = axis == 2 || kernel[2] == 1 ? one_of({2, 4}) : 2;
+    }
+    nhwc::cpu::winograd_forward(sizes, tile, input, weight, bias, own_out);
+    nhwc::cpu::winograd_input_gradient(sizes, tile, grad, weight, {}, own_input);
+    nhwc::cpu::winograd_weight_gradient(sizes, tile, grad, input, own_weight, own_bias);
   } else {
     nhwc::cpu::weight_gradient(sizes, grad, input, own_weight, own_bias);
   }
@@ -254,6 +276,7 @@ int main(int argument_count, char** arguments) {
       check_axis();
       check_convolution(type, i % 2 == 0 ? Kind::depthwise : Kind::grouped);
       if (type != at::kDouble) check_convolution(type, Kind::pointwise);
+      if (type != at::kDouble) check_convolution(type, Kind::winograd);
       check_norm(type);
       if (type != at::kDouble) check_softmax(type);
     }

@@ -1,5 +1,6 @@
 """C++ users: public headers, the filter transpose by itself, a LibTorch program, and the CUDA sources' compiler."""
 
+import itertools
 import os
 import re
 import shutil
@@ -7,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +111,31 @@ def test_the_filter_transpose_stands_alone_under_the_sanitizers(level: str, tmp_
     run_programs(programs, tmp_path, CXX, "-O1", *sanitizers, *(f"-m{part}" for part in parts), step=5)
 
 
+def test_the_matrices_of_winograd_are_right_in_exact_arithmetic(tmp_path: Path) -> None:
+    """AT [(G weight) * (BT input)] is the correlation of input and weight: bilinear, so that unit vectors prove it."""
+    command = [
+        CXX,
+        "-std=c++20",
+        f"-I{ROOT / 'csrc'}",
+        str(HERE / "winograd_matrices.cpp"),
+        "-o",
+        str(tmp_path / "run"),
+    ]
+    subprocess.run(command, check=True)
+    printed = subprocess.run([tmp_path / "run"], check=True, capture_output=True, text=True).stdout
+    matrices: dict[tuple[int, int], dict[str, list[list[Fraction]]]] = {}
+    for name, m, r, *numbers in map(str.split, printed.splitlines()):
+        exact = [Fraction(float.fromhex(number)).limit_denominator(1000) for number in numbers]
+        assert [float(number) for number in exact] == [float.fromhex(number) for number in numbers]
+        matrices.setdefault((int(m), int(r)), {}).setdefault(name, []).append(exact)
+    assert {(2, 3), (4, 3)} <= matrices.keys()
+    for (m, r), found in matrices.items():
+        points = range(m + r - 1)
+        for result, tap, position in itertools.product(range(m), range(r), points):
+            products = (found["AT"][result][p] * found["G"][p][tap] * found["BT"][p][position] for p in points)
+            assert sum(products) == (position == result + tap), (m, r, result, tap, position)
+
+
 def build_layer_kernels(folder: Path) -> Path:
     """Compile the program of the CPU kernels of layers with the sanitizers. Return its path."""
     cpu, torchs = ROOT / "csrc/cpu", cpp_extension.include_paths()
@@ -117,7 +144,7 @@ def build_layer_kernels(folder: Path) -> Path:
     quicker = [*SANITIZERS, "-fno-sanitize=pointer-overflow"]
     sources = {cpu / f"isa/{level}.cpp": quicker for level in ("avx512", "avx2")}
     sources |= {cpu / f"isa/{level}.cpp": [] for level in ("avx512_vbmi", "avx512_bf16")}
-    names = ("depthwise", "dispatch", "group_norm", "pointwise", "softmax", "weight_gradient")
+    names = ("depthwise", "dispatch", "group_norm", "pointwise", "softmax", "weight_gradient", "winograd")
     drivers = (HERE / "layer_kernels.cpp", cpu / "isa/baseline.cpp", *(cpu / f"{name}.cpp" for name in names))
     sources |= dict.fromkeys(drivers, SANITIZERS)
     command = [CXX, "-std=c++20", "-O1", "-fopenmp", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]

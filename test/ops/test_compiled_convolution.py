@@ -12,7 +12,7 @@ import torch_nhwc as nhwc
 from torch_nhwc import functional
 
 ops = torch.ops.nhwc
-OURS = {"kernels", "kernels_in_part"}
+OURS = {"kernels", "kernels_in_part", "winograd"}
 FORWARD, BACKWARD = "nhwc.convolution_by_kernels.default", "nhwc.convolution_by_kernels_backward.default"
 CASES = {
     "depthwise": ("conv2d", (2, 16, 13, 12), (16, 1, 7, 7), (1, 3, 1, 16)),
@@ -61,7 +61,7 @@ def test_a_graph_has_our_operators_where_the_kernels_compute(name, dtype):
         torch.testing.assert_close(got, expected)
         assert got.stride() == expected.stride() or not HAS_NUMBERS
     assert (BACKWARD in operators) == (HAS_NUMBERS and way in OURS)
-    assert (FORWARD in operators) == (HAS_NUMBERS and inference == "kernels")
+    assert (FORWARD in operators) == (HAS_NUMBERS and inference in ("kernels", "winograd"))
     seen = len(operators)
     gradients(call, (x, w, b))
     assert len(operators) == seen  # nothing was compiled again

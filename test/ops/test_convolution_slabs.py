@@ -15,12 +15,12 @@ from torch_nhwc import functional
 
 # Inputs, kernels and the other arguments of what is cut.
 CUT = {
-    "odd depth": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)),
+    "odd depth": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 2, 3, 3), (1, 1)),
     "strides": ("conv3d", (1, 16, 13, 14, 15), (48, 16, 3, 3, 3), ((2, 1, 2), 1)),
     "a large stride": ("conv3d", (1, 16, 20, 14, 15), (24, 16, 2, 3, 3), ((5, 1, 1), 0)),
     "dilations": ("conv3d", (1, 16, 11, 10, 9), (24, 16, 3, 3, 3), (1, (2, 3, 1), (2, 3, 1))),
     "no padding": ("conv3d", (1, 12, 9, 16, 11), (16, 12, 2, 3, 5), (1, 0)),
-    "depth of one tap": ("conv3d", (1, 16, 7, 12, 12), (32, 16, 1, 3, 3), (1, (0, 1, 1))),
+    "depth of one tap": ("conv3d", (1, 16, 7, 12, 12), (32, 16, 1, 3, 2), (1, (0, 1, 1))),
     "one position in depth": ("conv3d", (1, 32, 3, 21, 20), (16, 32, 3, 3, 3), (1, (0, 1, 1))),
     "one position, strides": ("conv3d", (1, 32, 2, 29, 20), (64, 32, 2, 3, 3), (2, (0, 0, 1))),
     "same": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 3, 5, 3), (1, "same")),
@@ -29,7 +29,7 @@ CUT = {
 }
 # What is PyTorch's own, bit for bit.
 UNCUT = {
-    "two samples": ("conv3d", (2, 16, 9, 10, 8), (24, 16, 3, 3, 3), (1, 1)),
+    "two samples": ("conv3d", (2, 16, 9, 10, 8), (24, 16, 2, 3, 3), (1, 1)),
     "groups": ("conv3d", (1, 32, 9, 10, 8), (48, 16, 3, 3, 3), (1, 1, 1, 2)),
     "small": ("conv3d", (1, 4, 5, 5, 5), (4, 4, 3, 3, 3), (1, 1)),
     "large enough for oneDNN": ("conv3d", (1, 32, 26, 25, 4), (8, 32, 3, 3, 3), (1, 1)),

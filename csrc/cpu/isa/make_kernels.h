@@ -6,6 +6,7 @@
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
 #include "cpu/isa/make_weight_gradient_kernels.h"
+#include "cpu/isa/make_winograd_kernels.h"
 #include "cpu/kernels.h"
 
 namespace nhwc {
@@ -24,7 +25,8 @@ constexpr cpu::Kernels make_kernels() {
           .norm = by_type([]<typename Element> { return make_norm_kernels<Element>(); }),
           .pointwise = by_type([]<typename Element> { return make_pointwise_kernels<Element>(); }),
           .softmax = make_softmax_kernels(),
-          .weight_gradient = by_type([]<typename Element> { return make_weight_gradient_kernels<Element>(); })};
+          .weight_gradient = by_type([]<typename Element> { return make_weight_gradient_kernels<Element>(); }),
+          .winograd = by_type([]<typename Element> { return make_winograd_kernels<Element>(); })};
 }
 
 }  // namespace NHWC_CPU_LEVEL

@@ -3,7 +3,9 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <optional>
+#include <string_view>
 
 #include "cpu/dispatch.h"
 #include "cpu/pointwise_kernels.h"
@@ -194,6 +196,15 @@ bool gains_dense_weight_gradient(const Sizes& sizes, Arithmetic arithmetic, at::
          (sizes.inputs < 64 && sizes.inputs % 16 != 0);
 }
 
+/// Returns the passes that take fewer multiplications, and less time.
+KernelPasses passes_of_winograd(const Call& call) {
+  KernelPasses found = {faster_winograd_tile(call, Pass::forward).has_value(),
+                        faster_winograd_tile(call, Pass::input_gradient).has_value(),
+                        faster_winograd_tile(call, Pass::weight_gradient).has_value()};
+  found.by_winograd = found.forward || found.input_gradient || found.weight_gradient;
+  return found;
+}
+
 /// Returns whether the instruction sets are those that the rules were measured with.
 bool is_measured() {
   static const bool is = onednn_isa() != OnednnIsa::unknown && cpu::capability().starts_with("avx");
@@ -207,10 +218,12 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
   if (call.is_composed || call.has_symbolic_sizes() || !call.has_channels_last_input()) return {};
   // Our kernels need none of the ways around faults.
   if (call.is_depthwise() && (is_mended || in_float32)) return {true, true, true};
-  if (is_mended || !is_measured()) return {};
+  if (!is_measured()) return {};
   const Arithmetic arithmetic = onednn_isa() == OnednnIsa::below_avx512 ? Arithmetic::below_avx512
                                 : in_float32 || type == at::kFloat      ? Arithmetic::avx512
                                                                         : Arithmetic::halves;
+  KernelPasses ours = arithmetic == Arithmetic::halves ? KernelPasses{} : passes_of_winograd(call);
+  if (is_mended) return ours;
   const Sizes sizes(call);
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
   if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
@@ -220,8 +233,10 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
     const bool gains = arithmetic != Arithmetic::halves;
     return {gains, gains, true};
   }
+  if (ours.weight_gradient) return ours;
   const at::native::ConvBackend backend = in_float32 ? backends.in_float32() : backends.own();
-  return {false, false, gains_dense_weight_gradient(sizes, arithmetic, backend)};
+  ours.weight_gradient = gains_dense_weight_gradient(sizes, arithmetic, backend);
+  return ours;
 }
 
 // What remains.
@@ -244,6 +259,7 @@ const Way as_it_comes[] = {
     {"restrided", Kind::mended, in_graphs, is_odd, rewrites::restrided},
 };
 const Way kernels_way = {"kernels", Kind::ours, in_graphs};
+const Way winograd_way = {"winograd", Kind::ours, in_graphs};
 const Way mended[] = {
     {"narrowed", Kind::mended, in_graphs, faults::has_one_column, rewrites::narrowed},
     {"trimmed", Kind::mended, in_graphs, faults::has_depth_under_no_tap, rewrites::trimmed},
@@ -284,7 +300,7 @@ Choice choose(const Call& call) {
   const bool of_input = call.may_derive_by_input(), of_weight = call.may_derive_by_weight();
 
   const bool are_all_ours = ours.forward && (ours.input_gradient || !of_input) && (ours.weight_gradient || !of_weight);
-  if (are_all_ours) return {&kernels_way, ours, others};
+  if (are_all_ours) return {ours.by_winograd ? &winograd_way : &kernels_way, ours, others};
   if (mending) return {mending};
   if (has_one_tap_in_the_plane(call)) {
     return is_linear(call) ? Choice{&linear_way, {}, Others::products} : Choice{&along_depth_way};
@@ -293,7 +309,7 @@ Choice choose(const Call& call) {
     if (const Way* way = first(of_slow_samples, call)) return {way};
   }
   const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
-  if (is_one_ours) return {&kernels_in_part_way, ours, others};
+  if (is_one_ours) return {ours.by_winograd ? &winograd_way : &kernels_in_part_way, ours, others};
   if (in_float32) return {&float32_way, {}, others};
   if (call.has_channels_last_input() && loses_format(call, backends.own())) return {&restored_way};
   return {&pytorch_way};
@@ -306,6 +322,73 @@ const char* name_of(Kind kind) {
     case Kind::mended: return "mended";
     default: return "ours";
   }
+}
+
+namespace {
+
+/// For people who compare bits.
+bool is_winograd_on() {
+  static const bool is_on = [] {
+    const char* set = std::getenv("TORCH_NHWC_WINOGRAD");
+    return !set || std::string_view(set) != "0";
+  }();
+  return is_on;
+}
+
+/// Returns whether a tile of four results along the width has at most twice the error of PyTorch's contiguous kernels,
+/// as one of two has: `bench_errors.py`. In half precision the error is that of the result's rounding. oneDNN's is
+/// larger below AVX-512, that of its weight gradients with it, and PyTorch's own products of small samples are more
+/// exact.
+bool is_right_by_wide_tiles(const Call& call, Pass pass) {
+  if (call.is_half()) return true;
+  if (pass == Pass::input_gradient || !is_onednns(call.backend())) return false;
+  const Sizes sizes(call);
+  const bool is_below_avx512 = onednn_isa() == OnednnIsa::below_avx512;
+  if (pass == Pass::forward) return is_below_avx512 && (sizes.is_3d || sizes.inputs >= 64);
+  return sizes.is_3d ? !is_below_avx512 && sizes.positions >= 4096 : sizes.positions >= 1024;
+}
+
+}  // namespace
+
+std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
+  if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return {};
+  cpu::WinogradTile tile = {{1, 1, 1}};
+  const auto axes = static_cast<int64_t>(call.axes());
+  bool has_three_taps = false;
+  for (int64_t index = 0; index < axes; ++index) {
+    const c10::SymInt &taps = call.weight.sym_size(index + 2), &padding = call.padding[index];
+    if (call.stride[index] != 1 || call.dilation[index] != 1 || call.output_padding[index] != 0) return {};
+    if ((taps != 1 || padding != 0) && (taps != 3 || padding > 2)) return {};
+    if (taps == 3) tile.results[3 - axes + index] = 2, has_three_taps = true;
+  }
+  if (!has_three_taps) return {};
+  if (tile.results[2] == 2 && !call.has_symbolic_sizes() && is_right_by_wide_tiles(call, pass)) tile.results[2] = 4;
+  return tile;
+}
+
+std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pass) {
+  if (!is_winograd_on() || call.weight.sym_size(0).min(call.weight.sym_size(1)) < 16) return {};
+  const auto tile = winograd_tile(call, pass);
+  if (!tile) return {};
+  const Sizes sizes(call);
+  int64_t axes = 0, tiles = call.input.size(0);
+  for (int axis = 0; axis < 3; ++axis) {
+    if (tile->results[axis] > 1) ++axes;
+  }
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
+    tiles *=
+        (call.axis(from_last).positions.expect_int() + tile->results[3 - from_last] - 1) / tile->results[3 - from_last];
+  }
+  // One axis saves a third of the products, and transforms cost as much.
+  if (axes < 2 || std::min(sizes.inputs, sizes.outputs) < (axes == 2 ? 32 : 16)) return {};
+  // Of the products, those at the edges of an array are none that it needs.
+  const double saved = static_cast<double>(sizes.positions * sizes.taps) / static_cast<double>(tiles * tile->points());
+  if (pass == Pass::weight_gradient) {
+    const bool is_exact = axes < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 4096;
+    return saved >= 1.5 && sizes.positions >= 128 && is_exact ? tile : std::nullopt;
+  }
+  // For few positions, most of the time is the transform of the weight.
+  return saved >= 2 && sizes.positions >= 512 ? tile : std::nullopt;
 }
 
 bool is_pointwise(const Call& call) {

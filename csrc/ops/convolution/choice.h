@@ -3,6 +3,9 @@
 // Only shapes, strides, dtypes, gradients to come and the machine are looked at, never the numbers.
 #pragma once
 
+#include <optional>
+
+#include "cpu/winograd_kernels.h"
 #include "ops/convolution/call.h"
 #include "ops/convolution/rewrites.h"
 
@@ -32,6 +35,7 @@ struct Way {
 /// For each pass, whether our kernels compute it. The gradient of the bias comes with the weight's.
 struct KernelPasses {
   bool forward = false, input_gradient = false, weight_gradient = false;
+  bool by_winograd = false;  // those of dense convolutions, with fewer multiplications
 };
 
 /// Who computes the other passes.
@@ -49,5 +53,13 @@ Choice choose(const Call& call);
 
 /// Returns whether our kernels compute a convolution with one tap and few inputs or outputs: products of pixels.
 bool is_pointwise(const Call& call);
+
+enum class Pass { forward, input_gradient, weight_gradient };
+
+/// Returns the tile by which Winograd's filtering computes a pass of a dense convolution, if it can.
+std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass);
+
+/// Returns the same if that is faster than all else.
+std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pass);
 
 }  // namespace nhwc

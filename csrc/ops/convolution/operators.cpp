@@ -170,8 +170,11 @@ void check_for_kernels(const char* name, const Call& call, const at::Tensor& gra
                   call.is_accepted(),
               name, ": the sizes of input ", call.input.sym_sizes(), " and weight ", call.weight.sym_sizes(),
               " do not fit, or stride, padding, dilation or output padding have not a number for each axis");
-  TORCH_CHECK(is_of_weight || call.is_depthwise() || is_pointwise(call), name, ": the weight ", call.weight.sym_sizes(),
-              " of ", type, " must be depthwise or, but for double, have one tap and at most 4 inputs or outputs");
+  TORCH_CHECK(
+      is_of_weight || call.is_depthwise() || is_pointwise(call) || winograd_tile(call, Pass::forward), name,
+      ": the weight ", call.weight.sym_sizes(), " of ", type,
+      " must be depthwise or, but for double, have one tap and at most 4 inputs or outputs, or three taps along "
+      "an axis and one or three along the others, with stride and dilation 1 and at most 2 of padding");
   TORCH_CHECK(!grad.defined() || grad.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)), name,
               ": the gradient has sizes ", grad.sym_sizes(), ", the output ",
               at::SymIntArrayRef(kernels::output_sizes(call)));

@@ -13,6 +13,7 @@
 #include "cpu/depthwise.h"
 #include "cpu/pointwise.h"
 #include "cpu/weight_gradient.h"
+#include "cpu/winograd.h"
 #include "cpu/work/axes.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
@@ -70,15 +71,22 @@ at::Tensor empty_activation(const Call& call, const at::SymDimVector& sizes) {
   return at::empty_symint(sizes, call.input.options().memory_format(format));
 }
 
+/// Returns what computes the smaller activation, and the larger one.
+Pass pass_to_smaller(const Call& call) { return call.is_transposed ? Pass::input_gradient : Pass::forward; }
+Pass pass_to_larger(const Call& call) { return call.is_transposed ? Pass::forward : Pass::input_gradient; }
+
 /// Returns the smaller activation of a larger one: a result, or the gradient of a transposed convolution's input.
 at::Tensor from_larger(const Call& call, const at::Tensor& larger, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, smaller_sizes(call)), none;
   if (out.is_meta()) return out;
   if (is_pointwise(call)) {
     cpu::pointwise(larger, call.weight.detach().flatten(1), bias.value_or(none), out);
-  } else {
+  } else if (call.is_depthwise()) {
     cpu::depthwise_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()),
                            bias ? bias->contiguous() : none, out);
+  } else {
+    cpu::winograd_forward(sizes_of(call), *winograd_tile(call, pass_to_smaller(call)), larger,
+                          to_channels_last(call.weight.detach()), bias.value_or(none), out);
   }
   return out;
 }
@@ -89,6 +97,11 @@ at::Tensor from_smaller(const Call& call, const at::Tensor& smaller, const Optio
   if (out.is_meta()) return out;
   if (is_pointwise(call)) {
     cpu::pointwise(smaller, call.weight.detach().flatten(1).t(), bias.value_or(at::Tensor()), out);
+    return out;
+  }
+  if (!call.is_depthwise()) {
+    cpu::winograd_input_gradient(sizes_of(call), *winograd_tile(call, pass_to_larger(call)), smaller,
+                                 to_channels_last(call.weight.detach()), bias.value_or(at::Tensor()), out);
     return out;
   }
   cpu::depthwise_input_gradient(sizes_of(call), smaller, to_channels_last(call.weight.detach()), out);
@@ -104,8 +117,13 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
   at::Tensor of_weight = empty_channels_last(call.weight), bias_of_smaller, bias;
   if (of_bias && !call.is_transposed) bias = bias_of_smaller = at::empty_symint({grad.sym_size(1)}, grad.options());
   if (!of_weight.is_meta()) {
-    const auto compute = call.is_depthwise() ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
-    compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
+    const auto tile = call.is_depthwise() ? std::nullopt : faster_winograd_tile(call, Pass::weight_gradient);
+    if (tile) {
+      cpu::winograd_weight_gradient(sizes_of(call), *tile, smaller, larger, of_weight, bias_of_smaller);
+    } else {
+      const auto compute = call.is_depthwise() ? cpu::depthwise_weight_gradient : cpu::weight_gradient;
+      compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
+    }
   }
   if (of_bias && call.is_transposed) bias = channels_to_end(grad).flatten(0, -2).sum(0);
   if (!is_channels_last(call.weight)) of_weight = of_weight.clone(at::MemoryFormat::Contiguous);
