@@ -64,7 +64,7 @@ def measure(shape: tuple[int, ...], kind: str) -> dict[str, object]:
 
     errors = {"ours": error(own), "contiguous": error(theirs)}
     ratios = {name: errors["ours"][name] / errors["contiguous"][name] for name in RESULTS_OF_CALL}
-    return {"shape": list(shape), "kind": kind, "way": way, "errors": errors, "over contiguous": ratios}
+    return {"shape": list(shape), "kind": kind, "way": way, "rms": errors, "over contiguous": ratios}
 
 
 def main() -> None:
