@@ -130,7 +130,7 @@ def errors(*machines: Row) -> str:
     def cells(found: list[Row]) -> list[str]:
         return [span(row["over contiguous"][name] for row in found) for name in RESULTS_OF_CALL]
 
-    lines = [[case, *itertools.chain(*(cells(of[case]) for of in rows))] for case in rows[0]]
+    lines = [[case, *itertools.chain(*(cells(of.get(case, [])) for of in rows))] for case in rows[0]]
     head = [f"{instructions(measured)}: {name}" for measured in machines for name in RESULTS_OF_CALL]
     return markdown(["input", *head], lines)
 
