@@ -3,7 +3,7 @@
     python benchmarks/bench_errors.py [--only TEXT] [--out FILE]
 
 Errors are root mean squares of the difference from float64, of the output and of the gradients of input and weight. The
-inputs are normal, rectified and far from zero; the gradients of the rectified ones are zero in half of the places. Where
+inputs are normal, rectified and far from zero; gradients of the rectified ones are zero in half of the places. Where
 another way of the table is taken, it is that way's error.
 """
 

@@ -123,6 +123,8 @@ class TestFaults:
         with torch.no_grad():
             after.spare.weight.copy_(after.spare.weight.flip(0))
         assert differing(verified(model, after=after)) == {("spare", "weight")}
+        assert "TORCH_NHWC_WINOGRAD=0" in one_line(verified(model, after=after))
+        assert "TORCH_NHWC_WINOGRAD" not in one_line(verification)
 
     def test_wrong_running_statistics_are_found(self):
         class Wrong(nn.BatchNorm2d):

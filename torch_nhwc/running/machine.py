@@ -34,6 +34,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, object]:
         "capability": cpu_capability(),
         "torch's capability": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": _onednn(),
+        "fewer multiplications": os.environ.get("TORCH_NHWC_WINOGRAD") != "0",
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "GPUs": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "CUDA": torch.version.cuda,

@@ -13,6 +13,10 @@ _BEFORE_DIFFERS = (
     "the reference's own layer differs in this format too; preserve=True replaces the layers that are known"
 )
 _REFERENCE_WRONG = "the reference itself is plainly wrong here: both were compared with its float64 run"
+_OTHER_ROUNDINGS = (
+    "convolutions of 3x3 may be computed with fewer multiplications, and then have other roundings; the environment "
+    "variable TORCH_NHWC_WINOGRAD=0 switches that off"
+)
 
 
 class Verdict(enum.Enum):
@@ -175,6 +179,8 @@ class Verification:
         unrepeatable = sum(row.verdict is Verdict.UNREPEATABLE for row in self.rows)
         if unrepeatable:
             notes.append(f"{unrepeatable} of these cannot be repeated: nothing is known about them")
+        if any("Conv" in row.layer for row in self.differing):
+            notes.append(_OTHER_ROUNDINGS)
         if self.not_run:
             notes.append(f"did not run, only parameters were compared: {_some(self.not_run)}")
         return notes
