@@ -21,6 +21,7 @@ namespace {
 
 /// For a cache of about 1 MiB, not those of this CPU, on which the results would depend.
 constexpr int64_t floats_of_block = 1 << 17, least_tiles = 48, most_tiles = 96, most_outputs = 128;
+constexpr int64_t most_floats = 1 << 21;  // of scratch memory
 constexpr int64_t channels_of_sums = 64;  // of the weight's gradient in a task
 constexpr int64_t line = 16;              // floats, between points, which otherwise share sets of a cache
 
@@ -173,9 +174,10 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
                 element = source.element_size();
   const Tiles tiles(plane, tile);
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
-  const int64_t depth = panels_of(inputs) * lanes;  // of a row of the source's points
-  const int64_t fitting = floats_of_block / (tile.points() * (depth + std::min(outputs, most_outputs)));
-  const Parts blocks(tiles.count(), std::clamp(fitting, least_tiles, most_tiles), kernels.rows_at_once);
+  const int64_t depth = panels_of(inputs) * lanes;                                    // of a row of the source's points
+  const int64_t of_tile = tile.points() * (depth + std::min(outputs, most_outputs));  // floats
+  const int64_t fitting = std::clamp(floats_of_block / of_tile, least_tiles, most_tiles);
+  const Parts blocks(tiles.count(), std::clamp<int64_t>(most_floats / of_tile, 1, fitting), kernels.rows_at_once);
   const int64_t enough_parts = divide_up(enough_tasks, blocks.parts);
   const Parts parts(outputs, std::max(2 * lanes, std::min(most_outputs, divide_up(outputs, enough_parts))), 2 * lanes);
   const PointArray of_source(blocks.size * depth), of_results(blocks.size * panels_of(parts.size) * lanes);
