@@ -368,27 +368,26 @@ std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
 
 std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pass) {
   if (!is_winograd_on() || call.weight.sym_size(0).min(call.weight.sym_size(1)) < 16) return {};
+  const Sizes sizes(call);
+  const bool is_of_weight = pass == Pass::weight_gradient;
+  // For few positions, most of the time is the transform of the weight.
+  if (sizes.positions < (is_of_weight ? 128 : 512)) return {};
   const auto tile = winograd_tile(call, pass);
   if (!tile) return {};
-  const Sizes sizes(call);
-  int64_t axes = 0, tiles = call.input.size(0);
-  for (int axis = 0; axis < 3; ++axis) {
-    if (tile->results[axis] > 1) ++axes;
-  }
+  int64_t filtered = 0, tiles = call.input.size(0);
   for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
-    tiles *=
-        (call.axis(from_last).positions.expect_int() + tile->results[3 - from_last] - 1) / tile->results[3 - from_last];
+    const int64_t results = tile->results[3 - from_last];
+    tiles *= (call.axis(from_last).positions.expect_int() + results - 1) / results;
+    if (results > 1) ++filtered;
   }
   // One axis saves a third of the products, and transforms cost as much.
-  if (axes < 2 || std::min(sizes.inputs, sizes.outputs) < (axes == 2 ? 32 : 16)) return {};
-  // Of the products, those at the edges of an array are none that it needs.
+  if (filtered < 2 || std::min(sizes.inputs, sizes.outputs) < (filtered == 2 ? 32 : 16)) return {};
+  // What lies beyond the edges of an array is multiplied as well.
   const double saved = static_cast<double>(sizes.positions * sizes.taps) / static_cast<double>(tiles * tile->points());
-  if (pass == Pass::weight_gradient) {
-    const bool is_exact = axes < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 4096;
-    return saved >= 1.5 && sizes.positions >= 128 && is_exact ? tile : std::nullopt;
-  }
-  // For few positions, most of the time is the transform of the weight.
-  return saved >= 2 && sizes.positions >= 512 ? tile : std::nullopt;
+  if (saved < (is_of_weight ? 1.5 : 2)) return {};
+  // Below AVX-512, PyTorch's weight gradient of few voxels is more exact.
+  const bool is_exact = filtered < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 4096;
+  return is_of_weight && !is_exact ? std::nullopt : tile;
 }
 
 bool is_pointwise(const Call& call) {
