@@ -7,7 +7,6 @@
 #include "cpu/winograd.h"
 
 #include <ATen/ATen.h>
-#include <ATen/Dispatch.h>
 
 #include <algorithm>
 #include <cstring>
@@ -187,7 +186,7 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
     const Range block = blocks[task / parts.parts], part = parts[task % parts.parts];
     auto* from = reinterpret_cast<float*>(scratch);
     float* to = from + of_source.floats(tile);
-    const WinogradPoints results_points{to, of_results.point_step, blocks.size * lanes};
+    const int64_t panel_step = blocks.size * lanes;  // of the results' points
     for (int64_t index = block.begin; index < block.end; ++index) {
       const WinogradBox box = tiles.source_of(index, bytes_of(source), element, inputs, inputs);
       kernels.input_to_points(tile, box, {from + (index - block.begin) * depth, of_source.point_step, lanes});
@@ -199,7 +198,7 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
                         .b = weight.first + point * weight.array.point_step + part.begin / lanes * weight.panel_step,
                         .b_panel_step = weight.panel_step,
                         .c = to + point * of_results.point_step,
-                        .c_panel_step = results_points.panel_step,
+                        .c_panel_step = panel_step,
                         .rows = block.size(),
                         .depth = inputs,
                         .panels = panels_of(part.size()),
@@ -209,15 +208,14 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
       float* common = to + tile.common_point() * of_results.point_step;
       for (int64_t output = 0; output < part.size(); ++output) {
         const float value = biases.const_data_ptr<float>()[part.begin + output];
-        float* lane = common + output / lanes * results_points.panel_step + output % lanes;
+        float* lane = common + output / lanes * panel_step + output % lanes;
         for (int64_t row = 0; row < block.size(); ++row) lane[row * lanes] += value;
       }
     }
     for (int64_t index = block.begin; index < block.end; ++index) {
       const WinogradBox box =
           tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), outputs);
-      kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, blocks.size * lanes},
-                                box);
+      kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, panel_step}, box);
     }
   };
   for_each_task(blocks.parts * parts.parts, blocks.size * tile.points() * inputs * parts.size, floats * sizeof(float),
@@ -324,9 +322,8 @@ class PointsOfWeightGradient {
     }
     if (!grad_bias_.defined() || in.begin > 0) return;
     const float* bias = sums + of_sums_.floats(tile_);
-    AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, grad_bias_.scalar_type(), "winograd", [&] {
-      std::copy_n(bias, out.size(), grad_bias_.mutable_data_ptr<scalar_t>() + out.begin);
-    });
+    auto* to = static_cast<char*>(grad_bias_.mutable_data_ptr()) + out.begin * element;
+    of_type(level_kernels().weight_gradient, grad_bias_.scalar_type()).write(bias, 0, 1, out.size(), to, 0);
   }
 
   const ConvolutionSizes& sizes_;

@@ -309,16 +309,18 @@ Normed norm_meta(const Norm& norm, double) {
 
 // --- Backward ---
 
+/// Returns memory for the gradient of the weight or the bias if it is requested.
+at::Tensor empty_parameter(const Norm& norm, bool is_requested) {
+  if (!is_requested) return {};
+  return at::empty_symint({norm.channels()}, norm.input.options().dtype(norm.type_of_parameters()));
+}
+
 Results backward_cpu(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
                      Mask mask) {
   norm.check_backward(grad, mean, rstd);
   const cpu::GroupNormShape shape = norm.shape();
-  const auto parameter = [&](bool asked) {
-    const auto options = norm.input.options().dtype(norm.type_of_parameters());
-    return asked ? at::empty({shape.channels}, options) : at::Tensor();
-  };
   const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),
-                   grad_weight = parameter(mask[1]), grad_bias = parameter(mask[2]);
+                   grad_weight = empty_parameter(norm, mask[1]), grad_bias = empty_parameter(norm, mask[2]);
   cpu::group_norm_backward(shape, to_channels_last(grad), to_channels_last(norm.input), mean.contiguous(),
                            rstd.contiguous(), norm.weight, grad_input, grad_weight, grad_bias, norm.is_of_input);
   return {grad_input, grad_weight, grad_bias};
@@ -327,11 +329,8 @@ Results backward_cpu(const Norm& norm, const at::Tensor& grad, const at::Tensor&
 Results backward_meta(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
                       Mask mask) {
   norm.check_backward(grad, mean, rstd);
-  const auto parameter = [&](bool asked) {
-    const auto options = norm.input.options().dtype(norm.type_of_parameters());
-    return asked ? at::empty_symint({norm.channels()}, options) : at::Tensor();
-  };
-  return {mask[0] ? empty_channels_last(norm.input) : at::Tensor(), parameter(mask[1]), parameter(mask[2])};
+  return {mask[0] ? empty_channels_last(norm.input) : at::Tensor(), empty_parameter(norm, mask[1]),
+          empty_parameter(norm, mask[2])};
 }
 
 /// Computes the gradients in PyTorch's differentiable functions, for derivatives of higher order, forward mode, vmap
@@ -388,12 +387,8 @@ Results backward_cuda(const Norm& norm, const at::Tensor& grad, const at::Tensor
   norm.check_backward(grad, mean, rstd);
   const auto on_device = find_cuda_norm(norm);
   if (!on_device) return backward_elsewhere(norm, grad, mean, rstd, mask);
-  const auto parameter = [&](bool asked) {
-    const auto options = norm.input.options().dtype(norm.type_of_parameters());
-    return asked ? at::empty({norm.input.size(1)}, options) : at::Tensor();
-  };
   const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),
-                   grad_weight = parameter(mask[1]), grad_bias = parameter(mask[2]);
+                   grad_weight = empty_parameter(norm, mask[1]), grad_bias = empty_parameter(norm, mask[2]);
   cuda::group_norm_backward(*on_device, to_channels_last(grad), mean.contiguous(), rstd.contiguous(), grad_input,
                             grad_weight, grad_bias);
   return {grad_input, grad_weight, grad_bias};

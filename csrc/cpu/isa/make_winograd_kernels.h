@@ -64,6 +64,11 @@ struct Registers {
   std::int64_t step[3];
 };
 
+template <typename Element>
+Registers<Element> registers_at(Element* first, const std::int64_t* step) {
+  return {first, {step[0], step[1], step[2]}};
+}
+
 template <const auto& matrix, int... row>
 NHWC_ALWAYS_INLINE void multiply(const Vector<float>* in, Vector<float>* out, std::integer_sequence<int, row...>) {
   ((out[row] = sum_of_terms<matrix, row, 0, false>(in, Vector<float>{})), ...);
@@ -191,7 +196,7 @@ void transform_all(const WinogradTile& tile, const Registers<const From>& from, 
       if (is_transformed) after[axis] = size_after<Transform>(tile.results[axis]);
     }
     const Registers<float> room = rooms[k % 2].as_array(after);
-    const Registers<const float> before = {current.first, {current.step[0], current.step[1], current.step[2]}};
+    const auto before = registers_at<const float>(current.first, current.step);
     if (count == 1) {
       transform<Transform>(tile, stages[k], sizes, from, to);
     } else if (k == 0) {
@@ -239,8 +244,7 @@ void to_points(const WinogradTile& tile, const WinogradBox& from, const Winograd
   for (int axis = 0; axis < 3; ++axis) sizes[axis] = size_before<Transform>(tile.results[axis]);
   const bool has_all = is_whole(from, sizes);
   for (std::int64_t c = 0, panel = 0; c < from.channels; c += lanes, ++panel) {
-    Registers<const Element> source = {static_cast<const Element*>(from.first) + c,
-                                       {from.step[0], from.step[1], from.step[2]}};
+    auto source = registers_at(static_cast<const Element*>(from.first) + c, from.step);
     Room room;
     if (!has_all || c + lanes > from.channels) {
       const std::int64_t count = c + lanes > from.channels ? from.channels - c : lanes;
@@ -253,7 +257,7 @@ void to_points(const WinogradTile& tile, const WinogradBox& from, const Winograd
           for (std::int64_t k = 0; k < count; ++k) copy.first[at + k] = inside[c + k];
         }
       });
-      source = {copy.first, {copy.step[0], copy.step[1], copy.step[2]}};
+      source = registers_at<const Element>(copy.first, copy.step);
     }
     transform_all<Transform>(tile, source, registers_of(tile, to, panel));
   }
@@ -267,11 +271,10 @@ void from_points(const WinogradTile& tile, const WinogradPoints& from, const Win
   const bool has_all = is_whole(to, sizes);
   for (std::int64_t c = 0, panel = 0; c < to.channels; c += lanes, ++panel) {
     const Registers<float> points = registers_of(tile, from, panel);
-    const Registers<const float> source = {points.first, {points.step[0], points.step[1], points.step[2]}};
+    const auto source = registers_at<const float>(points.first, points.step);
     if (has_all && c + lanes <= to.channels) {
       auto* first = static_cast<Element*>(const_cast<void*>(to.first)) + c;
-      const Registers<Element> all = {first, {to.step[0], to.step[1], to.step[2]}};
-      transform_all<Transform>(tile, source, all);
+      transform_all<Transform>(tile, source, registers_at(first, to.step));
       continue;
     }
     Room room;
