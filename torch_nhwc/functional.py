@@ -152,13 +152,16 @@ def batch_norm(
         >>> torch_nhwc.functional.batch_norm(x, None, None, training=True).stride()
         (128, 1, 32, 8)
     """
+    # Without a gradient PyTorch's is right, and sums nothing.
+    if not training and not torch.is_grad_enabled():
+        return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if not is_scripting():
         is_usual = _are((bool,), training) and _are(_NUMBER, momentum, eps)
         tensors = (input, running_mean, running_var, weight, bias)
         if _is_pytorch_s(*tensors) or not is_usual:
             return _pass_on("batch_norm", *tensors, training, momentum, eps)
-        # Without a gradient PyTorch's is right, and sums nothing. The tracer runs with and without one, and compares.
-        if not training and (not torch.is_grad_enabled() or torch._C._is_tracing()):
+        # The tracer runs with and without a gradient, and compares.
+        if not training and torch._C._is_tracing():
             return F.batch_norm(*tensors, training, momentum, eps)
     if input.dim() < 4 or eps <= 0.0:  # for its errors
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)

@@ -2,8 +2,8 @@
 // input has positions, and each point is a product by itself: of all tiles' inputs and the weight, `[tiles, inputs] x
 // [inputs, outputs]`.
 //
-// A task is a block of tiles, whose points stay in the first caches, and some of the outputs. Tasks depend on the sizes
-// alone, so the results do not depend on the number of threads.
+// A task is a block of tiles, whose points stay in the first caches. Each sum has the same terms in the same order on
+// any number of threads.
 #include "cpu/winograd.h"
 
 #include <ATen/ATen.h>
@@ -177,13 +177,16 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
   const int64_t of_tile = tile.points() * (depth + std::min(outputs, most_outputs));  // floats
   const int64_t fitting = std::clamp(floats_of_block / of_tile, least_tiles, most_tiles);
   const Parts blocks(tiles.count(), std::clamp<int64_t>(most_floats / of_tile, 1, fitting), kernels.rows_at_once);
-  const int64_t enough_parts = divide_up(enough_tasks, blocks.parts);
-  const Parts parts(outputs, std::max(2 * lanes, std::min(most_outputs, divide_up(outputs, enough_parts))), 2 * lanes);
-  const PointArray of_source(blocks.size * depth), of_results(blocks.size * panels_of(parts.size) * lanes);
+  const int64_t products = blocks.size * tile.points() * inputs * outputs;
+  // Threads share a block where there are fewer, and each transforms its input.
+  const int64_t sharing = divide_up(threads_worth(products * blocks.parts), blocks.parts);
+  const Parts shares(outputs, std::max(2 * lanes, divide_up(outputs, sharing)), 2 * lanes);
+  const int64_t most = std::min(shares.size, most_outputs);
+  const PointArray of_source(blocks.size * depth), of_results(blocks.size * panels_of(most) * lanes);
   const int64_t floats = of_source.floats(tile) + of_results.floats(tile);
 
   const auto compute = [&](int64_t task, char* scratch) {
-    const Range block = blocks[task / parts.parts], part = parts[task % parts.parts];
+    const Range block = blocks[task / shares.parts], share = shares[task % shares.parts];
     auto* from = reinterpret_cast<float*>(scratch);
     float* to = from + of_source.floats(tile);
     const int64_t panel_step = blocks.size * lanes;  // of the results' points
@@ -191,35 +194,37 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
       const WinogradBox box = tiles.source_of(index, bytes_of(source), element, inputs, inputs);
       kernels.input_to_points(tile, box, {from + (index - block.begin) * depth, of_source.point_step, lanes});
     }
-    for (int64_t point = 0; point < tile.points(); ++point) {
-      kernels.multiply({.a = from + point * of_source.point_step,
-                        .a_row_step = depth,
-                        .a_depth_step = 1,
-                        .b = weight.first + point * weight.array.point_step + part.begin / lanes * weight.panel_step,
-                        .b_panel_step = weight.panel_step,
-                        .c = to + point * of_results.point_step,
-                        .c_panel_step = panel_step,
-                        .rows = block.size(),
-                        .depth = inputs,
-                        .panels = panels_of(part.size()),
-                        .adds = false});
-    }
-    if (biases.defined()) {
-      float* common = to + tile.common_point() * of_results.point_step;
-      for (int64_t output = 0; output < part.size(); ++output) {
-        const float value = biases.const_data_ptr<float>()[part.begin + output];
-        float* lane = common + output / lanes * panel_step + output % lanes;
-        for (int64_t row = 0; row < block.size(); ++row) lane[row * lanes] += value;
+    for (int64_t first = share.begin; first < share.end; first += most) {
+      const Range part = {first, std::min(first + most, share.end)};
+      for (int64_t point = 0; point < tile.points(); ++point) {
+        kernels.multiply({.a = from + point * of_source.point_step,
+                          .a_row_step = depth,
+                          .a_depth_step = 1,
+                          .b = weight.first + point * weight.array.point_step + part.begin / lanes * weight.panel_step,
+                          .b_panel_step = weight.panel_step,
+                          .c = to + point * of_results.point_step,
+                          .c_panel_step = panel_step,
+                          .rows = block.size(),
+                          .depth = inputs,
+                          .panels = panels_of(part.size()),
+                          .adds = false});
+      }
+      if (biases.defined()) {
+        float* common = to + tile.common_point() * of_results.point_step;
+        for (int64_t output = 0; output < part.size(); ++output) {
+          const float value = biases.const_data_ptr<float>()[part.begin + output];
+          float* lane = common + output / lanes * panel_step + output % lanes;
+          for (int64_t row = 0; row < block.size(); ++row) lane[row * lanes] += value;
+        }
+      }
+      for (int64_t index = block.begin; index < block.end; ++index) {
+        const WinogradBox box =
+            tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), outputs);
+        kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, panel_step}, box);
       }
     }
-    for (int64_t index = block.begin; index < block.end; ++index) {
-      const WinogradBox box =
-          tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), outputs);
-      kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, panel_step}, box);
-    }
   };
-  for_each_task(blocks.parts * parts.parts, blocks.size * tile.points() * inputs * parts.size, floats * sizeof(float),
-                compute);
+  for_each_task(blocks.parts * shares.parts, products / shares.parts, floats * sizeof(float), compute);
 }
 
 /// The gradient of the weight: each of its points is a product of the gradient's and the input's, summed over tiles.
@@ -246,17 +251,23 @@ class PointsOfWeightGradient {
   void compute() const {
     const int64_t ranges = ranges_.parts, points = of_input_.floats(tile_) + of_grad_.floats(tile_);
     const int64_t products = blocks_.size * ranges_.size * tile_.points() * inputs_.size * outputs_.size;
-    const c10::DataPtr memory =
-        c10::GetCPUAllocator()->allocate(ranges > 1 ? tasks() * ranges * sums() * sizeof(float) : 0);
+    if (tasks() >= threads_worth(products * ranges * tasks())) {
+      for_each_task(tasks(), products * ranges, (points + 2 * sums()) * sizeof(float), [&](int64_t task, char* scratch) {
+        auto* first = reinterpret_cast<float*>(scratch);
+        float* total = first + points;
+        for (int64_t range = 0; range < ranges; ++range) {
+          add(task, range, first, range == 0 ? total : total + sums());
+          if (range > 0) add_up_parts<float>(total, 2, sums());
+        }
+        write(task, total);
+      });
+      return;
+    }
+    const c10::DataPtr memory = c10::GetCPUAllocator()->allocate(tasks() * ranges * sums() * sizeof(float));
     auto* all_sums = static_cast<float*>(memory.get());
-    for_each_task(tasks() * ranges, products, (points + (ranges > 1 ? 0 : sums())) * sizeof(float),
-                  [&](int64_t i, char* scratch) {
-                    auto* from = reinterpret_cast<float*>(scratch);
-                    float* to = ranges > 1 ? all_sums + i * sums() : from + points;
-                    add(i / ranges, i % ranges, from, to);
-                    if (ranges == 1) write(i, to);
-                  });
-    if (ranges == 1) return;
+    for_each_task(tasks() * ranges, products, points * sizeof(float), [&](int64_t i, char* scratch) {
+      add(i / ranges, i % ranges, reinterpret_cast<float*>(scratch), all_sums + i * sums());
+    });
     for_each_task(tasks(), products, 0, [&](int64_t task, char*) {
       float* first = all_sums + task * ranges * sums();
       add_up_parts<float>(first, ranges, sums());
