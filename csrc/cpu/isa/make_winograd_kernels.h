@@ -80,30 +80,33 @@ NHWC_ALWAYS_INLINE void multiply(const Vector<float>* in, Vector<float>* out) {
   multiply<matrix>(in, out, std::make_integer_sequence<int, matrix.rows>{});
 }
 
-/// Transforms along one axis, for all positions of the two others.
+/// Transforms along one axis, for all positions of the two others. Arrays are passed by value: a store of numbers may
+/// change what a reference refers to, and all steps would be read again.
 template <const auto& matrix, typename From, typename To>
-void transform_axis(int axis, const std::int64_t* sizes, const Registers<const From>& from, const Registers<To>& to) {
+void transform_axis(int axis, const std::int64_t* sizes, Registers<const From> from, Registers<To> to) {
   const int outer = axis == 0 ? 1 : 0, inner = axis == 2 ? 1 : 2;
-  for (std::int64_t i = 0; i < sizes[outer]; ++i) {
-    for (std::int64_t j = 0; j < sizes[inner]; ++j) {
-      const From* source = from.first + i * from.step[outer] + j * from.step[inner];
-      To* destination = to.first + i * to.step[outer] + j * to.step[inner];
+  const std::int64_t outer_size = sizes[outer], inner_size = sizes[inner], from_step = from.step[axis],
+                     to_step = to.step[axis], from_inner = from.step[inner], to_inner = to.step[inner];
+  for (std::int64_t i = 0; i < outer_size; ++i) {
+    const From* source = from.first + i * from.step[outer];
+    To* destination = to.first + i * to.step[outer];
+    for (std::int64_t j = 0; j < inner_size; ++j, source += from_inner, destination += to_inner) {
       Vector<float> in[matrix.columns], out[matrix.rows];
       NHWC_UNROLL
-      for (int k = 0; k < matrix.columns; ++k) in[k] = load_vector(source + k * from.step[axis]);
+      for (int k = 0; k < matrix.columns; ++k) in[k] = load_vector(source + k * from_step);
       multiply<matrix>(in, out);
       NHWC_UNROLL
-      for (int k = 0; k < matrix.rows; ++k) store_vector(destination + k * to.step[axis], out[k]);
+      for (int k = 0; k < matrix.rows; ++k) store_vector(destination + k * to_step, out[k]);
     }
   }
 }
 
 /// Transforms along height and width at once, in registers, for all depths.
 template <const auto& of_height, const auto& of_width, typename From, typename To>
-void transform_plane(std::int64_t depths, const Registers<const From>& from, const Registers<To>& to) {
-  for (std::int64_t i = 0; i < depths; ++i) {
-    const From* source = from.first + i * from.step[0];
-    To* destination = to.first + i * to.step[0];
+void transform_plane(std::int64_t depths, Registers<const From> from, Registers<To> to) {
+  const From* source = from.first;
+  To* destination = to.first;
+  for (std::int64_t i = 0; i < depths; ++i, source += from.step[0], destination += to.step[0]) {
     Vector<float> half[of_width.rows][of_height.columns];  // along the width
     NHWC_UNROLL
     for (int h = 0; h < of_height.columns; ++h) {
@@ -171,7 +174,7 @@ constexpr int most_points = 6 * 6 * 6;
 /// Room for the points of a tile, of one register of channels.
 struct Room {
   static constexpr int lanes = VectorOf<float>::lanes;
-  float numbers[most_points * lanes];
+  alignas(64) float numbers[most_points * lanes];
 
   template <typename Element = float>
   Registers<Element> as_array(const std::int64_t* sizes) {
@@ -335,13 +338,14 @@ template <int rows, int panels>
 
 template <int panels>
 void multiply_panels(const cpu::WinogradProduct& product, const float* b, float* c) {
-  constexpr int lanes = VectorOf<float>::lanes, few = product_rows / 3 > 1 ? product_rows / 3 : 2;
+  constexpr int lanes = VectorOf<float>::lanes, some = product_rows * 2 / 3, few = product_rows / 3;
   const float* a = product.a;
   std::int64_t row = 0;
   const auto advance = [&](int rows) { row += rows, a += rows * product.a_row_step, c += rows * lanes; };
   for (; row + product_rows <= product.rows; advance(product_rows)) {
     multiply_rows<product_rows, panels>(product, a, b, c);
   }
+  for (; row + some <= product.rows; advance(some)) multiply_rows<some, panels>(product, a, b, c);
   for (; row + few <= product.rows; advance(few)) multiply_rows<few, panels>(product, a, b, c);
   for (; row < product.rows; advance(1)) multiply_rows<1, panels>(product, a, b, c);
 }

@@ -371,7 +371,8 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   const Sizes sizes(call);
   const bool is_of_weight = pass == Pass::weight_gradient;
   // For few positions, most of the time is the transform of the weight.
-  if (sizes.positions < (is_of_weight ? 128 : 512)) return {};
+  if (sizes.positions < (is_of_weight ? 128 : 64)) return {};
+  if (!is_of_weight && sizes.positions < 512 && call.weight.numel() > 2500 * sizes.positions) return {};
   const auto tile = winograd_tile(call, pass);
   if (!tile) return {};
   int64_t filtered = 0, tiles = call.input.size(0);
@@ -386,7 +387,7 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   const double saved = static_cast<double>(sizes.positions * sizes.taps) / static_cast<double>(tiles * tile->points());
   if (saved < (is_of_weight ? 1.5 : 2)) return {};
   // Below AVX-512, PyTorch's weight gradient of few voxels is more exact.
-  const bool is_exact = filtered < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 4096;
+  const bool is_exact = filtered < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 1728;
   return is_of_weight && !is_exact ? std::nullopt : tile;
 }
 
