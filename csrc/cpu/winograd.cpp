@@ -19,7 +19,8 @@ namespace nhwc::cpu {
 namespace {
 
 /// For a cache of about 1 MiB, not those of this CPU, on which the results would depend.
-constexpr int64_t floats_of_block = 1 << 17, least_tiles = 48, most_tiles = 96, most_outputs = 128;
+constexpr int64_t floats_of_block = 1 << 16, least_tiles = 24, most_tiles = 96, most_outputs = 128;
+constexpr int64_t floats_of_weight = 1 << 18;  // that are read again for each block; of more, for fewer blocks
 constexpr int64_t most_floats = 1 << 21;  // of scratch memory
 constexpr int64_t channels_of_sums = 64;  // of the weight's gradient in a task
 constexpr int64_t line = 16;              // floats, between points, which otherwise share sets of a cache
@@ -175,7 +176,8 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : bias;
   const int64_t depth = panels_of(inputs) * lanes;                                    // of a row of the source's points
   const int64_t of_tile = tile.points() * (depth + std::min(outputs, most_outputs));  // floats
-  const int64_t fitting = std::clamp(floats_of_block / of_tile, least_tiles, most_tiles);
+  const int64_t least = weight.array.floats(tile) > floats_of_weight ? 2 * least_tiles : least_tiles;
+  const int64_t fitting = std::clamp(floats_of_block / of_tile, least, most_tiles);
   const Parts blocks(tiles.count(), std::clamp<int64_t>(most_floats / of_tile, 1, fitting), kernels.rows_at_once);
   const int64_t products = blocks.size * tile.points() * inputs * outputs;
   // Threads share a block where there are fewer, and each transforms its input.
