@@ -30,10 +30,11 @@ from pathlib import Path
 import layout_models
 import machine
 import torch
-from layout_models import CONTIGUOUS, MODELS, PRESERVED, STEPS, Copies, LayoutModel, difference, layouts, replaced
+from layout_models import CONTIGUOUS, ONE_IMAGE, PRESERVED, STEPS, Copies, LayoutModel, difference, layouts, replaced
 from stopwatch import STOPWATCHES, Stopwatch, in_turns, summary
 from torch import Tensor, nn
 
+MODELS = {**layout_models.MODELS, **ONE_IMAGE}
 IN_FLOAT32 = {f"{layout} float32": layout for layout in (CONTIGUOUS, PRESERVED)}
 COMPILED, AUTOCAST = "compiled", "bfloat16 autocast"
 # The fewest and the most samples on each device.

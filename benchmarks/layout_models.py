@@ -20,18 +20,20 @@ Copies = dict[str, tuple[nn.Module, Tensor]]
 class LayoutModel(NamedTuple):
     """A model with random weights, the shape of its input, and what else its `forward` takes.
 
-    A model that `decodes` is an autoencoder of which only the decoder is measured, in inference.
+    A model that `decodes` is an autoencoder of which only the decoder is measured, in inference, as one that does not
+    train is.
     """
 
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     extra: Callable[[int], dict[str, Tensor]] = lambda batch: {}
     decodes: bool = False
+    trains: bool = True
 
     @property
     def modes(self) -> tuple[str, ...]:
         """The modes that are measured."""
-        return MODES[:1] if self.decodes else MODES
+        return MODES if self.trains and not self.decodes else MODES[:1]
 
     def extra_inputs(self, batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
         """Return the other arguments, the floating-point ones in a dtype."""
@@ -260,4 +262,9 @@ MODELS = {
     "wan_decoder": LayoutModel(wan, (1, 4, 3, 16, 16), decodes=True),
     "ltx_decoder": LayoutModel(ltx, (1, 16, 4, 8, 8), decodes=True),
     "hunyuan_decoder": LayoutModel(hunyuan, (1, 4, 3, 8, 8), decodes=True),
+}
+ONE_IMAGE = {
+    f"{name}_{pixels}px": LayoutModel(MODELS[name].make, (1, 3, pixels, pixels), trains=False)
+    for name in ("resnet50", "mobilenet_v2", "efficientnet_b0", "regnet_y", "convnext_t")
+    for pixels in (64, 128, 224)
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "cpu/depthwise_kernels.h"
+#include "cpu/inner_product_kernels.h"
 #include "cpu/norm_kernels.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax_kernels.h"
@@ -20,6 +21,7 @@ struct ByType {
 /// A family without dtypes computes on floats, and its driver casts.
 struct Kernels {
   ByType<DepthwiseKernels> depthwise;
+  ByType<InnerProductKernels> inner_product;
   ByType<NormKernels> norm;
   ByType<PointwiseKernels> pointwise;
   SoftmaxKernels softmax;

@@ -23,15 +23,6 @@ const Formula keep_format = {
       return {to_channels_last(gradients[0])};
     }};
 
-const Formula product_formula = {
-    "NhwcProductBackward",
-    [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
-      const at::Tensor &grad = gradients[0], &left = context.saved[0], &right = context.saved[1];
-      if (!grad.defined()) return std::vector<at::Tensor>(2);
-      return {context.needed[0] ? product(grad, right.t()) : at::Tensor(),
-              context.needed[1] ? product(left.t(), grad) : at::Tensor()};
-    }};
-
 const Formula be_contiguous = {
     "ContiguousBackward",
     [](const std::vector<at::Tensor>& gradients, const Formula::Context& context) -> std::vector<at::Tensor> {
@@ -127,17 +118,6 @@ at::Tensor as_channels_last_output(const at::Tensor& output) {
     if (tangent.defined()) result._set_fw_grad(tangent, /*level=*/0, /*is_inplace_op=*/false);
   }
   return result;
-}
-
-at::Tensor product(const at::Tensor& left, const at::Tensor& right) {
-  if (has_tangent({left, right})) return at::mm(left, right);
-  at::Tensor out;
-  {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    out = at::mm(left, right);
-  }
-  if (needs_gradient({left, right})) record(product_formula, out, {left, right}, {left, right}, {});
-  return out;
 }
 
 at::Tensor to_planes(const at::Tensor& volume) { return channels_from_end(channels_to_end(volume).flatten(0, 1)); }

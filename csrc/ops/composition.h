@@ -42,10 +42,6 @@ at::Tensor with_same_layout_grad(const at::Tensor& weight);
 /// were made without a gradient. The composition receives its gradient in channels-last strides.
 at::Tensor as_channels_last_output(const at::Tensor& output);
 
-/// Returns the product of two matrices. In a backward inside of autocast, its gradients keep the dtype of the matrices,
-/// as those of convolutions do; autocast would cast PyTorch's.
-at::Tensor product(const at::Tensor& left, const at::Tensor& right);
-
 /// Returns whether the composition is for this tensor. On other devices PyTorch's own operator runs, and its result is
 /// converted to the format.
 inline bool is_composed(const at::Tensor& input) { return input.device().is_cpu(); }

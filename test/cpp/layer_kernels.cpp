@@ -20,6 +20,7 @@
 
 #include "cpu/depthwise.h"
 #include "cpu/group_norm.h"
+#include "cpu/inner_product.h"
 #include "cpu/pointwise.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax.h"
@@ -73,7 +74,7 @@ void draw_axis(ConvolutionSizes& sizes, int axis, int64_t longest) {
   } while (sizes.output[axis] < 1);
 }
 
-enum class Kind { depthwise, grouped, pointwise, winograd };
+enum class Kind { depthwise, grouped, inner_product, pointwise, winograd };
 
 ConvolutionSizes draw_convolution(Kind kind) {
   ConvolutionSizes sizes{one_of({0, 1, 1, 2, 3}), 1, 1, 1, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {1, 1, 1}, {}, {1, 1, 1}};
@@ -101,6 +102,9 @@ ConvolutionSizes draw_convolution(Kind kind) {
   if (kind == Kind::depthwise) {
     sizes.groups = one_of({1, 3, 8, 16, between(1, 70)});
     sizes.outputs = one_of({1, 1, 2, 3});
+  } else if (kind == Kind::inner_product) {
+    sizes.inputs = one_of({1, 3, 16, between(1, 70), between(60, 140), 1024, between(1000, 2100)});
+    sizes.outputs = one_of({1, 3, 16, between(1, 40)});
   } else {
     sizes.groups = one_of({1, 2, 3, between(1, 20)});
     sizes.inputs = one_of({1, 2, 4, 7, between(1, sizes.groups == 1 ? 70 : 20)});
@@ -108,7 +112,7 @@ ConvolutionSizes draw_convolution(Kind kind) {
   }
   if (one_of({0, 1}) == 1) draw_axis(sizes, 0, 5);
   draw_axis(sizes, 1, 12);
-  draw_axis(sizes, 2, one_of({12, 80}));
+  draw_axis(sizes, 2, kind == Kind::inner_product ? 12 : one_of({12, 80}));
   return sizes;
 }
 
@@ -121,7 +125,8 @@ void check_convolution(at::ScalarType type, Kind kind) {
        << (is_depthwise              ? ", depthwise"
            : kind == Kind::pointwise ? ", pointwise"
            : kind == Kind::winograd  ? ", winograd"
-                                     : "")
+           : kind == Kind::grouped   ? ""
+                                     : ", inner products")
        << ", samples " << sizes.samples << ", groups " << sizes.groups << " of " << sizes.inputs << " to "
        << sizes.outputs << ", input, kernel, stride, padding, dilation:";
   for (int axis = 0; axis < 3; ++axis) {
@@ -155,6 +160,8 @@ void check_convolution(at::ScalarType type, Kind kind) {
     nhwc::cpu::winograd_forward(sizes, tile, input, weight, bias, own_out);
     nhwc::cpu::winograd_input_gradient(sizes, tile, grad, weight, {}, own_input);
     nhwc::cpu::winograd_weight_gradient(sizes, tile, grad, input, own_weight, own_bias);
+  } else if (kind == Kind::inner_product) {
+    nhwc::cpu::inner_product_forward(sizes, input, weight, bias, own_out);
   } else {
     nhwc::cpu::weight_gradient(sizes, grad, input, own_weight, own_bias);
   }
@@ -167,6 +174,7 @@ void check_convolution(at::ScalarType type, Kind kind) {
       at::convolution_backward(g, x, w, at::OptionalIntArrayRef(channels), sizes.stride, sizes.padding, sizes.dilation,
                                false, none, sizes.groups, {true, true, true});
   if (kind != Kind::grouped) expect(own_out, expected, type, "output of " + what);
+  if (kind == Kind::inner_product) return;
   if (kind != Kind::grouped) expect(own_input, of_input, type, "input gradient of " + what);
   expect(own_weight, of_weight, type, "weight gradient of " + what);
   if (has_bias) expect(own_bias, of_bias, type, "bias gradient of " + what);
@@ -275,6 +283,7 @@ int main(int argument_count, char** arguments) {
       at::set_num_threads(1 + i % 3);
       check_axis();
       check_convolution(type, i % 2 == 0 ? Kind::depthwise : Kind::grouped);
+      if (type != at::kDouble) check_convolution(type, Kind::inner_product);
       if (type != at::kDouble) check_convolution(type, Kind::pointwise);
       if (type != at::kDouble) check_convolution(type, Kind::winograd);
       check_norm(type);

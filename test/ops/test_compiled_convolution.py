@@ -166,8 +166,11 @@ def test_the_operators_refuse_what_the_kernels_do_not_compute():
     for index in (1, 2, 4):
         refuses(fit, x, w, b, *[[] if at == index else each for at, each in enumerate(sizes)])
     refuses(fit, x, w[:0], None, *sizes)
-    which = r"must be depthwise or, but for double, have one tap and at most 4 inputs or outputs"
-    refuses(which, x, torch.randn(16, 16, 7, 7), b, *sizes[:-1], 1)
+    which = r"must be depthwise or, but for double, of one group. For a gradient of the input, or a transposed"
+    refuses(which, x, torch.randn(16, 8, 7, 7), b, *sizes[:-1], 2)
+    dense, seven = [[1, 1], [3, 3], [1, 1], False, [0, 0], 1], torch.randn(16, 16, 7, 7)
+    refuses(which, x, x, seven, *dense, [True] * 3, of=ops.convolution_by_kernels_backward)
+    refuses(which, x, seven, None, [1, 1], [0, 0], [1, 1], True, [0, 0], 1)
     doubles = [torch.randn(shape, dtype=torch.double) for shape in ((1, 4, 8, 8), (4, 4, 1, 1))]
     refuses(which, *doubles, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
     grad = torch.randn(1, 16, 1, 1)

@@ -147,10 +147,11 @@ CONVOLUTIONS = {
     "linear": ("conv3d", (1, 8, 4, 3, 5), (5, 8, 1, 1, 1), ()),
     "two samples": ("conv3d", (2, 6, 4, 3, 5), (5, 6, 3, 3, 3), (1, 1)),
     "along_depth": ("conv3d", (1, 6, 4, 3, 5), (5, 6, 3, 1, 1), (1, (1, 0, 0))),
-    "restored": ("conv3d", (1, 16, 4, 3, 5), (4, 16, 1, 1, 1), (2,)),
+    "restored": ("conv3d", (1, 7, 3, 3, 3), (4, 7, 3, 3, 3), (1, 1)),
+    "sliced volume": ("conv3d", (1, 16, 4, 3, 5), (4, 16, 1, 1, 1), (2,)),
     "slabs": ("conv3d", (1, 16, 9, 10, 8), (24, 16, 2, 3, 3), (1, 1)),
     "winograd": ("conv3d", (1, 16, 8, 9, 8), (16, 16, 3, 3, 3), (1, 1)),
-    "gathered": ("conv3d", (1, 128, 3, 4, 3), (64, 128, 3, 3, 3), (1, 1)),
+    "inner products": ("conv3d", (1, 128, 3, 4, 3), (64, 128, 3, 3, 3), (1, 1)),
     "strided tap": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 1, 1), ((2, 1, 3),)),
     "padded tap": ("conv3d", (2, 4, 5, 4, 6), (6, 4, 1, 1, 1), (1, (1, 0, 0))),
     "taps in groups": ("conv3d", (2, 4, 5, 4, 6), (6, 2, 1, 1, 1), ((1, 2, 2), 0, 1, 2)),
@@ -363,7 +364,7 @@ LACKS = {
     "functional.pixel_unshuffle 0": ("wrong_arguments",),
     # Too large to be differentiated by differences.
     "functional.conv3d slabs": (ANY_ORDER,),
-    "functional.conv3d gathered": (ANY_ORDER,),
+    "functional.conv3d inner products": (ANY_ORDER,),
     "functional.conv_transpose3d transposed slabs": (ANY_ORDER,),
     # Of both formats, or products of matrices in both.
     "functional.conv3d linear": (OTHER_FORMATS,),

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "cpu/isa/make_depthwise_kernels.h"
+#include "cpu/isa/make_inner_product_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
@@ -22,6 +23,7 @@ constexpr auto by_type(const Make& make) {
 
 constexpr cpu::Kernels make_kernels() {
   return {.depthwise = by_type([]<typename Element> { return make_depthwise_kernels<Element>(); }),
+          .inner_product = by_type([]<typename Element> { return make_inner_product_kernels<Element>(); }),
           .norm = by_type([]<typename Element> { return make_norm_kernels<Element>(); }),
           .pointwise = by_type([]<typename Element> { return make_pointwise_kernels<Element>(); }),
           .softmax = make_softmax_kernels(),

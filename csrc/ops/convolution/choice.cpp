@@ -125,13 +125,11 @@ bool is_slow_sample(const Call& call, Backends& backends) {
   return (call.input.scalar_type() == at::kFloat || call.is_half()) && !is_onednns(backends.in_float32());
 }
 
-/// Returns whether a slow sample has so few positions that the copy of its windows is smaller than what oneDNN or
-/// PyTorch copies of the weight.
-bool has_few_positions(const Call& call) {
-  if (call.is_transposed || call.input.scalar_type() != at::kFloat || !call.has_one_dtype()) return false;
-  const int64_t positions = Sizes(call).positions, weights = call.weight.numel();
-  const bool is_few = (positions < 64 && weights >= 200'000) || (positions <= 128 && weights >= 1'000'000);
-  return is_few && call.has_channels_last_weight() && is_as_precise_as_products();
+/// Returns whether a slow sample has one tap, with strides: the voxels under it are few, and their result a product.
+bool has_strided_voxels(const Call& call) {
+  const Sizes sizes(call);
+  const bool is_padded = std::any_of(call.padding.begin(), call.padding.end(), [](auto& each) { return each != 0; });
+  return !call.is_transposed && sizes.taps == 1 && sizes.is_strided && !is_padded;
 }
 
 /// Returns whether a slow sample can be cut into slabs, and gains: a convolution between any two positions, a
@@ -141,7 +139,7 @@ bool gains_from_slabs(const Call& call) {
   const int64_t positions = Sizes(call).positions, from_last = rewrites::axis_of_slabs(call);
   const Axis axis = call.axis(from_last);
   if (axis.positions < rewrites::slabs || positions * call.weight.numel() < 2'000'000) return false;
-  if (!call.is_transposed) return positions >= 64;
+  if (!call.is_transposed) return positions >= 64 && (positions > 128 || call.weight.numel() < 1'000'000);
   const bool is_apart = axis.reach + 1 == axis.stride && axis.padding == 0 && call.output_padding[3 - from_last] == 0;
   return from_last == 3 && is_apart && positions >= 512;
 }
@@ -205,6 +203,19 @@ KernelPasses passes_of_winograd(const Call& call) {
   return found;
 }
 
+/// Where few positions meet many weights, PyTorch and oneDNN spend their time on packing these, or on gathering the
+/// strided pixels of all channels. What PyTorch keeps from oneDNN of volumes it computes by copies of their windows.
+bool gains_inner_products(const Call& call, const Sizes& sizes, Arithmetic arithmetic,
+                          at::native::ConvBackend backend) {
+  if (call.is_transposed || call.groups != 1 || !call.has_channels_last_weight()) return false;
+  const int64_t terms = sizes.taps * sizes.inputs, weights = terms * sizes.outputs;
+  if (sizes.is_3d && sizes.taps > 1 && !is_onednns(backend)) return terms >= 400;
+  if (sizes.positions < 2 || sizes.positions > 64 || weights < 130'000) return false;
+  if (sizes.taps > 1 || sizes.is_strided) return true;
+  const int64_t most = arithmetic == Arithmetic::below_avx512 ? 12 : terms < 512 ? 25 : 64;
+  return weights >= 200'000 && sizes.positions <= most;
+}
+
 /// Returns whether the instruction sets are those that the rules were measured with.
 bool is_measured() {
   static const bool is = onednn_isa() != OnednnIsa::unknown && cpu::capability().starts_with("avx");
@@ -223,8 +234,12 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
                                 : in_float32 || type == at::kFloat      ? Arithmetic::avx512
                                                                         : Arithmetic::halves;
   KernelPasses ours = arithmetic == Arithmetic::halves ? KernelPasses{} : passes_of_winograd(call);
-  if (is_mended) return ours;
   const Sizes sizes(call);
+  const at::native::ConvBackend backend = in_float32 ? backends.in_float32() : backends.own();
+  if (arithmetic != Arithmetic::halves && !ours.forward) {
+    ours.forward = gains_inner_products(call, sizes, arithmetic, backend);
+  }
+  if (is_mended) return ours;
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
   if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
   // For fewer positions calls take longer than products, and PyTorch is as fast where one channel meets few.
@@ -234,7 +249,6 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
     return {gains, gains, true};
   }
   if (ours.weight_gradient) return ours;
-  const at::native::ConvBackend backend = in_float32 ? backends.in_float32() : backends.own();
   ours.weight_gradient = gains_dense_weight_gradient(sizes, arithmetic, backend);
   return ours;
 }
@@ -272,7 +286,7 @@ const Way mended[] = {
 const Way linear_way = {"linear", Kind::faster, in_eager_mode};
 const Way along_depth_way = {"along_depth", Kind::faster, in_eager_mode, nullptr, rewrites::along_depth};
 const Way of_slow_samples[] = {
-    {"gathered", Kind::faster, in_graphs, has_few_positions, rewrites::gathered},
+    {"sliced", Kind::faster, in_graphs, has_strided_voxels, rewrites::sliced},
     {"slabs", Kind::faster, in_graphs, gains_from_slabs, rewrites::in_slabs},
 };
 const Way kernels_in_part_way = {"kernels_in_part", Kind::ours, in_graphs};
@@ -350,6 +364,13 @@ bool is_right_by_wide_tiles(const Call& call, Pass pass) {
 
 }  // namespace
 
+bool is_computable(const Call& call, Pass pass) {
+  if (pass == Pass::weight_gradient || call.is_depthwise() || is_pointwise(call)) return true;
+  const bool is_to_smaller = (pass == Pass::forward) != call.is_transposed;
+  if (is_to_smaller) return call.groups == 1 && call.input.scalar_type() != at::kDouble;
+  return winograd_tile(call, pass).has_value();
+}
+
 std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
   if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return {};
   cpu::WinogradTile tile = {{1, 1, 1}};
@@ -370,9 +391,11 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   if (!is_winograd_on() || call.weight.sym_size(0).min(call.weight.sym_size(1)) < 16) return {};
   const Sizes sizes(call);
   const bool is_of_weight = pass == Pass::weight_gradient;
-  // For few positions, most of the time is the transform of the weight.
+  // For few positions, most of the time is the transform of the weight. AVX-512 has the registers for it.
   if (sizes.positions < (is_of_weight ? 128 : 64)) return {};
-  if (!is_of_weight && sizes.positions < 512 && call.weight.numel() > 2500 * sizes.positions) return {};
+  const bool is_quick = !sizes.is_3d && onednn_isa() != OnednnIsa::below_avx512;
+  const int64_t most_weights = (is_quick ? 12'500 : 2'500) * sizes.positions;
+  if (!is_of_weight && sizes.positions < 512 && call.weight.numel() > most_weights) return {};
   const auto tile = winograd_tile(call, pass);
   if (!tile) return {};
   int64_t filtered = 0, tiles = call.input.size(0);

@@ -56,6 +56,9 @@ bool is_pointwise(const Call& call);
 
 enum class Pass { forward, input_gradient, weight_gradient };
 
+/// Returns whether our kernels can compute a pass of tensors that they take.
+bool is_computable(const Call& call, Pass pass);
+
 /// Returns the tile by which Winograd's filtering computes a pass of a dense convolution, if it can.
 std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass);
 

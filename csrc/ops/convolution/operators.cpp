@@ -157,7 +157,7 @@ Call call_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTe
 }
 
 /// Refuses what the kernels do not compute.
-void check_for_kernels(const char* name, const Call& call, const at::Tensor& grad, bool is_of_weight) {
+void check_for_kernels(const char* name, const Call& call, const at::Tensor& grad, Pass pass) {
   const at::ScalarType type = call.input.scalar_type();
   const bool is_number = type == at::kFloat || type == at::kDouble || call.is_half();
   const auto fits = [&](const at::Tensor& each) {
@@ -171,10 +171,10 @@ void check_for_kernels(const char* name, const Call& call, const at::Tensor& gra
               name, ": the sizes of input ", call.input.sym_sizes(), " and weight ", call.weight.sym_sizes(),
               " do not fit, or stride, padding, dilation or output padding have not a number for each axis");
   TORCH_CHECK(
-      is_of_weight || call.is_depthwise() || is_pointwise(call) || winograd_tile(call, Pass::forward), name,
-      ": the weight ", call.weight.sym_sizes(), " of ", type,
-      " must be depthwise or, but for double, have one tap and at most 4 inputs or outputs, or three taps along "
-      "an axis and one or three along the others, with stride and dilation 1 and at most 2 of padding");
+      is_computable(call, pass), name, ": the weight ", call.weight.sym_sizes(), " of ", type,
+      " must be depthwise or, but for double, of one group. For a gradient of the input, or a transposed convolution, "
+      "it must have one tap and at most 4 inputs or outputs, or three taps along an axis and one or three along the "
+      "others, with stride and dilation 1 and at most 2 of padding");
   TORCH_CHECK(!grad.defined() || grad.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)), name,
               ": the gradient has sizes ", grad.sym_sizes(), ", the output ",
               at::SymIntArrayRef(kernels::output_sizes(call)));
@@ -183,7 +183,7 @@ void check_for_kernels(const char* name, const Call& call, const at::Tensor& gra
 at::Tensor by_kernels(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, SymInts stride,
                       SymInts padding, SymInts dilation, bool transposed, SymInts output_padding, c10::SymInt groups) {
   const Call call = call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
-  check_for_kernels("nhwc::convolution_by_kernels", call, {}, /*is_of_weight=*/false);
+  check_for_kernels("nhwc::convolution_by_kernels", call, {}, Pass::forward);
   return kernels::forward(call);
 }
 
@@ -191,7 +191,8 @@ ThreeGradients by_kernels_backward(const at::Tensor& grad, const at::Tensor& inp
                                    SymInts stride, SymInts padding, SymInts dilation, bool transposed,
                                    SymInts output_padding, c10::SymInt groups, Mask output_mask) {
   const Call call = call_of(input, weight, {}, stride, padding, dilation, transposed, output_padding, groups);
-  check_for_kernels("nhwc::convolution_by_kernels_backward", call, grad, /*is_of_weight=*/!output_mask[0]);
+  check_for_kernels("nhwc::convolution_by_kernels_backward", call, grad,
+                    output_mask[0] ? Pass::input_gradient : Pass::weight_gradient);
   auto [of_input, of_weight, of_bias] = kernels::gradients(call, grad, output_mask);
   return {of_input, of_weight, of_bias};
 }
@@ -205,7 +206,7 @@ at::Tensor by_kernels_autograd(const at::Tensor& input, const at::Tensor& weight
                                SymInts stride, SymInts padding, SymInts dilation, bool transposed,
                                SymInts output_padding, c10::SymInt groups) {
   const Call call = call_of(input, weight, bias, stride, padding, dilation, transposed, output_padding, groups);
-  check_for_kernels("nhwc::convolution_by_kernels", call, {}, /*is_of_weight=*/false);
+  check_for_kernels("nhwc::convolution_by_kernels", call, {}, Pass::forward);
   return by_all_kernels(call);
 }
 

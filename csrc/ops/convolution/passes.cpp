@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "cpu/depthwise.h"
+#include "cpu/inner_product.h"
 #include "cpu/pointwise.h"
 #include "cpu/weight_gradient.h"
 #include "cpu/winograd.h"
@@ -84,9 +85,12 @@ at::Tensor from_larger(const Call& call, const at::Tensor& larger, const Optiona
   } else if (call.is_depthwise()) {
     cpu::depthwise_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()),
                            bias ? bias->contiguous() : none, out);
+  } else if (const auto tile = faster_winograd_tile(call, pass_to_smaller(call))) {
+    cpu::winograd_forward(sizes_of(call), *tile, larger, to_channels_last(call.weight.detach()), bias.value_or(none),
+                          out);
   } else {
-    cpu::winograd_forward(sizes_of(call), *winograd_tile(call, pass_to_smaller(call)), larger,
-                          to_channels_last(call.weight.detach()), bias.value_or(none), out);
+    cpu::inner_product_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()), bias.value_or(none),
+                               out);
   }
   return out;
 }
@@ -368,7 +372,7 @@ at::Tensor convolution(const Call& call) {
 
 at::Tensor by_all_kernels(const Call& call) {
   if (has_tangent(inputs_of(call))) return convolution(as_composed(call));
-  return computed(call, {nullptr, {true, true, true}});
+  return computed(call, {nullptr, {true, is_computable(call, Pass::input_gradient), true}});
 }
 
 Gradients composed_gradients(const Call& with_kernels, const at::Tensor& grad, Mask needed) {

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 
+#include <algorithm>
 #include <vector>
 
 #include "layout/channels_last.h"
@@ -105,13 +106,19 @@ at::Tensor padded_before(const Call& call, Convolution convolution) {
 
 at::Tensor sliced(const Call& call, Convolution convolution) {
   return changed(call, [&](Call& other) {
-    if (other.padding[0] != 0 || other.padding[1] != 0) other.input = padded(other.input, other.padding);
-    for (int64_t index = 0; index < 2; ++index) {
-      other.input = other.input.slice_symint(index + 2, {}, {}, other.stride[index]);
+    const bool has_padding =
+        std::any_of(other.padding.begin(), other.padding.end(), [](auto& each) { return each != 0; });
+    if (has_padding) other.input = padded(other.input, other.padding);
+    // The gradient of a slice is contiguous, so that this is one of a view in the order of the memory.
+    const bool is_channels_last_input = other.has_channels_last_input();
+    at::Tensor pixels = is_channels_last_input ? channels_to_end(other.input) : other.input;
+    for (size_t index = 0; index < other.axes(); ++index) {
+      const auto dim = static_cast<int64_t>(index) + (is_channels_last_input ? 1 : 2);
+      if (other.stride[index] != 1) pixels = pixels.slice_symint(dim, {}, {}, other.stride[index]);
     }
-    other.input = with_canonical_strides(other.input);
-    other.padding.assign(2, 0);
-    other.stride.assign(2, 1);
+    other.input = with_canonical_strides(is_channels_last_input ? channels_from_end(pixels) : pixels);
+    other.padding.assign(other.axes(), 0);
+    other.stride.assign(other.axes(), 1);
     return convolution(other);
   });
 }
@@ -152,36 +159,6 @@ at::Tensor along_depth(const Call& call, Convolution convolution) {
       each->pop_back();
     }
     return from_columns(convolution(columns), volume.input.sym_size(4));
-  });
-}
-
-at::Tensor gathered(const Call& call, Convolution) {
-  const at::Tensor kernel = with_same_layout_grad(call.weight);
-  return changed(call, [&](const Call& whole) {
-    at::Tensor windows = channels_to_end(padded(whole.input, whole.padding));  // `[1, D, H, W, C]`
-    // All taps are copied at once, except where their gradients would be added one number after the other.
-    const bool has_gradient = at::GradMode::is_enabled() && windows.requires_grad();
-    for (int64_t dim = 0; dim < 3; ++dim) {
-      const Axis axis = call.axis(3 - dim);
-      const c10::SymInt &stride = axis.stride, &dilation = call.dilation[dim];
-      if (has_gradient) {
-        std::vector<at::Tensor> taps;
-        for (c10::SymInt first = 0; first <= axis.reach; first = first + dilation) {
-          taps.push_back(windows.slice_symint(dim + 1, first, first + (axis.positions - 1) * stride + 1, stride));
-        }
-        windows = at::stack(taps, -1);
-      } else {
-        const auto as_int = [](const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); };
-        windows = windows.unfold(dim + 1, as_int(axis.reach + 1), as_int(stride)).slice_symint(-1, {}, {}, dilation);
-      }
-    }
-    windows = windows.permute({0, 1, 2, 3, 5, 6, 7, 4});  // `[1, D, H, W, kd, kh, kw, C]`
-    const at::Tensor rows = windows.flatten(4).flatten(0, 3);
-    // In this order products of few rows are faster.
-    at::Tensor products = product(channels_to_end(kernel).flatten(1), rows.t());  // `[out, D * H * W]`
-    if (whole.has_bias()) products = products + whole.bias->unsqueeze(1);
-    return products.view_symint(
-        {1, call.weight.sym_size(0), windows.sym_size(1), windows.sym_size(2), windows.sym_size(3)});
   });
 }
 

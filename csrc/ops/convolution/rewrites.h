@@ -58,9 +58,6 @@ at::Tensor cut(const Call& call, Convolution convolution);
 /// Computes a 2D convolution over a view `[N, C, D, H * W]`, for kernels with one tap in the plane.
 at::Tensor along_depth(const Call& call, Convolution convolution);
 
-/// Computes one matrix product of the weight as it stands and the windows of the kernel, gathered into rows.
-at::Tensor gathered(const Call& call, Convolution convolution);
-
 /// Two: oneDNN takes any batch, and more slabs gain nothing.
 constexpr int64_t slabs = 2;
 
