@@ -144,21 +144,9 @@ def build_layer_kernels(folder: Path) -> Path:
     quicker = [*SANITIZERS, "-fno-sanitize=pointer-overflow"]
     sources = {cpu / f"isa/{level}.cpp": quicker for level in ("avx512", "avx2")}
     sources |= {cpu / f"isa/{level}.cpp": [] for level in ("avx512_vbmi", "avx512_bf16")}
-    names = (
-        "depthwise",
-        "dispatch",
-        "group_norm",
-        "inner_product",
-        "pointwise",
-        "softmax",
-        "weight_gradient",
-        "winograd",
-    )
-    drivers = (
-        HERE / "layer_kernels.cpp",
-        cpu / "isa/baseline.cpp",
-        *(cpu / f"{name}.cpp" for name in [*names, "winograd"]),
-    )
+    names = ["depthwise", "dispatch", "group_norm", "inner_product", "pointwise", "softmax", "weight_gradient"]
+    names += ["winograd"]
+    drivers = (HERE / "layer_kernels.cpp", cpu / "isa/baseline.cpp", *(cpu / f"{name}.cpp" for name in names))
     sources |= dict.fromkeys(drivers, SANITIZERS)
     command = [CXX, "-std=c++20", "-O1", "-fopenmp", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}"]
     command += [flag for path in torchs for flag in ("-isystem", path)]
