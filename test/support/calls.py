@@ -369,7 +369,7 @@ LACKS = {
     # Of both formats, or products of matrices in both.
     "functional.conv3d linear": (OTHER_FORMATS,),
     "functional.conv3d padded tap": (OTHER_FORMATS,),
-    "functional.conv3d restored": (OTHER_FORMATS,),
+    "functional.conv3d sliced volume": (OTHER_FORMATS,),
     "functional.conv_transpose3d one voxel": (OTHER_FORMATS,),
     # Those of ours that PyTorch does not have give channels-last for every format.
     "convert_weight": (OTHER_FORMATS,),
