@@ -25,6 +25,7 @@ TORCH_LIBRARY(nhwc, m) {
       "batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight=None, "
       "Tensor? bias=None, bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor");
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
+  m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", compliant);
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
   m.def("log_softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
   m.def(
@@ -110,6 +111,7 @@ TORCH_LIBRARY(nhwc, m) {
       "SymInt[] dilation, bool transposed, SymInt[] output_padding, SymInt groups, bool[3] output_mask) "
       "-> (Tensor, Tensor, Tensor)",
       compliant);
+  m.def("computes_in_float32(ScalarType dtype) -> bool", compliant);
   m.def("cpu_capability() -> str", compliant);
   m.def("runs_cuda_norms(Device device) -> bool", compliant);
   m.def("sentence(str reason) -> str", compliant);

@@ -46,6 +46,7 @@ __all__ = [
     "gelu",
     "group_norm",
     "instance_norm",
+    "linear",
     "log_softmax",
     "max_unpool3d",
     "pad",
@@ -280,6 +281,25 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
             return _pass_on("gelu", input, approximate=approximate)
         return torch.ops.nhwc.gelu._op(input, approximate=approximate)
     return torch.ops.nhwc.gelu(input, approximate=approximate)
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Stand in for `torch.nn.functional.linear`, which is slow in half precision where oneDNN does not take the dtype.
+
+    Example:
+        >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), torch.ones(1, 3, dtype=torch.bfloat16)
+        >>> torch_nhwc.functional.linear(x, weight).flatten()
+        tensor([3., 3.], dtype=torch.bfloat16)
+    """
+    if not is_scripting():
+        is_half = type(weight) in _TENSORS and (weight.dtype in _HALVES or _is_any_autocast_enabled())
+        if not is_half or torch.compiler.is_exporting():
+            return F.linear(input, weight, bias)
+        if not torch.compiler.is_compiling():  # graphs get PyTorch's operators, casts included
+            if _is_pytorch_s(input, weight, bias):
+                return _pass_on("linear", input, weight, bias)
+            return torch.ops.nhwc.linear._op(input, weight, bias)
+    return torch.ops.nhwc.linear(input, weight, bias)
 
 
 def avg_pool3d(
@@ -618,6 +638,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
 _is_tracing = torch._C._is_tracing
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _is_onednn_enabled, _get_num_threads = torch._C._get_mkldnn_enabled, torch.get_num_threads
 _UNKNOWN: Any = object()
 # The options of calls for our operator, or `None` for those that go PyTorch's way.
@@ -682,6 +703,7 @@ _NONE = type(None)
 _NUMBER = (int, float)
 _PLAIN = frozenset((Tensor, nn.Parameter, _NONE))
 _TENSORS = frozenset((Tensor, nn.Parameter))
+_HALVES = frozenset((torch.bfloat16, torch.float16))
 
 
 def _is_plain(kind: type) -> bool:

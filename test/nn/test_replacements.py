@@ -52,7 +52,8 @@ def as_channels_last(tensor):
 
 
 def test_every_class_of_the_table_is_tried():
-    assert {type(make()) for make, _ in LAYERS.values()} | {nn.CrossEntropyLoss, nn.MaxUnpool3d} == set(REPLACEMENTS)
+    others = {nn.CrossEntropyLoss, nn.MaxUnpool3d, nn.Linear}
+    assert {type(make()) for make, _ in LAYERS.values()} | others == set(REPLACEMENTS)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -215,10 +215,18 @@ def weight() -> Tensor:
     return torch.randn(4, 3, 2, 2).requires_grad_()
 
 
+def of_linear() -> list[Any]:
+    """Return the arguments of a linear layer so large that half precision may be computed in float32."""
+    return [torch.randn(3, 16, 64).requires_grad_(), torch.randn(48, 64).requires_grad_(), vector(48)]
+
+
 # Statistics that a schema may write to are not for functionalization.
 WRITING = CHECKS[:2]
 CALLS = {
     **calls_of_functions(),
+    "functional.linear": Call(functional.linear, F.linear, of_linear),
+    "functional.linear without a bias": Call(functional.linear, F.linear, lambda: of_linear()[:2]),
+    "linear": Call(nhwc.linear.default, F.linear, of_linear),
     "convert_weight": Call(nhwc.convert_weight.default, lambda w: w.clone(), lambda: [weight()]),
     "convert_weights": Call(
         nhwc.convert_weights.default, lambda ws: ws[0].clone(), lambda: [[leaf(4, 3, 3, 2, 3), weight().detach()]]
@@ -334,6 +342,7 @@ ANSWERS: dict[Any, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
     nhwc.mismatched_layouts.default: lambda: ([[weight().detach()], [weight().detach()]], {}),
     nhwc.convolution_way.default: lambda: (in_lists("both gradients", "spdg"), {}),
     nhwc.convolution_way.padding: lambda: (in_lists("same", "spdg"), {}),
+    nhwc.computes_in_float32.default: lambda: ([torch.bfloat16], {}),
     nhwc.cpu_capability.default: lambda: ([], {}),
     nhwc.runs_cuda_norms.default: lambda: ([torch.device("cpu")], {}),
     nhwc.sentence.default: lambda: (["UNDEFINED"], {}),
@@ -355,6 +364,9 @@ LACKS = {
     "functional.adaptive_max_pool3d 0": (SECOND,),
     "functional.adaptive_max_pool3d 1": (SECOND,),
     "adaptive_max_pool3d": (SECOND,),
+    **dict.fromkeys(
+        ("functional.linear", "functional.linear without a bias", "linear"), ("autocast_around_the_backward",)
+    ),
     "functional.conv2d same": ("scripting",),
     "functional.conv2d same, even": ("scripting",),
     "functional.conv2d same, small": ("scripting",),

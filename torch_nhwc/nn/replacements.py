@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_nhwc import functional
 from torch_nhwc.layout import to_format
@@ -104,6 +105,13 @@ class PreservingGELU(Preserving, nn.GELU):
 
     def forward(self, input: Tensor) -> Tensor:
         return functional.gelu(input, approximate=self.approximate)
+
+
+class PreservingLinear(Preserving, nn.Linear):
+    """`Linear` that computes half precision by way of float32 where oneDNN does not take it."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.linear(input, self.weight, self.bias)
 
 
 class PreservingSoftmax(Preserving, nn.Softmax):
@@ -276,6 +284,18 @@ def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
 
 
+def _is_slow_in_half_precision(layer: Any) -> bool:
+    """Return whether a linear layer is slow on this machine, in its dtype or in the bfloat16 of autocast.
+
+    PyTorch's attention reads the weight of its projection, and calls no forward of it.
+    """
+    weight = layer._parameters.get("weight")  # a parametrized one would be computed if it were read
+    dtype = torch.float32 if weight is None else weight.dtype
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or type(layer) is NonDynamicallyQuantizableLinear:
+        return False
+    return any(map(torch.ops.nhwc.computes_in_float32, (dtype, torch.bfloat16)))
+
+
 class Replacement(NamedTuple):
     """A row of the table."""
 
@@ -285,6 +305,8 @@ class Replacement(NamedTuple):
     """The end of a sentence on the replacement that begins with "it is"."""
     serves: Callable[[Any], bool] = lambda layer: True
     """Says of a layer if the replacement takes its arguments."""
+    gains_here: Callable[[Any], bool] | None = None
+    """Says of a layer if it gains on this machine, where that depends on the machine."""
 
 
 _CONVOLUTION = (
@@ -297,6 +319,7 @@ _FORMAT = "in the format, forward and backward, and fast"
 _FAST = "fast, forward and backward"
 _VOLUMES = "able to take volumes, too"
 _FORWARD = "in the format and fast, forward"
+_IN_FLOAT32 = "fast in half precision, in float32, which PyTorch's is not on this CPU"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
     nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _INSTANCE_NORM),
@@ -304,6 +327,7 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _BATCH_NORM),
     nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _BATCH_NORM),
     nn.GELU: Replacement(PreservingGELU, _FAST),
+    nn.Linear: Replacement(PreservingLinear, _IN_FLOAT32, gains_here=_is_slow_in_half_precision),
     nn.Softmax: Replacement(PreservingSoftmax, _FORMAT, serves=_is_over_channels),
     nn.Softmax2d: Replacement(PreservingSoftmax2d, _FORMAT),
     nn.LogSoftmax: Replacement(PreservingLogSoftmax, _FORMAT, serves=_is_over_channels),
@@ -352,7 +376,7 @@ def _methods_of(layer_type: type) -> list[object]:
     return [getattr(layer_type, name, None) for name in _METHODS]
 
 
-_CONVOLUTIONS = (nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_WITH_PYTORCHS_METHODS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 # As PyTorch has them: a package may replace one, for all layers of a class.
 _ORIGINAL_METHODS = {layer_type: _methods_of(layer_type) for layer_type in REPLACEMENTS}
@@ -366,11 +390,11 @@ def replacement_for(layer_type: type) -> Replacement | None:
 def is_known(layer_type: type) -> bool:
     """Return whether a swap is right for a class: it is one of the table, or a subclass that is known to be fit.
 
-    A convolution's is if it has PyTorch's own methods.
+    A convolution's or a linear layer's is if it has PyTorch's own methods.
     """
     if layer_type in REPLACEMENTS or f"{layer_type.__module__}.{layer_type.__qualname__}" in KNOWN_SUBCLASSES:
         return True
-    bases = [base for base in layer_type.__mro__ if base in _CONVOLUTIONS]
+    bases = [base for base in layer_type.__mro__ if base in _WITH_PYTORCHS_METHODS]
     return any(_methods_of(layer_type) == _ORIGINAL_METHODS[base] for base in bases)
 
 

@@ -460,6 +460,8 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
     decided = []
     for layer in match_layers(plan, found) if plan else found.layers:
         reason, row, fault = layer.reason, planned.get(layer.path), None
+        if row is None and layer.gains_here is not None and (plan or not layer.gains_here or not found.sites):
+            continue  # without a convolution there is no model of ours
         if not options.preserve:
             if reason in (None, Reason.EXCHANGED) and loses_gradient(layer.module):
                 fault = Reason.STRIDED_POINTWISE

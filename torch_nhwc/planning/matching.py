@@ -36,7 +36,8 @@ def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
 def match_layers(plan: Plan, found: Found) -> list[ReplaceableLayer]:
     """Return the layers that `match` found, in the order of a plan's rows, and raise a ValueError as `match` does.
 
-    A layer that is kept is not compared: it may have another class since, or be another layer.
+    A layer that is kept is not compared: it may have another class since, or be another layer. One that gains on some
+    machines alone stays as the plan has it.
     """
     if not Format(plan.memory_format).is_channels_last:
         return []
@@ -50,7 +51,7 @@ def match_layers(plan: Plan, found: Found) -> list[ReplaceableLayer]:
         if layer is not None:
             matched.append(layer)
     for layer in layers.values():
-        if layer.reason is None and plan.preserve:
+        if layer.reason is None and layer.gains_here is None and plan.preserve:
             raise ValueError(f"the model differs from the plan: the plan does not know {layer.path!r} ({layer.kind})")
     return [*matched, *layers.values()]
 

@@ -177,7 +177,9 @@ def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason
     reason = kind.reason
     if reason is not Reason.EXCHANGED:
         reason = wrapped or reason or _reason_of(module, replacement)
-    return ReplaceableLayer(path, module, kind.name, replacement.gains, reason)
+    is_here = replacement.gains_here and reason is not Reason.EXCHANGED
+    gains_here = replacement.gains_here(module) if is_here else None
+    return ReplaceableLayer(path, module, kind.name, replacement.gains, reason, gains_here)
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:

@@ -67,6 +67,8 @@ class ReplaceableLayer(NamedTuple):
     """The end of a sentence on the replacement that begins with "it is"."""
     reason: Reason | None
     """Why it cannot be replaced, or need not be."""
+    gains_here: bool | None = None
+    """Whether it gains on this machine; `None` where that does not depend on the machine, or it is replaced already."""
 
 
 class Found(NamedTuple):

@@ -1,7 +1,6 @@
 // The operators of convolutions, whose numbers are right where PyTorch's are not on a CPU, and which are fast where
 // PyTorch's are slow on channels-last.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <torch/library.h>
 
@@ -12,6 +11,7 @@
 #include <tuple>
 #include <utility>
 
+#include "ops/autocast.h"
 #include "ops/autograd_node.h"
 #include "ops/convolution/passes.h"
 #include "torch_nhwc/ops.h"
@@ -233,24 +233,6 @@ void implement_kernels(torch::Library& m) {
 template <auto operation>
 struct AsGiven {
   static constexpr auto call = operation;
-};
-
-/// Calls an operator in lower precision, as autocast does PyTorch's convolutions. The casts precede the views, whose
-/// casts autocast would not cache.
-template <auto operation>
-struct Lowered;
-
-template <typename Result, typename... Others,
-          Result (*operation)(const at::Tensor&, const at::Tensor&, const OptionalTensor&, Others...)>
-struct Lowered<operation> {
-  static Result call(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, Others... others) {
-    const c10::impl::ExcludeDispatchKeyGuard off(c10::DispatchKey::AutocastCPU);
-    const auto lower = [](const auto& tensor) {
-      const at::ScalarType dtype = at::autocast::get_lower_precision_fp_from_device_type(at::kCPU);
-      return at::autocast::cached_cast(dtype, tensor, at::kCPU);
-    };
-    return operation(lower(input), lower(weight), lower(bias), std::forward<Others>(others)...);
-  }
 };
 
 template <template <auto> typename As>
