@@ -67,6 +67,8 @@ void keeps_activations_channels_last() {
   expect(ours::conv3d(x, weight), torch::conv3d(dense, weight), "conv3d");
   const auto image = x.detach()[0], kernel = torch::randn({2, 4, 3, 3});
   check(torch::allclose(ours::conv2d(image, kernel), torch::conv2d(image, kernel), 1e-4, 1e-5), "conv2d");
+  const auto rows = torch::randn({8, 4}), matrix = torch::randn({3, 4});
+  check(torch::equal(ours::linear(rows, matrix), torch::linear(rows, matrix)), "linear");
   const std::array<c10::SymInt, 6> pad = {1, 1, 0, 0, 0, 0};
   expect(ours::pad_circular(x, pad), torch::cat({dense.slice(4, 3), dense, dense.slice(4, 0, 1)}, 4), "pad");
   ours::gelu(x).sum().backward();

@@ -53,6 +53,13 @@ inline at::Tensor gelu(const at::Tensor& input, std::string_view approximate = "
   return op.call(input, approximate);
 }
 
+/// Computes a linear layer, in half precision fast on every CPU.
+inline at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias = {}) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&);
+  static const auto op = ops_detail::find<Signature>("nhwc::linear");
+  return op.call(input, weight, bias);
+}
+
 /// Computes average pooling of volumes; an empty stride means the kernel's size.
 inline at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef stride = {},
                              at::IntArrayRef padding = 0, bool ceil_mode = false, bool count_include_pad = true,
