@@ -21,9 +21,9 @@ namespace {
 /// For a cache of about 1 MiB, not those of this CPU, on which the results would depend.
 constexpr int64_t floats_of_block = 1 << 16, least_tiles = 24, most_tiles = 96, most_outputs = 128;
 constexpr int64_t floats_of_weight = 1 << 18;  // that are read again for each block; of more, for fewer blocks
-constexpr int64_t most_floats = 1 << 21;  // of scratch memory
-constexpr int64_t channels_of_sums = 64;  // of the weight's gradient in a task
-constexpr int64_t line = 16;              // floats, between points, which otherwise share sets of a cache
+constexpr int64_t most_floats = 1 << 21;       // of scratch memory
+constexpr int64_t channels_of_sums = 64;       // of the weight's gradient in a task
+constexpr int64_t line = 16;                   // floats, between points, which otherwise share sets of a cache
 
 /// Results and what they are computed from, `[samples, depth, height, width, channels]`. Under three taps, the tile of
 /// result 0 begins with position `begin` of the source.
@@ -254,15 +254,16 @@ class PointsOfWeightGradient {
     const int64_t ranges = ranges_.parts, points = of_input_.floats(tile_) + of_grad_.floats(tile_);
     const int64_t products = blocks_.size * ranges_.size * tile_.points() * inputs_.size * outputs_.size;
     if (tasks() >= threads_worth(products * ranges * tasks())) {
-      for_each_task(tasks(), products * ranges, (points + 2 * sums()) * sizeof(float), [&](int64_t task, char* scratch) {
-        auto* first = reinterpret_cast<float*>(scratch);
-        float* total = first + points;
-        for (int64_t range = 0; range < ranges; ++range) {
-          add(task, range, first, range == 0 ? total : total + sums());
-          if (range > 0) add_up_parts<float>(total, 2, sums());
-        }
-        write(task, total);
-      });
+      for_each_task(tasks(), products * ranges, (points + 2 * sums()) * sizeof(float),
+                    [&](int64_t task, char* scratch) {
+                      auto* first = reinterpret_cast<float*>(scratch);
+                      float* total = first + points;
+                      for (int64_t range = 0; range < ranges; ++range) {
+                        add(task, range, first, range == 0 ? total : total + sums());
+                        if (range > 0) add_up_parts<float>(total, 2, sums());
+                      }
+                      write(task, total);
+                    });
       return;
     }
     const c10::DataPtr memory = c10::GetCPUAllocator()->allocate(tasks() * ranges * sums() * sizeof(float));
