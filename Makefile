@@ -77,6 +77,7 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_collate.py
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py
+	$(bin)/python benchmarks/bench_memory.py
 	$(bin)/python benchmarks/bench_tune.py
 	$(bin)/python benchmarks/report.py
 

@@ -135,6 +135,20 @@ def errors(*machines: Row) -> str:
     return markdown(["input", *head], lines)
 
 
+def memory(measured: Row) -> str:
+    """Return what a call or a step takes with each setting of the process' allocator, and its page faults."""
+    lines = [
+        [row["model"], shape(row), row["mode"], setting if setting == "as it is" else f"`{setting}`", *figures(found)]
+        for row in measured["results"]
+        for setting, found in row["settings"].items()
+    ]
+    return markdown(["model", "input", "", "Python started", "ms", "page faults", "memory, MB"], lines)
+
+
+def figures(found: Row) -> list[str]:
+    return [f"{found['ms']:.0f}", f"{found['faults']:,}", f"{found['bytes'] / 1e6:.0f}"]
+
+
 def overhead(measured: Row) -> str:
     """Return the microseconds of a layer's call, and how many more the replacement takes."""
     by_layer = grouped((row for row in measured["results"] if "layer" in row), lambda row: row["layer"])

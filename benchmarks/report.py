@@ -36,6 +36,7 @@ MACHINES = [
     ("The passes of convolutions", "passes-cpu"),
     ("The same held to AVX2", "passes-avx2-cpu"),
     ("The call of a replaced layer", "overhead-cpu"),
+    ("Memory", "memory-cpu"),
     ("The other ways to run a model", "peers-cpu"),
 ]
 
@@ -104,6 +105,7 @@ BLOCKS: dict[str, dict[str, Block]] = {
         "passes": (figures_layers.passes, PASSES),
         "errors": (figures_layers.errors, ERRORS),
         "overhead": (figures_layers.overhead, ("overhead-cpu",)),
+        "memory": (figures_layers.memory, ("memory-cpu",)),
         "calls": (figures_layers.calls, ("overhead-cpu",)),
         "bars": (figures_weights.bars, ("weights-cpu",)),
         "sizes": (figures_weights.sizes, ("weights-cpu",)),

@@ -28,6 +28,7 @@ from torch_nhwc.rendering import paragraphs, table
 from torch_nhwc.running.calls import preserved_state, seconds
 from torch_nhwc.running.comparison import distances, magnitudes, tensors_in
 from torch_nhwc.running.machine import machine
+from torch_nhwc.running.page_faults import advice, page_fault_share
 from torch_nhwc.tuning.tuner import Race
 
 CONTIGUOUS, BY_TORCH, OURS = WAYS = ("contiguous", "model.to", "torch_nhwc")
@@ -87,13 +88,14 @@ CASES = (
 
 
 class Result(NamedTuple):
-    """What was measured of a case: the race of the ways, and for each way its memory and its error."""
+    """What was measured of a case: the race of the ways, each way's memory and error, and our page faults."""
 
     case: Case
     report: torch_nhwc.Report
     race: Race
     memory: dict[str, int]
     errors: dict[str, float]
+    page_faults: float
 
     def speed(self, way: str) -> tuple[float, float, float]:
         """Return how many times as fast as contiguous a way is, and the limits of the 99 % interval."""
@@ -138,6 +140,7 @@ def measure(case: Case, end: float, latest: float, advance: Callable[[float], No
             race.running = [*WAYS]  # none drops out: each has a row in the table
             race.run_round(lambda way: seconds(steps[way]))
             advance(min(1.0, (time.monotonic() - started) / (end - started)))
+        page_faults = page_fault_share(steps[OURS])
 
     report.revert()
     for (name, before), after in zip(model.state_dict().items(), models[OURS].state_dict().values(), strict=True):
@@ -145,7 +148,8 @@ def measure(case: Case, end: float, latest: float, advance: Callable[[float], No
         assert torch.equal(after, before), name
     for name, after in steps[OURS]().items():
         assert torch.equal(after, computed[CONTIGUOUS][name]), name
-    return Result(case, report, race, memory, {way: error(each, exact) for way, each in computed.items()})
+    errors = {way: error(each, exact) for way, each in computed.items()}
+    return Result(case, report, race, memory, errors, page_faults)
 
 
 def error(computed: Mapping[str, Tensor], exact: Mapping[str, Tensor]) -> float:
@@ -271,12 +275,14 @@ def main() -> None:
     if not results:
         return
     print(as_table(results))
+    most = max(results, key=lambda result: result.page_faults)
     notes = [
         "SegResNet: 48x48x48 voxels, as a sliding window cuts them. ResNet-50: an image of 224x224, two in training.",
         "Contiguous, model.to(memory_format=...) and torch_nhwc.convert_ take turns. Speed is of times in one round.",
         "Memory: the peak of a step, besides the weights. Error: the largest difference from float64, of the "
         "output or in training of the gradients, in units of the largest value.",
         *replaced(results),
+        *advice(most.page_faults, most.case.name),
         "Reverted: strides, weights and results are as before.",
     ]
     if draw(results, "demo.svg"):

@@ -74,6 +74,7 @@ RUNS = {
     "bench_errors": ("errors-cpu", {"SHAPES": [(1, 16, 6, 6)]}, []),
     "bench_layers": ("layers-cpu", {"CASES": of_each_layer(layer_cases.CASES)}, ["--seconds", 0]),
     "bench_layouts": ("layouts-cpu", {"MODELS": {"tiny": MODEL}}, ["--seconds", 0]),
+    "bench_memory": ("memory-cpu", {"MODELS": {"tiny": MODEL}}, ["--rounds", 1, "--model", "tiny"]),
     "bench_models": ("models-cpu", {"MODELS": {"tiny, as of monai": tiny}}, ["--rounds", 1]),
     "bench_overhead": ("overhead-cpu", {}, ["--rounds", 1, "--case", "Conv2d 3x3"]),
     "bench_peers": ("peers-cpu", {"MODELS": {"tiny": MODEL}, "PEERS": FEW_PEERS}, ["--seconds", 0, "--model", "tiny"]),

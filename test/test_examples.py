@@ -108,7 +108,7 @@ def test_the_demo_s_advice_is_what_is_certain(demo, ours, by_torch, answer):
     for times in zip([1.0] * len(ours), by_torch, ours):
         race.running = list(names["WAYS"])
         race.run_round(dict(zip(names["WAYS"], times)).__getitem__)
-    result = names["Result"](names["CASES"][0], None, race, {}, {})
+    result = names["Result"](names["CASES"][0], None, race, {}, {}, 0.0)
     assert result.advice == answer
     says = {"leave it contiguous": "makes none of these faster", "too noisy to say": "times vary too much to say"}
     assert says.get(answer, "makes 1 of 1 faster") in names["conclusion"]([result])

@@ -1,5 +1,6 @@
-"""Running a model so that nothing remains of it."""
+"""Running a model so that nothing remains of it, and what of a call is page faults."""
 
+import platform
 import threading
 
 import torch
@@ -7,6 +8,7 @@ import torch._dynamo  # otherwise nothing is compiled, and there is no stance
 from torch import nn
 
 from torch_nhwc.running.calls import run_once
+from torch_nhwc.running.page_faults import advice, page_fault_share
 
 
 def test_runs_in_several_threads_leave_the_compiler_as_it_was():
@@ -34,3 +36,14 @@ def test_runs_in_several_threads_leave_the_compiler_as_it_was():
         thread.join()
     compiled(torch.ones(2))
     assert calls
+
+
+def test_the_share_of_page_faults_is_that_of_memory_that_is_new_in_each_call():
+    resident = torch.zeros(16 << 20)
+    assert advice(page_fault_share(resident.zero_)) == []
+    share = page_fault_share(lambda: torch.zeros(16 << 20))  # beyond what glibc keeps
+    if platform.libc_ver()[0] == "glibc":
+        assert 0.1 < share <= 2
+        assert "start Python with MALLOC_MMAP_MAX_=0" in advice(share)[0]
+    else:
+        assert share == 0

@@ -628,6 +628,8 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                 if len(_options_of_ours) >= 4096:
                     _options_of_ours.clear()
                 is_ours = _way_of(axes, input, weight, bias, options)[0] != "pytorch"
+                # The operator requests huge pages for a large output, whoever computes it.
+                is_ours |= input.is_cpu and input.nbytes >= _LARGE and _are_usual(options, axes)
                 ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
@@ -643,6 +645,7 @@ _is_onednn_enabled, _get_num_threads = torch._C._get_mkldnn_enabled, torch.get_n
 _UNKNOWN: Any = object()
 # The options of calls for our operator, or `None` for those that go PyTorch's way.
 _options_of_ours: dict[Any, tuple[Any, ...] | None] = {}
+_LARGE = 1 << 20  # bytes of an input, of which the operator's call is no part of the time
 _GROUPS = 3  # the position of the groups among the options
 
 

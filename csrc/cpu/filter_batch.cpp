@@ -105,7 +105,7 @@ void FilterBatch::run() const {
   if (entries_.empty()) return;
   constexpr int64_t bytes_worth_a_thread = 1 << 20;
   for (const Entry& entry : entries_) {
-    if (entry.transpose) prefault_huge_pages(entry.destination, entry.filters * entry.destination_bytes);
+    if (entry.transpose) request_huge_pages(entry.destination, entry.filters * entry.destination_bytes);
   }
   char* scratch = scratch_.defined() ? static_cast<char*>(scratch_.mutable_data_ptr()) : nullptr;
   at::parallel_for(0, ends_.back(), bytes_worth_a_thread, [this, scratch](int64_t begin, int64_t end) {

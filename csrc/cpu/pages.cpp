@@ -1,14 +1,17 @@
 #include "cpu/pages.h"
 
+#include <c10/core/CPUAllocator.h>
+
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <time.h>
 #include <unistd.h>
 #endif
 
 #include <algorithm>
 #include <atomic>
-#include <chrono>
 #include <cstdint>
+#include <utility>
 
 namespace nhwc::cpu {
 
@@ -16,7 +19,7 @@ namespace nhwc::cpu {
 
 namespace {
 
-constexpr uintptr_t huge_page = uintptr_t{2} << 20;
+constexpr uintptr_t huge_page = uintptr_t{2} << 20, pages_of_probe = 4;
 
 uintptr_t round_down(uintptr_t address, uintptr_t unit) { return address / unit * unit; }
 
@@ -35,11 +38,18 @@ bool are_resident(const char* bytes, int64_t size) {
   return true;
 }
 
+// The processor's time: on a busy machine another thread may run in between.
+int64_t nanoseconds_of_thread() {
+  timespec time = {};
+  clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+  return int64_t{time.tv_sec} * 1'000'000'000 + time.tv_nsec;
+}
+
 }  // namespace
 
-void prefault_huge_pages(char* bytes, int64_t size) {
+void request_huge_pages(char* bytes, int64_t size) {
   constexpr int64_t worthwhile = 4 * huge_page;
-  constexpr std::chrono::microseconds patience(1000);
+  constexpr int64_t patience = 1'000'000;  // nanoseconds
   constexpr int most_skipped = 15;
   // Each consecutive failure doubles the number of tensors that are skipped.
   static std::atomic<int> failures = 0, left_to_skip = 0;
@@ -50,15 +60,20 @@ void prefault_huge_pages(char* bytes, int64_t size) {
   }
   const auto begin = reinterpret_cast<uintptr_t>(bytes);
   const uintptr_t end = round_down(begin + size, huge_page);
-  for (uintptr_t page = round_down(begin + huge_page - 1, huge_page); page < end; page += huge_page) {
-    if (madvise(reinterpret_cast<void*>(page), huge_page, MADV_HUGEPAGE) != 0) return;
-    const auto start = std::chrono::steady_clock::now();
+  const auto advise = [](uintptr_t first, uintptr_t bytes) {
+    return madvise(reinterpret_cast<void*>(first), bytes, MADV_HUGEPAGE) == 0;
+  };
+  uintptr_t page = round_down(begin + huge_page - 1, huge_page);
+  for (; page < end; page += pages_of_probe * huge_page) {
+    if (!advise(page, huge_page)) return;
+    const int64_t start = nanoseconds_of_thread();
     *reinterpret_cast<volatile char*>(page) = 0;
-    if (std::chrono::steady_clock::now() - start > patience) {
+    if (nanoseconds_of_thread() - start > patience) {
       failures = std::min(2 * failures + 1, most_skipped);
       left_to_skip = failures.load();
       return;
     }
+    if (!advise(page, std::min(end - page, pages_of_probe * huge_page))) return;
   }
   failures = 0;
 }
@@ -76,10 +91,45 @@ bool prefault_pages(char* bytes, int64_t size) {
 
 #else
 
-void prefault_huge_pages(char*, int64_t) {}
+void request_huge_pages(char*, int64_t) {}
 
 bool prefault_pages(char*, int64_t) { return false; }
 
 #endif
+
+namespace {
+
+thread_local bool are_requested = false;
+
+/// PyTorch's allocator as it is, but for threads that request huge pages.
+class RequestingAllocator final : public c10::Allocator {
+ public:
+  explicit RequestingAllocator(c10::Allocator* own) : own_(own) {}
+
+  c10::DataPtr allocate(size_t size) override {
+    c10::DataPtr memory = own_->allocate(size);
+    if (are_requested) request_huge_pages(static_cast<char*>(memory.get()), static_cast<int64_t>(size));
+    return memory;
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return own_->is_simple_data_ptr(memory); }
+  c10::DeleterFnPtr raw_deleter() const override { return own_->raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t size) const override { own_->copy_data(to, from, size); }
+
+ private:
+  c10::Allocator* own_;
+};
+
+#if defined(__linux__)
+// PyTorch sets allocators while libraries are loaded, and keeps one of a higher priority.
+[[maybe_unused]] const bool is_set = [] {
+  c10::SetCPUAllocator(new RequestingAllocator(c10::GetCPUAllocator()));
+  return true;
+}();
+#endif
+
+}  // namespace
+
+HugePages::HugePages() : before_(std::exchange(are_requested, true)) {}
+HugePages::~HugePages() { are_requested = before_; }
 
 }  // namespace nhwc::cpu

@@ -11,6 +11,8 @@
 #include <algorithm>
 #include <mutex>
 
+#include "cpu/pages.h"
+
 namespace nhwc {
 namespace {
 
@@ -61,6 +63,7 @@ struct OperatorBackward : autograd::Node {
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const std::lock_guard<std::mutex> lock(mutex_);
+    const cpu::HugePages requested;
     return computed(*formula, gradients, {unpack(), constants, needed_gradients()});
   }
 

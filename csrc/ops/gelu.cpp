@@ -6,6 +6,7 @@
 
 #include <vector>
 
+#include "cpu/pages.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -35,6 +36,7 @@ const Formula formula = {
     }};
 
 at::Tensor gelu(const at::Tensor& input, c10::string_view approximate) {
+  const cpu::HugePages requested;
   if (!is_channels_last(input)) return at::gelu(input, approximate);
   if (!is_composed(input) || !is_unobserved(input)) {
     return as_channels_last_output(

@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "cpu/group_norm.h"
+#include "cpu/pages.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -251,6 +252,7 @@ Normed norm_by_pytorch(const Norm& norm, double momentum) {
 }
 
 Normed norm_cpu(const Norm& norm, double momentum) {
+  const cpu::HugePages requested;
   if (!norm.is_of_input) return norm_by_pytorch(norm, momentum);
   norm.check_forward();
   const cpu::GroupNormShape shape = norm.shape();
@@ -317,6 +319,7 @@ at::Tensor empty_parameter(const Norm& norm, bool is_requested) {
 
 Results backward_cpu(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
                      Mask mask) {
+  const cpu::HugePages requested;
   norm.check_backward(grad, mean, rstd);
   const cpu::GroupNormShape shape = norm.shape();
   const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 
+#include "cpu/pages.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "torch_nhwc/ops.h"
@@ -90,6 +91,7 @@ void visit_repeats(const at::Tensor& padded, const Border& border, at::ArrayRef<
 }
 
 at::Tensor pad_kernel(const at::Tensor& input, at::IntArrayRef pad) {
+  const cpu::HugePages requested;
   const std::vector<Border> all = borders(input, pad);
   const at::Tensor out = empty_padded(input, pad, 1);
   middle(out, all).copy_(kept(input, all));
@@ -101,6 +103,7 @@ at::Tensor pad_kernel(const at::Tensor& input, at::IntArrayRef pad) {
 }
 
 at::Tensor pad_backward_kernel(const at::Tensor& grad, at::IntArrayRef pad) {
+  const cpu::HugePages requested;
   const std::vector<Border> all = borders(grad, pad);
   const at::Tensor sums = empty_padded(grad, {}, 1).copy_(grad);
   for (size_t i = all.size(); i-- > 0;) {

@@ -12,6 +12,7 @@
 #include <tuple>
 #include <vector>
 
+#include "cpu/pages.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -150,6 +151,7 @@ at::Tensor average_at_once(const at::Tensor& input, const AveragePool& pool) {
 at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::IntArrayRef strides,
                       at::IntArrayRef paddings, bool ceil_mode, bool count_include_pad,
                       std::optional<int64_t> divisor_override) {
+  const cpu::HugePages requested;
   const auto by_torch = [&](const at::Tensor& volume) {
     return at::avg_pool3d(volume, kernel_size, strides, paddings, ceil_mode, count_include_pad, divisor_override);
   };
@@ -170,6 +172,7 @@ at::Tensor avg_pool3d(const at::Tensor& input, at::IntArrayRef kernel_size, at::
 }
 
 at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef output_size) {
+  const cpu::HugePages requested;
   const auto by_torch = [&](const at::Tensor& volume) { return at::adaptive_avg_pool3d_symint(volume, output_size); };
   if (!is_volume(input)) return by_torch(input);
   if (is_pytorchs(input)) return as_channels_last_output(by_torch(as_pytorchs(input)));
@@ -189,6 +192,7 @@ at::Tensor adaptive_avg_pool3d(const at::Tensor& input, at::SymIntArrayRef outpu
 }
 
 std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, at::IntArrayRef output_size) {
+  const cpu::HugePages requested;
   const auto size = triple(output_size);
   if (!is_volume(input) || !size || (*size)[0] <= 0 || (*size)[1] <= 0 || (*size)[2] <= 0) {
     return at::adaptive_max_pool3d(input, output_size);
@@ -222,6 +226,7 @@ std::tuple<at::Tensor, at::Tensor> adaptive_max_pool3d(const at::Tensor& input, 
 
 at::Tensor max_unpool3d(const at::Tensor& input, const at::Tensor& indices, at::SymIntArrayRef output_size,
                         at::IntArrayRef stride, at::IntArrayRef padding) {
+  const cpu::HugePages requested;
   const auto by_torch = [&](const at::Tensor& volume) {
     return at::max_unpool3d_symint(volume, indices, output_size, stride, padding);
   };

@@ -7,6 +7,7 @@
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/library.h>
 
+#include "cpu/pages.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -68,6 +69,7 @@ bool is_for_kernels(const at::Tensor& input, at::ScalarType type) {
 
 template <bool is_log>
 at::Tensor over_channels(const at::Tensor& input, int64_t dim, Dtype dtype) {
+  const cpu::HugePages requested;
   const bool is_over_channels = dim == 1 || dim == 1 - input.dim();
   if (input.dim() < 4 || !is_over_channels || !is_channels_last(input)) return by_pytorch<is_log>(input, dim, dtype);
   const at::ScalarType type = dtype.value_or(input.scalar_type());

@@ -4,6 +4,7 @@ Times are simulated but where real ones are the point.
 """
 
 import json
+import platform
 import random
 import warnings
 from dataclasses import replace
@@ -99,6 +100,14 @@ def test_layers_are_replaced_only_if_allowed_and_torchscript_gets_no_hook(model,
     scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()))
     for module in (scripted, torch.jit.freeze(scripted.eval())):
         assert [row.name for row in nhwc.tune(module, x).table] == ["contiguous", "weights only"]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the advice is for glibc's allocator")
+@pytest.mark.parametrize("elements", [16, 16 << 20])
+def test_page_faults_are_told_where_they_are_much_of_a_call(elements, x):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), Function(lambda out: torch.zeros(elements).sum() + out))
+    notes = nhwc.tune(model, x, budget_seconds=0.1).notes
+    assert any(note.startswith("Page faults are ") for note in notes) == (elements > 16)
 
 
 def test_if_nothing_can_change_the_notes_say_so():

@@ -18,6 +18,7 @@ from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
 from torch_nhwc.running.comparison import distances, magnitudes, tolerance_of
 from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.machine import machine
+from torch_nhwc.running.page_faults import advice
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
@@ -181,6 +182,10 @@ class _Candidates:
                 compiling = time.monotonic()
                 self._enter_compiled(copied)
                 self._run(started + budget + time.monotonic() - compiling)
+            choice = self.race.winner()
+            workload = self.compiled.get(choice, self.workload)
+            if workload.device.type == "cpu":
+                self.notes += advice(workload.page_fault_share(self.plans[choice]))
         except KeyboardInterrupt:
             if not self.race.measured:
                 raise

@@ -15,9 +15,10 @@ from torch_nhwc.converting import Report, convert_
 from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.planning import Plan
 from torch_nhwc.rendering import first_line
-from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
+from torch_nhwc.running.calls import Job, call, copy_inputs, copy_model, evaluation_mode, preserved_state, seconds
 from torch_nhwc.running.comparison import Difference, compare
 from torch_nhwc.running.containers import tensors_in
+from torch_nhwc.running.page_faults import page_fault_share
 
 Mode = Literal["inference", "training"]
 Loss = Callable[[Any], Tensor]
@@ -71,6 +72,11 @@ class Workload:
             taken = min(self._measure() for _ in range(calls))
         self._durations[id(plan)] = taken
         return taken
+
+    def page_fault_share(self, plan: Plan) -> float:
+        """Return the share of a call or a step under a plan that page faults take. Buffers are restored."""
+        with preserved_state(self.model), self._converted(plan):
+            return page_fault_share(self._job())
 
     def output(self, plan: Plan, seed: int = 0) -> Any:
         """Return the model's output in evaluation mode under a plan."""
@@ -127,9 +133,11 @@ class Workload:
             warnings.simplefilter("ignore")  # `convert_` will warn the caller of what is refused
             return convert_(self.model, plan=plan, optimizer=self.optimizer)
 
+    def _job(self) -> Job:
+        return partial(self._infer if self.mode == "inference" else self._step, copy_inputs(self.inputs))
+
     def _measure(self) -> float:
-        job = partial(self._infer if self.mode == "inference" else self._step, copy_inputs(self.inputs))
-        return seconds(job, str(self.device))
+        return seconds(self._job(), str(self.device))
 
     def _infer(self, inputs: Any) -> Any:
         with torch.no_grad(), self.region():

@@ -12,6 +12,7 @@
 
 #include "cpu/depthwise.h"
 #include "cpu/inner_product.h"
+#include "cpu/pages.h"
 #include "cpu/pointwise.h"
 #include "cpu/weight_gradient.h"
 #include "cpu/winograd.h"
@@ -141,11 +142,13 @@ at::SymDimVector output_sizes(const Call& call) {
 }
 
 at::Tensor forward(const Call& call) {
+  const cpu::HugePages requested;
   const at::Tensor input = to_channels_last(call.input);
   return call.is_transposed ? from_smaller(call, input, call.bias) : from_larger(call, input, call.bias);
 }
 
 std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed) {
+  const cpu::HugePages requested;
   const at::Tensor dense = to_channels_last(grad);
   at::Tensor of_input, of_weight, of_bias;
   if (needed[0]) of_input = call.is_transposed ? from_larger(call, dense, {}) : from_smaller(call, dense, {});
@@ -363,6 +366,7 @@ at::Tensor rewritten(const Call& call, const Way& way) {
 }  // namespace
 
 at::Tensor convolution(const Call& call) {
+  const cpu::HugePages requested;
   const Choice choice = choose(call);
   const Way& way = *choice.way;
   if (call.is_compiled && !way.in_graphs) return call.pytorchs();
