@@ -144,5 +144,5 @@ def test_half_precision_takes_them_where_onednn_does_not_take_it():
 
 
 def test_winograd_takes_fewer_positions_with_avx512():
-    x, w, b, arguments = operands(("conv2d", (1, 64, 14, 14), (64, 64, 3, 3), (1, 1)))
+    x, w, b, arguments = operands(("conv2d", (1, 256, 14, 14), (256, 256, 3, 3), (1, 1)))
     assert way_of("conv2d", x, w, b, arguments) == ("winograd" if HAS_AVX512 else "pytorch")

@@ -5,6 +5,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable
+from operator import itemgetter
 
 import torch
 
@@ -50,11 +51,10 @@ def _seconds_of_a_fault() -> float:
     def write_to_others() -> None:
         pages().zero_()
 
-    existing, costs = pages().zero_(), []
-    for _ in range(3):
-        (faults, longer), (_, shorter) = _counted(write_to_others), _counted(existing.zero_)
-        costs.append((longer - shorter) / max(1, faults))
-    return max(0.0, min(costs))
+    existing = pages().zero_()
+    faults, longer = min((_counted(write_to_others) for _ in range(3)), key=itemgetter(1))
+    _, shorter = min((_counted(existing.zero_) for _ in range(3)), key=itemgetter(1))
+    return max(0.0, longer - shorter) / max(1, faults)
 
 
 def _counted(job: Callable[[], object]) -> tuple[int, float]:
