@@ -176,3 +176,12 @@ def test_a_dispatch_mode_sees_a_convolution(case, dtype):
             functions.conv2d(x.requires_grad_(), w.requires_grad_(), b, *arguments).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+def test_a_contiguous_volume_of_which_one_voxel_is_left():
+    """One voxel alone does not show that the volume was brought into the format already."""
+    x, weight = torch.randn(1, 16, 2, 2, 2), torch.randn(8, 16, 1, 1, 1)
+    weight = weight.as_strided(weight.shape, (16, 1, 16, 16, 16))
+    out = functional.conv3d(x, weight, stride=2)
+    torch.testing.assert_close(out, F.conv3d(x, weight, stride=2))
+    assert out.stride() == (8, 1, 8, 8, 8)

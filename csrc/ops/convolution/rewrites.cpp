@@ -78,11 +78,20 @@ at::Tensor restrided(const Call& call, Convolution convolution) {
   return convolution(other);
 }
 
+namespace {
+
+/// Returns a part of a call's input in canonical strides of that input's format, which one pixel alone would not show.
+at::Tensor in_format_of(const Call& call, const at::Tensor& part) {
+  return call.has_channels_last_input() ? to_channels_last(part) : with_canonical_strides(part);
+}
+
+}  // namespace
+
 at::Tensor narrowed(const Call& call, Convolution convolution) {
   return changed(call, [&](Call& other) {
     const Axis width = other.axis(1);
     if (width.padding != 0) other.input = at::constant_pad_nd_symint(other.input, {width.padding, width.padding}, 0);
-    other.input = with_canonical_strides(other.input.narrow_symint(-1, 0, width.reach + 1));
+    other.input = in_format_of(call, other.input.narrow_symint(-1, 0, width.reach + 1));
     other.stride.back() = 1;
     other.padding.back() = 0;
     return convolution(other);
@@ -91,7 +100,7 @@ at::Tensor narrowed(const Call& call, Convolution convolution) {
 
 at::Tensor trimmed(const Call& call, Convolution convolution) {
   return changed(call, [&](Call& other) {
-    other.input = with_canonical_strides(other.input.narrow_symint(2, 0, faults::planes_under_a_tap(other)));
+    other.input = in_format_of(call, other.input.narrow_symint(2, 0, faults::planes_under_a_tap(other)));
     return convolution(other);
   });
 }
@@ -116,7 +125,7 @@ at::Tensor sliced(const Call& call, Convolution convolution) {
       const auto dim = static_cast<int64_t>(index) + (is_channels_last_input ? 1 : 2);
       if (other.stride[index] != 1) pixels = pixels.slice_symint(dim, {}, {}, other.stride[index]);
     }
-    other.input = with_canonical_strides(is_channels_last_input ? channels_from_end(pixels) : pixels);
+    other.input = in_format_of(call, is_channels_last_input ? channels_from_end(pixels) : pixels);
     other.padding.assign(other.axes(), 0);
     other.stride.assign(other.axes(), 1);
     return convolution(other);
