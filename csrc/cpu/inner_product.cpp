@@ -12,7 +12,6 @@
 
 #include <algorithm>
 #include <cstring>
-#include <vector>
 
 #include "cpu/dispatch.h"
 #include "cpu/work/ranges.h"

@@ -203,11 +203,12 @@ KernelPasses passes_of_winograd(const Call& call) {
   return found;
 }
 
-/// Where few positions meet many weights, PyTorch and oneDNN spend their time on packing these, or on gathering the
-/// strided pixels of all channels. What PyTorch keeps from oneDNN of volumes it computes by copies of their windows.
+/// Of one group: where few positions meet many weights, PyTorch and oneDNN spend their time on packing these, or on
+/// gathering the strided pixels of all channels. What PyTorch keeps from oneDNN of volumes it computes by copies of
+/// their windows.
 bool gains_inner_products(const Call& call, const Sizes& sizes, Arithmetic arithmetic,
                           at::native::ConvBackend backend) {
-  if (call.is_transposed || call.groups != 1 || !call.has_channels_last_weight()) return false;
+  if (call.is_transposed || !call.has_channels_last_weight()) return false;
   const int64_t terms = sizes.taps * sizes.inputs, weights = terms * sizes.outputs;
   if (sizes.is_3d && sizes.taps > 1 && !is_onednns(backend)) return terms >= 400;
   if (sizes.positions < 2 || sizes.positions > 64 || weights < 130'000) return false;
@@ -235,9 +236,9 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
                                                                         : Arithmetic::halves;
   KernelPasses ours = arithmetic == Arithmetic::halves ? KernelPasses{} : passes_of_winograd(call);
   const Sizes sizes(call);
-  const at::native::ConvBackend backend = in_float32 ? backends.in_float32() : backends.own();
-  if (arithmetic != Arithmetic::halves && !ours.forward) {
-    ours.forward = gains_inner_products(call, sizes, arithmetic, backend);
+  const auto backend = [&] { return in_float32 ? backends.in_float32() : backends.own(); };
+  if (arithmetic != Arithmetic::halves && !ours.forward && call.groups == 1) {
+    ours.forward = gains_inner_products(call, sizes, arithmetic, backend());
   }
   if (is_mended) return ours;
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
@@ -249,7 +250,7 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
     return {gains, gains, true};
   }
   if (ours.weight_gradient) return ours;
-  ours.weight_gradient = gains_dense_weight_gradient(sizes, arithmetic, backend);
+  ours.weight_gradient = gains_dense_weight_gradient(sizes, arithmetic, backend());
   return ours;
 }
 
