@@ -5,6 +5,7 @@
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <vector>
@@ -64,11 +65,54 @@ at::Tensor shaped_like(const at::Tensor& rows, const at::Tensor& leading) {
   return at::_unsafe_view_symint(rows, sizes);
 }
 
-at::Tensor forward(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, bool in_float32) {
+/// Calls a function with the first row and the number of rows of one part after another. The copies in float32 of a
+/// part stay in the caches, and no activation has one of its own.
+template <typename Function>
+void for_each_part(int64_t rows, int64_t inputs, int64_t outputs, const Function& function) {
+  constexpr int64_t least_rows = 256, floats = 1 << 18;
+  const int64_t step = std::max(least_rows, floats / std::max<int64_t>({inputs, outputs, 1}));
+  for (int64_t first = 0; first < rows; first += step) function(first, std::min(step, rows - first));
+}
+
+/// `in_parts` where no derivative and no compiler sees what is called.
+at::Tensor forward(const at::Tensor& input, const at::Tensor& weight, const OptionalTensor& bias, bool in_float32,
+                   bool in_parts) {
   if (!in_float32) return at::linear(input, weight, bias);
+  const at::Tensor rows = rows_of(input), wide_weight = weight.to(at::kFloat);
   const OptionalTensor wide_bias = bias ? OptionalTensor(bias->to(at::kFloat)) : bias;
-  const at::Tensor out = at::linear(rows_of(input).to(at::kFloat), weight.to(at::kFloat), wide_bias);
-  return shaped_like(out.to(input.scalar_type()), input);
+  const auto product = [&](const at::Tensor& part) { return at::linear(part.to(at::kFloat), wide_weight, wide_bias); };
+  if (!in_parts) return shaped_like(product(rows).to(input.scalar_type()), input);
+  const at::Tensor out = at::empty({rows.size(0), weight.size(0)}, rows.options());
+  for_each_part(rows.size(0), weight.size(1), weight.size(0), [&](int64_t first, int64_t count) {
+    out.narrow(0, first, count).copy_(product(rows.narrow(0, first, count)));
+  });
+  return shaped_like(out, input);
+}
+
+/// Returns the gradients of input, weight and bias, all of them by way of float32, one part of the rows after another.
+std::vector<at::Tensor> gradients_in_parts(const at::Tensor& grad, const at::Tensor& input, const at::Tensor& weight,
+                                           const Formula::Context& context) {
+  const int64_t rows = grad.size(0), outputs = grad.size(1);
+  const int64_t inputs = weight.defined() ? weight.size(1) : input.size(1);
+  const at::TensorOptions wide = grad.options().dtype(at::kFloat);
+  std::vector<at::Tensor> found(3);
+  at::Tensor wide_weight;
+  if (context.needed[0]) {
+    found[0] = at::empty({rows, inputs}, grad.options());
+    wide_weight = weight.to(at::kFloat);
+  }
+  if (context.needed[1]) found[1] = at::zeros({outputs, inputs}, wide);
+  if (context.needed[2]) found[2] = at::zeros({outputs}, wide);
+  for_each_part(rows, inputs, outputs, [&](int64_t first, int64_t count) {
+    const at::Tensor part = grad.narrow(0, first, count).to(at::kFloat);
+    if (context.needed[0]) found[0].narrow(0, first, count).copy_(part.mm(wide_weight));
+    if (context.needed[1]) found[1].addmm_(part.t(), input.narrow(0, first, count).to(at::kFloat));
+    if (context.needed[2]) found[2].add_(part.sum(0));
+  });
+  for (at::Tensor& each : found) {
+    if (each.defined()) each = each.to(grad.scalar_type());
+  }
+  return found;
 }
 
 const Formula linear_formula = {
@@ -80,6 +124,12 @@ const Formula linear_formula = {
       const at::Tensor rows = rows_of(grad);
       const c10::SymInt inputs = weight.defined() ? weight.sym_size(1) : input.sym_size(-1);
       const Passes in_float32 = gaining(rows.sym_size(0), inputs, rows.sym_size(1));
+      const bool in_parts = !at::GradMode::is_enabled() && is_unobserved({grad, input, weight});
+      if (in_parts && in_float32.input_gradient && in_float32.weight_gradient) {
+        found = gradients_in_parts(rows, input.defined() ? rows_of(input) : input, weight, context);
+        if (found[0].defined()) found[0] = shaped_like(found[0], grad);
+        return found;
+      }
       const bool has_wide = in_float32.input_gradient || in_float32.weight_gradient;
       const at::Tensor wide_rows = has_wide ? rows.to(at::kFloat) : rows;  // once, for both products
       const auto product = [&](bool is_wide, const at::Tensor& left, const at::Tensor& right) {
@@ -116,11 +166,13 @@ at::Tensor linear(const at::Tensor& input, const at::Tensor& weight, const Optio
   for (int64_t dim = 0; dim < input.dim() - 1; ++dim) rows *= input.sym_size(dim);
   const Passes in_float32 = gaining(rows, weight.sym_size(1), weight.sym_size(0));
   const std::array<at::Tensor, 3> inputs = {input, weight, bias.value_or(at::Tensor())};
-  if (!in_float32.any() || !is_unobserved(inputs)) return forward(input, weight, bias, in_float32.forward);
+  if (!in_float32.any() || !is_unobserved(inputs)) {
+    return forward(input, weight, bias, in_float32.forward, /*in_parts=*/false);
+  }
   at::Tensor out;
   {
     const at::AutoDispatchBelowADInplaceOrView below;
-    out = forward(input, weight, bias, in_float32.forward);
+    out = forward(input, weight, bias, in_float32.forward, /*in_parts=*/true);
   }
   if (needs_gradient(inputs)) {
     const at::Tensor none;  // what only a gradient that is not needed would read is not saved

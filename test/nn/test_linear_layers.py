@@ -76,6 +76,24 @@ def test_a_plan_of_another_machine_is_carried_out():
     assert type(other[2]) is nn.Linear
 
 
+@pytest.mark.parametrize("rows", [1, 255, 256, 257, 1100])
+@pytest.mark.parametrize(("inputs", "outputs"), [(24, 1200), (1200, 24)])
+def test_values_and_gradients_of_many_rows_are_as_accurate_as_their_dtype(rows, inputs, outputs):
+    """Rows are cast in parts; the sum of a gradient goes on in float32 from one part to the next."""
+    tensors = [torch.randn(rows, 2, inputs), torch.randn(outputs, inputs), torch.randn(outputs)]
+    grad = torch.randn(rows, 2, outputs)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        leaves = [tensor.bfloat16().to(dtype).requires_grad_() for tensor in tensors]
+        with torch.backends.mkldnn.flags(enabled=False):
+            out = torch.ops.nhwc.linear(*leaves)
+            results.append([out, *torch.autograd.grad(out, leaves, grad.bfloat16().to(dtype))])
+    for ours, exact in zip(*results, strict=True):
+        assert ours.stride() == exact.stride()
+        error = (ours.double() - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+        assert error < 2**-8
+
+
 @pytest.mark.usefixtures("without_onednn")
 def test_models_without_a_convolution_and_attention_stay_as_they_are():
     perceptron = nn.Sequential(nn.Linear(4, 4), nn.GELU())
