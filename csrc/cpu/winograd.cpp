@@ -166,9 +166,22 @@ Weight transformed_in_reverse(const ConvolutionSizes& sizes, const WinogradTile&
   return points;
 }
 
-/// Returns a convolution's results, by the points of its weight.
-void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& source, const Weight& weight,
-              const at::Tensor& bias, const at::Tensor& results) {
+/// Returns the channels of a group of an activation.
+at::Tensor channels_of(const at::Tensor& activation, int64_t groups, int64_t group) {
+  const int64_t count = activation.size(1) / groups;
+  return activation.narrow(1, group * count, count);
+}
+
+/// Returns the part of a group of a weight or a bias, which may be undefined.
+at::Tensor outputs_of(const at::Tensor& weight, int64_t groups, int64_t group) {
+  if (!weight.defined()) return weight;
+  const int64_t count = weight.size(0) / groups;
+  return weight.narrow(0, group * count, count);
+}
+
+/// Returns a convolution's results of one group, by the points of its weight.
+void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, const at::Tensor& source,
+              const Weight& weight, const at::Tensor& bias, const at::Tensor& results) {
   const WinogradKernels& kernels = kernels_of(source.scalar_type());
   const int64_t inputs = source.size(1), outputs = results.size(1), lanes = kernels.lanes,
                 element = source.element_size();
@@ -193,7 +206,7 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
     float* to = from + of_source.floats(tile);
     const int64_t panel_step = blocks.size * lanes;  // of the results' points
     for (int64_t index = block.begin; index < block.end; ++index) {
-      const WinogradBox box = tiles.source_of(index, bytes_of(source), element, inputs, inputs);
+      const WinogradBox box = tiles.source_of(index, bytes_of(source), element, inputs, groups * inputs);
       kernels.input_to_points(tile, box, {from + (index - block.begin) * depth, of_source.point_step, lanes});
     }
     for (int64_t first = share.begin; first < share.end; first += most) {
@@ -221,7 +234,7 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
       }
       for (int64_t index = block.begin; index < block.end; ++index) {
         const WinogradBox box =
-            tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), outputs);
+            tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), groups * outputs);
         kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, panel_step}, box);
       }
     }
@@ -229,7 +242,8 @@ void convolve(const Plane& plane, const WinogradTile& tile, const at::Tensor& so
   for_each_task(blocks.parts * shares.parts, products / shares.parts, floats * sizeof(float), compute);
 }
 
-/// The gradient of the weight: each of its points is a product of the gradient's and the input's, summed over tiles.
+/// The gradient of the weight of a group: each of its points is a product of the gradient's and the input's, summed
+/// over tiles.
 class PointsOfWeightGradient {
  public:
   PointsOfWeightGradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,
@@ -295,12 +309,14 @@ class PointsOfWeightGradient {
       const Range tiles = blocks_[block];
       for (int64_t index = tiles.begin; index < tiles.end; ++index) {
         const int64_t at = index - tiles.begin;
-        kernels_.input_to_points(
-            tile_, tiles_.source_of(index, bytes_of(input_) + in.begin * element, element, in.size(), sizes_.inputs),
-            {of_input + at * lanes, of_input_.point_step, blocks_.size * lanes});
-        kernels_.gradient_to_points(
-            tile_, tiles_.results_of(index, bytes_of(grad_) + out.begin * element, element, out.size(), sizes_.outputs),
-            {of_grad + at * row, of_grad_.point_step, lanes});
+        kernels_.input_to_points(tile_,
+                                 tiles_.source_of(index, bytes_of(input_) + in.begin * element, element, in.size(),
+                                                  sizes_.groups * sizes_.inputs),
+                                 {of_input + at * lanes, of_input_.point_step, blocks_.size * lanes});
+        kernels_.gradient_to_points(tile_,
+                                    tiles_.results_of(index, bytes_of(grad_) + out.begin * element, element, out.size(),
+                                                      sizes_.groups * sizes_.outputs),
+                                    {of_grad + at * row, of_grad_.point_step, lanes});
       }
       for (int64_t point = 0; point < tile_.points(); ++point) {
         kernels_.multiply({.a = of_grad + point * of_grad_.point_step,
@@ -343,7 +359,7 @@ class PointsOfWeightGradient {
   const ConvolutionSizes& sizes_;
   const WinogradTile tile_;
   const WinogradKernels& kernels_;
-  const at::Tensor &grad_, &input_, &grad_weight_, &grad_bias_;
+  const at::Tensor grad_, input_, grad_weight_, grad_bias_;
   Tiles tiles_;
   Parts inputs_, outputs_;  // of tasks
   Parts blocks_, ranges_;   // of tiles, and of blocks
@@ -355,13 +371,23 @@ class PointsOfWeightGradient {
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,
                       const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
   if (out.numel() == 0) return;
-  convolve(forward_plane(sizes), tile, input, transformed(sizes, tile, weight), bias, out);
+  for (int64_t group = 0; group < sizes.groups; ++group) {
+    const at::Tensor of_group = outputs_of(weight, sizes.groups, group);
+    convolve(forward_plane(sizes), sizes.groups, tile, channels_of(input, sizes.groups, group),
+             transformed(sizes, tile, of_group), outputs_of(bias, sizes.groups, group),
+             channels_of(out, sizes.groups, group));
+  }
 }
 
 void winograd_input_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,
                              const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& grad_input) {
   if (grad_input.numel() == 0) return;
-  convolve(gradient_plane(sizes), tile, grad, transformed_in_reverse(sizes, tile, weight), bias, grad_input);
+  for (int64_t group = 0; group < sizes.groups; ++group) {
+    const at::Tensor of_group = outputs_of(weight, sizes.groups, group);
+    convolve(gradient_plane(sizes), sizes.groups, tile, channels_of(grad, sizes.groups, group),
+             transformed_in_reverse(sizes, tile, of_group), outputs_of(bias, sizes.groups, group),
+             channels_of(grad_input, sizes.groups, group));
+  }
 }
 
 void winograd_weight_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,
@@ -371,7 +397,12 @@ void winograd_weight_gradient(const ConvolutionSizes& sizes, const WinogradTile&
     if (grad_bias.defined()) grad_bias.zero_();
     return;
   }
-  PointsOfWeightGradient(sizes, tile, grad, input, grad_weight, grad_bias).compute();
+  for (int64_t group = 0; group < sizes.groups; ++group) {
+    const auto of_group = [&](const at::Tensor& each) { return outputs_of(each, sizes.groups, group); };
+    PointsOfWeightGradient(sizes, tile, channels_of(grad, sizes.groups, group), channels_of(input, sizes.groups, group),
+                           of_group(grad_weight), of_group(grad_bias))
+        .compute();
+  }
 }
 
 }  // namespace nhwc::cpu

@@ -11,7 +11,7 @@ namespace nhwc::cpu {
 
 /// All tensors are dense and channels-last, of one dtype: float, bfloat16 or half. Of each axis, stride and dilation
 /// are 1, there are three taps under a tile of several results, and at most 2 of padding, or one tap without padding.
-/// There is one group. Sums are floats, and do not depend on the number of threads. The bias may be undefined.
+/// One group follows the other. Sums are floats, and do not depend on the number of threads. The bias may be undefined.
 ///
 /// Memory beside the results: the transformed weight, and at most some 8 MB a thread.
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,

@@ -166,7 +166,7 @@ def test_the_operators_refuse_what_the_kernels_do_not_compute():
     for index in (1, 2, 4):
         refuses(fit, x, w, b, *[[] if at == index else each for at, each in enumerate(sizes)])
     refuses(fit, x, w[:0], None, *sizes)
-    which = r"must be depthwise or, but for double, of one group. For a gradient of the input, or a transposed"
+    which = r"must be depthwise or, but for double, of one group. With groups, for a gradient of the"
     refuses(which, x, torch.randn(16, 8, 7, 7), b, *sizes[:-1], 2)
     dense, seven = [[1, 1], [3, 3], [1, 1], False, [0, 0], 1], torch.randn(16, 16, 7, 7)
     refuses(which, x, x, seven, *dense, [True] * 3, of=ops.convolution_by_kernels_backward)

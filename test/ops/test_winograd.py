@@ -25,6 +25,9 @@ CASES = {
     "plane": ("conv3d", (2, 32, 8, 20, 18), (48, 32, 1, 3, 3), (1, (0, 1, 1))),
     "depth and height": ("conv3d", (2, 33, 20, 12, 16), (32, 33, 3, 3, 1), (1, (1, 1, 0))),
     "depth and width": ("conv3d", (2, 32, 20, 12, 16), (33, 32, 3, 1, 3), (1, (1, 0, 1))),
+    "groups": ("conv2d", (2, 128, 19, 21), (192, 64, 3, 3), (1, 1, 1, 2)),
+    "groups of a volume": ("conv3d", (1, 78, 14, 16, 17), (75, 26, 3, 3, 3), (1, (1, 0, 2), 1, 3)),
+    "transposed groups of a volume": ("conv_transpose3d", (1, 48, 14, 16, 15), (48, 25, 3, 3, 3), (1, 1, 0, 2)),
     "transposed volume": ("conv_transpose3d", (1, 18, 16, 17, 16), (18, 16, 3, 3, 3), (1, 1)),
 }
 every_case = pytest.mark.parametrize("name", CASES)
@@ -87,7 +90,7 @@ def test_the_error_is_at_most_twice_that_of_pytorch_on_contiguous(shape, kind):
         (("conv2d", (2, 32, 20, 20), (32, 32, 3, 3), (1, 2, 2)), "dilation"),
         (("conv2d", (2, 32, 20, 20), (32, 32, 3, 3), (1, 3)), "padding beyond the taps"),
         (("conv2d", (1, 32, 5, 5), (32, 32, 3, 3), (1, 1)), "few positions"),
-        (("conv2d", (2, 64, 20, 20), (32, 32, 3, 3), (1, 1, 1, 2)), "groups"),
+        (("conv2d", (2, 64, 20, 20), (64, 32, 3, 3), (1, 1, 1, 2)), "few channels of a group"),
     ],
 )
 def test_other_convolutions_do_without(case, why):

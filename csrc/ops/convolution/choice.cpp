@@ -242,7 +242,10 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
   }
   if (is_mended) return ours;
   if (call.is_depthwise()) return of_depthwise(call, sizes, arithmetic);
-  if (call.groups > 1) return {false, false, gains_grouped_weight_gradient(call, sizes, arithmetic)};
+  if (call.groups > 1) {
+    ours.weight_gradient = ours.weight_gradient || gains_grouped_weight_gradient(call, sizes, arithmetic);
+    return ours;
+  }
   // For fewer positions calls take longer than products, and PyTorch is as fast where one channel meets few.
   const bool is_single = sizes.inputs == 1 || (sizes.outputs == 1 && sizes.inputs <= cpu::most_few);
   if (sizes.positions >= 1024 && !is_single && is_pointwise(call)) {
@@ -368,12 +371,12 @@ bool is_right_by_wide_tiles(const Call& call, Pass pass) {
 bool is_computable(const Call& call, Pass pass) {
   if (pass == Pass::weight_gradient || call.is_depthwise() || is_pointwise(call)) return true;
   const bool is_to_smaller = (pass == Pass::forward) != call.is_transposed;
-  if (is_to_smaller) return call.groups == 1 && call.input.scalar_type() != at::kDouble;
+  if (is_to_smaller && call.groups == 1) return call.input.scalar_type() != at::kDouble;
   return winograd_tile(call, pass).has_value();
 }
 
 std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
-  if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return {};
+  if (call.input.scalar_type() == at::kDouble) return {};
   cpu::WinogradTile tile = {{1, 1, 1}};
   const auto axes = static_cast<int64_t>(call.axes());
   bool has_three_taps = false;
@@ -389,12 +392,13 @@ std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
 }
 
 std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pass) {
-  if (!is_winograd_on() || call.weight.sym_size(0).min(call.weight.sym_size(1)) < 16) return {};
+  if (!is_winograd_on()) return {};
   const Sizes sizes(call);
+  if (std::min(sizes.inputs, sizes.outputs) < 16) return {};
   const bool is_of_weight = pass == Pass::weight_gradient;
   // For few positions, most of the time is the transform of the weight. AVX-512 has the registers for it.
   if (sizes.positions < (is_of_weight ? 128 : 64)) return {};
-  const bool is_quick = !sizes.is_3d && onednn_isa() != OnednnIsa::below_avx512;
+  const bool has_avx512 = onednn_isa() != OnednnIsa::below_avx512, is_quick = !sizes.is_3d && has_avx512;
   const int64_t most_weights = (is_quick ? 12'500 : 2'500) * sizes.positions;
   if (!is_of_weight && sizes.positions < 512 && call.weight.numel() > most_weights) return {};
   const auto tile = winograd_tile(call, pass);
@@ -405,13 +409,15 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
     tiles *= (call.axis(from_last).positions.expect_int() + results - 1) / results;
     if (results > 1) ++filtered;
   }
-  // One axis saves a third of the products, and transforms cost as much.
-  if (filtered < 2 || std::min(sizes.inputs, sizes.outputs) < (filtered == 2 ? 32 : 16)) return {};
+  // One axis saves a third of the products, and transforms cost as much. Groups transform few channels at a time.
+  const bool is_grouped = call.groups > 1;
+  const int64_t least = filtered == 2 ? (is_grouped ? 64 : 32) : is_grouped && has_avx512 ? 24 : 16;
+  if (filtered < 2 || std::min(sizes.inputs, sizes.outputs) < least) return {};
   // What lies beyond the edges of an array is multiplied as well.
   const double saved = static_cast<double>(sizes.positions * sizes.taps) / static_cast<double>(tiles * tile->points());
   if (saved < (is_of_weight ? 1.5 : 2)) return {};
   // Below AVX-512, PyTorch's weight gradient of few voxels is more exact.
-  const bool is_exact = filtered < 3 || onednn_isa() != OnednnIsa::below_avx512 || sizes.positions >= 1728;
+  const bool is_exact = filtered < 3 || has_avx512 || sizes.positions >= 1728;
   return is_of_weight && !is_exact ? std::nullopt : tile;
 }
 

@@ -170,11 +170,12 @@ void check_for_kernels(const char* name, const Call& call, const at::Tensor& gra
                   call.is_accepted(),
               name, ": the sizes of input ", call.input.sym_sizes(), " and weight ", call.weight.sym_sizes(),
               " do not fit, or stride, padding, dilation or output padding have not a number for each axis");
-  TORCH_CHECK(
-      is_computable(call, pass), name, ": the weight ", call.weight.sym_sizes(), " of ", type,
-      " must be depthwise or, but for double, of one group. For a gradient of the input, or a transposed convolution, "
-      "it must have one tap and at most 4 inputs or outputs, or three taps along an axis and one or three along the "
-      "others, with stride and dilation 1 and at most 2 of padding");
+  TORCH_CHECK(is_computable(call, pass), name, ": the weight ", call.weight.sym_sizes(), " of ", type,
+              " must be depthwise or, but for double, of one group. With groups, for a gradient of the input, or in a "
+              "transposed "
+              "convolution, it must have three taps along an axis and one or three along the others, with stride and "
+              "dilation 1 "
+              "and at most 2 of padding, or, in one group, one tap and at most 4 inputs or outputs");
   TORCH_CHECK(!grad.defined() || grad.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)), name,
               ": the gradient has sizes ", grad.sym_sizes(), ", the output ",
               at::SymIntArrayRef(kernels::output_sizes(call)));

@@ -86,7 +86,8 @@ at::Tensor from_larger(const Call& call, const at::Tensor& larger, const Optiona
   } else if (call.is_depthwise()) {
     cpu::depthwise_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()),
                            bias ? bias->contiguous() : none, out);
-  } else if (const auto tile = faster_winograd_tile(call, pass_to_smaller(call))) {
+  } else if (const auto tile = call.groups > 1 ? winograd_tile(call, pass_to_smaller(call))
+                                               : faster_winograd_tile(call, pass_to_smaller(call))) {
     cpu::winograd_forward(sizes_of(call), *tile, larger, to_channels_last(call.weight.detach()), bias.value_or(none),
                           out);
   } else {
