@@ -75,6 +75,7 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_convolutions.py
 	$(bin)/python benchmarks/bench_errors.py
 	$(bin)/python benchmarks/bench_collate.py
+	$(bin)/python benchmarks/bench_kept.py
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py
 	$(bin)/python benchmarks/bench_memory.py

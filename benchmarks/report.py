@@ -1,9 +1,9 @@
-"""Put the figures of the results into the documents: text between marks, `<!-- figures: NAME -->`.
+"""Put the figures of the results into the documents: text between marks, `<!-- figures: NAME -->`, and pictures.
 
     python benchmarks/report.py
 
 The documents say nothing about speed that does not come from here. `BLOCKS` has what makes the text of each mark, and
-the files of results that it is made of.
+the files of results that it is made of; `PICTURES` has the same for each picture.
 """
 
 import json
@@ -16,6 +16,7 @@ import figures_gpu
 import figures_layers
 import figures_peers
 import figures_weights
+import pictures
 from layout_models import MODES
 from tables import Row
 
@@ -114,6 +115,10 @@ BLOCKS: dict[str, dict[str, Block]] = {
         "cuda": (figures_gpu.section, GPU),
     },
 }
+PICTURES: dict[str, Block] = {
+    "docs/kept.svg": (pictures.kept, ("kept-cpu",)),
+    "docs/performance.svg": (pictures.performance, ("layouts-cpu",)),
+}
 
 
 @cache
@@ -138,7 +143,14 @@ def documents() -> dict[Path, dict[str, str]]:
     }
 
 
+def drawn() -> dict[Path, str]:
+    """Return the pictures of the documents."""
+    return {ROOT / path: make(*map(load, names)) for path, (make, names) in PICTURES.items()}
+
+
 def main() -> None:
+    for path, image in drawn().items():
+        path.write_text(image)
     for document, figures in documents().items():
         text = document.read_text()
         for mark, figure in figures.items():

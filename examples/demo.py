@@ -3,12 +3,11 @@
     python examples/demo.py
 
 It takes a minute and a half, and on slow machines two. A model whose package, monai or transformers, is not installed
-is left out. With matplotlib, the table is drawn as well, in demo.svg.
+is left out. With matplotlib, the times are drawn as bars, in demo.svg.
 """
 
 import copy
 import logging
-import math
 import os
 import statistics
 import time
@@ -18,13 +17,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 import torch_nhwc
-from torch_nhwc.rendering import paragraphs, table
+from torch_nhwc.rendering import paragraphs, several, table
 from torch_nhwc.running.calls import preserved_state, seconds
 from torch_nhwc.running.comparison import distances, magnitudes, tensors_in
 from torch_nhwc.running.machine import machine
@@ -34,6 +33,7 @@ from torch_nhwc.tuning.tuner import Race
 CONTIGUOUS, BY_TORCH, OURS = WAYS = ("contiguous", "model.to", "torch_nhwc")
 SECONDS = 70.0  # for all cases
 FEWEST, LATEST = 3, 85.0  # each case has so many rounds, even if that takes longer, but not much longer
+COLORS = {CONTIGUOUS: "#8b98a8", BY_TORCH: "#d98200", OURS: "#12a594"}
 NOISY = "too noisy to say"
 WORTH = 1.1  # as long as the interval reaches to such a gain, it is not said that there is none
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -216,29 +216,55 @@ def replaced(results: list[Result]) -> Iterator[str]:
 
 
 def draw(results: list[Result], path: str) -> bool:
-    """Draw the speeds with their intervals, and return whether matplotlib is there to do it."""
+    """Draw the times of each case as bars, and return whether matplotlib is installed to do it."""
     try:
+        from matplotlib import rc_context
         from matplotlib.figure import Figure
     except ModuleNotFoundError:
         return False
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.subplots()
-    for index, way in enumerate((BY_TORCH, OURS)):
-        places = [place + 0.2 * (index - 0.5) for place in range(len(results))]
-        speeds = [result.speed(way) for result in results]
-        is_known = [result.race.compare(way, CONTIGUOUS).is_known for result in results]
-        # A limit that is not known is not drawn.
-        below = [speed - low if known else math.nan for (speed, low, _), known in zip(speeds, is_known)]
-        above = [high - speed if known else math.nan for (speed, _, high), known in zip(speeds, is_known)]
-        axes.errorbar(places, [speed for speed, _, _ in speeds], [below, above], fmt="o", capsize=3, label=way)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_xticks(range(len(results)), [result.case.name.replace(", ", "\n") for result in results])
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}x")
-    axes.set_ylabel("speed over contiguous, 99 % interval")
-    axes.legend()
-    figure.savefig(path)
+    here = machine()
+    figure = Figure(figsize=(8, 1 + 1.1 * len(results)), layout="constrained")
+    figure.suptitle(f"Time of a call, or of a training step\n{here['processor']}, {several(here['threads'], 'thread')}")
+    figure.supxlabel("Grey band: within the noise (99 %), not told apart from contiguous.", fontsize="small")
+    for axes, result in zip(figure.subplots(len(results), squeeze=False).flat, results):
+        draw_case(axes, result)
+    with rc_context({"svg.fonttype": "none"}):
+        figure.savefig(path)
     return True
+
+
+def draw_case(axes: Any, result: Result) -> None:
+    """Draw a bar for each way whose time is known; none if the case was too noisy.
+
+    The time is the contiguous model's median times the ratio of times in the same rounds. The grey band is where a bar
+    with the interval of that ratio is not told apart from contiguous.
+    """
+    contiguous = statistics.median(result.race.samples(CONTIGUOUS)) * 1e3
+    ratios = {way: result.race.compare(way, CONTIGUOUS) for way in WAYS}
+    known = {way: over for way, over in ratios.items() if over.is_known and result.advice != NOISY}
+    name = result.case.name
+    if result.case.autocast and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        name += " (PyTorch has no fast convolutions in it on this CPU)"
+    axes.set_title(name, loc="left", fontsize="medium")
+    axes.set_yticks(range(len(WAYS)), WAYS)
+    axes.set_xticks([])
+    axes.set_ylim(len(WAYS) - 0.4, -0.6)
+    axes.set_xlim(0, 1.4 * contiguous * max((over.ratio for over in known.values()), default=1.0))
+    axes.spines[["top", "right", "bottom"]].set_visible(False)
+    for place, (way, color) in enumerate(COLORS.items()):
+        milliseconds, text = 0.0, NOISY
+        if way in known:
+            over = known[way]
+            milliseconds = contiguous * over.ratio
+            text = f"{milliseconds:.0f} ms"
+            if over.is_faster or over.is_slower:
+                text += f", {1 / over.ratio:.2f}x"
+            elif way != CONTIGUOUS:
+                text += ", not told apart"
+                least, most = milliseconds / over.high, milliseconds / over.low
+                axes.barh(place, most - least, 0.95, least, color="gainsboro")
+            axes.barh(place, milliseconds, 0.6, color=color)
+        axes.annotate(text, (milliseconds, place), (5, 0), textcoords="offset points", va="center")
 
 
 def conclusion(results: list[Result]) -> str:

@@ -2,10 +2,13 @@
 
 import json
 import os
+import re
 import sys
+from collections import Counter
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -25,6 +28,7 @@ import layer_cases
 import layout_models
 import machine
 import peers
+import pictures
 import profile_peers
 import report
 import shapes
@@ -72,6 +76,7 @@ RUNS = {
     "bench_collate": ("collate-cpu", {}, ["--samples", 1, "--workers", 0, "--case", "dicts, uint8 HWC, 3x224x224"]),
     "bench_convolutions": ("passes-cpu", {"LAYERS": LAYERS}, ["--seconds", 0, "--dtype", "float32"]),
     "bench_errors": ("errors-cpu", {"SHAPES": [(1, 16, 6, 6)]}, []),
+    "bench_kept": ("kept-cpu", {"MODEL": VOLUME}, ["--samples", 1]),
     "bench_layers": ("layers-cpu", {"CASES": of_each_layer(layer_cases.CASES)}, ["--seconds", 0]),
     "bench_layouts": ("layouts-cpu", {"MODELS": {"tiny": MODEL}}, ["--seconds", 0]),
     "bench_memory": ("memory-cpu", {"MODELS": {"tiny": MODEL}}, ["--rounds", 1, "--model", "tiny"]),
@@ -139,7 +144,8 @@ def measured_by(script, run, out, monkeypatch):
     real = report.load
     both = measured | real(file) | {"results": [*real(file)["results"], *measured["results"]]}
     monkeypatch.setattr(report, "load", lambda name: both if name == file else real(name))
-    blocks = [block for blocks in report.BLOCKS.values() for block in blocks.values() if file in block[1]]
+    made = [*report.PICTURES.values(), *(block for blocks in report.BLOCKS.values() for block in blocks.values())]
+    blocks = [block for block in made if file in block[1]]
     assert blocks
     assert all(map(report.written, blocks))
     return measured["results"]
@@ -167,6 +173,53 @@ def test_a_script_for_a_gpu_runs_and_its_figures_fill_the_documents(script, is_r
         assert max(row.get("differences", {"none": 0}).values()) < 0.05
         if "launches" in row and is_real:
             assert row["launches"]["ours"]["kernels"] + row["launches"]["ours"]["copies"] <= 6
+
+
+def test_the_picture_of_the_layers_has_a_square_for_each_and_the_time_of_each_way():
+    measured = report.load("layouts-cpu") | {
+        "results": [
+            {"way": way, "shape": [1, 1, 8, 9, 10], "formats": formats, "ms": {"min": least, "median": 2 * least}}
+            for way, formats, least in [
+                ("contiguous", ["contiguous"] * 3, 50.0),
+                ("model.to", ["channels_last_3d", "contiguous", "other"], 60.0),
+                ("convert_", ["channels_last_3d"] * 3, 20.0),
+            ]
+        ]
+    }
+    image = pictures.kept(measured)
+    assert Counter(each.get("class") for each in of_class(image, "rect")) == {
+        "kept": 1 + 1 + 3,  # the legend, and a square for each layer
+        "lost": 1 + 2,
+        "time": 2,
+        "back": 1,
+    }
+    first, second = (float(each.get("width")) for each in of_class(image, "rect", "time"))
+    assert first == pytest.approx(3 * second)
+    words = [each.text for each in of_class(image, "text")]
+    assert {"1 of 3 layers", "60 ms", "3 of 3 layers", "20 ms", "not converted: 50 ms"} <= {*words}
+    assert "a volume of 8x9x10" in " ".join(words)
+
+
+def of_class(image, name, kind=None):
+    """Return the elements of an image that have a name, and a class."""
+    found = ElementTree.fromstring(image).iter(f"{{http://www.w3.org/2000/svg}}{name}")
+    return [each for each in found if kind in (None, each.get("class"))]
+
+
+def test_the_picture_of_the_models_has_a_bar_for_each_model_and_mode():
+    measured = report.load("layouts-cpu")
+    image = pictures.performance(measured)
+    rows = [row for row in measured["results"] if row["dtype"] == "float32" and row["model"] in pictures.TITLES]
+    words = [each.text for each in of_class(image, "text")]
+    assert len(of_class(image, "rect", "kept")) == 1 + len(rows)  # the legend
+    assert {pictures.TITLES[row["model"]] for row in rows} <= {*words}
+    assert sorted(word for word in words if re.fullmatch(r"[\d.]+x", word)) == sorted(
+        f"{row['times']['contiguous']['min'] / row['times']['preserved']['min']:.2f}x" for row in rows
+    )
+
+
+def test_the_models_of_the_layouts_have_titles_in_the_picture():
+    assert pictures.TITLES.keys() == layout_models.MODELS.keys()
 
 
 def test_measurements_take_turns_after_a_round_that_does_not_count():

@@ -178,16 +178,22 @@ def test_console_blocks_run(commands, tmp_path):
             COMMANDS[command]()
 
 
-def test_every_figure_is_the_benchmarks():
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        import report
-    finally:
-        sys.path.pop(0)
+@pytest.fixture
+def report(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    return importlib.import_module("report")
+
+
+def test_every_figure_is_the_benchmarks(report):
     for document, sections in report.documents().items():
         for mark, figures in sections.items():
             section = f"<!-- figures: {mark} -->\n{figures}\n<!-- end of figures -->"
             assert section in document.read_text(), f"{document.name}, {mark}: type `python benchmarks/report.py`"
+
+
+def test_every_picture_is_the_benchmarks(report):
+    for path, image in report.drawn().items():
+        assert image == path.read_text(), f"{path.name}: type `python benchmarks/report.py`"
 
 
 def anchors(document):

@@ -8,6 +8,7 @@ import pathlib
 import re
 import runpy
 import tempfile
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,6 +16,7 @@ import torch
 from public_names import public_names
 
 import torch_nhwc
+from torch_nhwc.running.machine import machine
 
 
 def public():
@@ -85,10 +87,44 @@ def test_the_demo_has_a_row_for_each_way_and_ends_with_an_answer(demo, capsys):
     assert last.endswith("`torch-nhwc tune --factory my_model:build` asks the same of your model.")
 
 
+def raced(names, contiguous, by_torch, ours):
+    """Return the result of a race in which the ways took these seconds."""
+    race = names["Race"](names["WAYS"])
+    for times in zip(contiguous, by_torch, ours):
+        race.running = list(names["WAYS"])
+        race.run_round(dict(zip(names["WAYS"], times)).__getitem__)
+    return names["Result"](names["CASES"][0], None, race, {}, {}, 0.0)
+
+
 def test_the_demo_draws_its_table(demo, tmp_path):
     pytest.importorskip("matplotlib")
     demo.run()
     assert "torch_nhwc" in (tmp_path / "demo.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("ours", "by_torch", "words", "bars", "bands"),
+    [
+        ([0.5] * 5, [2.0] * 5, ["1000 ms", "2000 ms, 0.50x", "500 ms, 2.00x"], 3, 0),
+        ([0.5] * 5, [0.9, 1.1, 0.9, 1.1, 1.0], ["1000 ms", r"99\d ms, not told apart", "500 ms, 2.00x"], 3, 1),
+        ([0.5] * 5, [0.1, 9.0, 0.1, 9.0, 1.0], ["1000 ms", "too noisy to say", "500 ms, 2.00x"], 2, 0),
+        ([0.1, 9.0], [0.1, 9.0], ["too noisy to say"] * 3, 0, 0),
+    ],
+    ids=["certain", "equal", "one is noisy", "noisy"],
+)
+def test_the_demo_s_picture_has_times_and_no_bars_of_noise(demo, tmp_path, ours, by_torch, words, bars, bands):
+    pytest.importorskip("matplotlib")
+    assert demo.names["draw"]([raced(demo.names, [1.0] * 5, by_torch, ours)], "demo.svg")
+    image = (tmp_path / "demo.svg").read_text()
+    here = machine()
+    for text in (here["processor"], f"{here['threads']} thread", "Small, inference", "Grey band"):
+        assert text in image
+    told = re.findall(r">(\d+ ms[^<]*|too noisy to say)<", image)
+    assert all(map(re.fullmatch, words, told)), told
+    assert len(told) == len(words)
+    colors = Counter(re.findall(r"fill: (#\w{6})", image))
+    assert sum(colors[color] for color in demo.names["COLORS"].values()) == bars
+    assert colors["#dcdcdc"] == bands  # the grey bands
 
 
 @pytest.mark.parametrize(
@@ -103,12 +139,7 @@ def test_the_demo_draws_its_table(demo, tmp_path):
     ],
 )
 def test_the_demo_s_advice_is_what_is_certain(demo, ours, by_torch, answer):
-    names = demo.names
-    race = names["Race"](names["WAYS"])
-    for times in zip([1.0] * len(ours), by_torch, ours):
-        race.running = list(names["WAYS"])
-        race.run_round(dict(zip(names["WAYS"], times)).__getitem__)
-    result = names["Result"](names["CASES"][0], None, race, {}, {}, 0.0)
+    result = raced(demo.names, [1.0] * 5, by_torch, ours)
     assert result.advice == answer
     says = {"leave it contiguous": "makes none of these faster", "too noisy to say": "times vary too much to say"}
-    assert says.get(answer, "makes 1 of 1 faster") in names["conclusion"]([result])
+    assert says.get(answer, "makes 1 of 1 faster") in demo.names["conclusion"]([result])
