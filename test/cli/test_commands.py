@@ -331,8 +331,22 @@ class TestPlan:
             rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
         weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange"]
         assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
-        code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
-        assert code == 0
+
+    def test_names_the_way_if_the_memory_format_is_of_the_other_rank(self, run):
+        arguments = *of_mine("volume"), "--memory-format", "channels_last"
+        sentence = (
+            "nothing to convert in the {}: its convolutions are 3D: omit --memory-format, or pass 'channels_last_3d' "
+            "instead of 'channels_last'"
+        )
+        for command in ("plan", "convert"):
+            code, out, error = run(command, *arguments)
+            assert (code, error) == (0, "")
+            assert out.splitlines()[:2] == [
+                "1 weight to channels-last: 1 of the other rank.",
+                sentence.format("model"),
+            ]
+        assert_one_line(run("convert", *arguments, "--strict"), sentence.format("Conv3d"))
+        _, out, _ = run("plan", *arguments, "--json")
         assert [row.reason.name for row in torch_nhwc.Plan.from_json(out).rows] == ["OTHER_RANK"]
 
 

@@ -1,11 +1,12 @@
 """Reports: what was done, why, and how it reads."""
 
 import copy
+import re
 import warnings
 
 import pytest
 import torch
-from snapshots import assert_unchanged, network, refused_view, snapshot
+from snapshots import assert_unchanged, in_format, network, refused_view, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -209,34 +210,82 @@ def test_plans_and_reports_fit_the_terminal(columns, monkeypatch):
         assert max(map(len, text.splitlines())) <= columns
 
 
+def assert_is_in_vain(model, message, converts=False, **options):
+    """Assert that a call of `plan` or `convert_` does nothing, warns, says so in its text, and raises if strict."""
+    before, types = snapshot(model), [*map(type, model.modules())]
+    in_text = re.sub("in the [A-Z]\\w+", "in the model", message)
+    with pytest.warns(UserWarning, match=f"{re.escape(message)}$") as warned:
+        plan = nhwc.plan(model, **options)
+    assert in_text in str(plan)
+    for given in ({"plan": plan}, options):
+        with pytest.raises(RuntimeError, match=f"{re.escape(message)} .nothing was changed, since strict=True"):
+            nhwc.convert_(model, **given, strict=True)
+        assert_unchanged(model, before)
+        with pytest.warns(UserWarning, match=f"{re.escape(message)}$") as warned_again:
+            report = nhwc.convert_(model, **given)
+        assert in_text in str(report)
+        assert [each.filename for each in (*warned, *warned_again)] == [__file__] * 2
+        assert not model._forward_pre_hooks
+        if converts:
+            assert any(in_format(model).values())
+            report.revert()
+        assert_unchanged(model, before)
+        assert [*map(type, model.modules())] == types
+
+
 @pytest.mark.parametrize(
     ("layer", "requested", "instead"),
     [(nn.Conv3d, "channels_last", "channels_last_3d"), (nn.Conv2d, torch.channels_last_3d, "channels_last")],
 )
-def test_nothing_to_convert_is_a_warning_and_an_error_if_strict(layer, requested, instead):
-    model = nn.Sequential(layer(3, 4, 3))
-    before = snapshot(model)
+@pytest.mark.parametrize("options", [{"input_format": "channels_last"}, {"each_forward": True}], ids=str)
+def test_a_memory_format_of_the_other_rank_changes_nothing_and_the_right_one_is_named(
+    layer, requested, instead, options, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.Sequential(layer(3, 4, 3), nn.GroupNorm(2, 4), nn.GELU())
     rank, other = model[0].weight.dim() - 2, str(requested).removeprefix("torch.")
     message = (
-        f"nothing to convert in the Sequential: its convolutions are {rank}D: pass '{instead}', or no format, instead "
-        f"of '{other}'"
+        f"nothing to convert in the Sequential: its convolutions are {rank}D: omit memory_format, or pass '{instead}' "
+        f"instead of '{other}'"
     )
-    plan = nhwc.plan(model, requested)
-    for convert in (
-        lambda **options: nhwc.convert_(model, plan=plan, **options),
-        lambda **options: nhwc.convert_(model, requested, input_format="channels_last", **options),
-    ):
-        with pytest.raises(RuntimeError, match=f"{message} \\(nothing was changed, since strict=True\\)"):
-            convert(strict=True)
-        assert_unchanged(model, before)
-        assert not model._forward_pre_hooks
-        with pytest.warns(UserWarning, match=f"{message}$") as warned:
-            convert().revert()
-        assert [each.filename for each in warned] == [__file__]
-    assert_unchanged(model, before)
+    assert_is_in_vain(model, message, memory_format=requested, **options)
 
 
-def test_there_is_no_warning_if_layers_are_replaced_or_weights_are_left_out_on_purpose():
+@pytest.mark.parametrize("memory_format", [None, torch.contiguous_format], ids=str)
+def test_a_filter_that_leaves_out_every_convolution_is_told_their_paths(memory_format, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.ModuleDict({"encoder": network(), "decoder": nn.GELU()})
+    message = (
+        "nothing to convert in the ModuleDict: filter_fn returns false for all 4 of its convolutions: "
+        "'encoder.first', 'encoder.blocks.0', 'encoder.blocks.1' and 1 more"
+    )
+    assert_is_in_vain(model, message, memory_format=memory_format, filter_fn=lambda _, path: path.startswith("encodr"))
+    alone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3))
+    message = "in the Sequential: filter_fn returns false for its only convolution: '0'"
+    assert_is_in_vain(alone, message, memory_format="channels_last", filter_fn=lambda *_: False)
+
+
+def test_an_input_format_of_the_other_rank_is_named_with_the_right_one(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    message = (
+        "input_format='channels_last_3d' converts no inputs, since the convolutions are 2D: pass 'channels_last', "
+        "which is for images and volumes alike"
+    )
+    assert_is_in_vain(model, message, converts=True, input_format="channels_last_3d")
+    options = {"memory_format": "channels_last", "input_format": torch.channels_last_3d}
+    assert_is_in_vain(network(), message, converts=True, **options)
+
+
+def test_channels_last_is_the_input_format_of_volumes_as_well():
+    model = nn.Sequential(nn.Conv3d(3, 4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nhwc.convert_(model, input_format="channels_last", strict=True)
+    assert model(torch.randn(2, 3, 4, 4, 4)).is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_there_is_no_warning_if_layers_are_replaced_or_the_model_has_both_ranks():
     model = nn.Sequential(nn.GELU())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -244,7 +293,10 @@ def test_there_is_no_warning_if_layers_are_replaced_or_weights_are_left_out_on_p
             nhwc.convert_(model, preserve=True, strict=True)
         nhwc.convert_(model, torch.contiguous_format, strict=True)
         assert type(model[0]) is nn.GELU
-        nhwc.convert_(nn.Conv2d(3, 3, 3), filter_fn=lambda module, path: False, strict=True)
+        both = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
+        nhwc.convert_(both)
+        nhwc.convert_(both, torch.contiguous_format, filter_fn=lambda module, path: path == "1", strict=True)
+        assert (both[0].weight.is_contiguous(), type(both[1])) == (False, nn.GELU)
         nhwc.convert_(network(), "channels_last", strict=True)
         nhwc.convert_conv2d_weight_memory_format(nn.Conv3d(3, 3, 3), torch.channels_last)  # as PyTorch's
 

@@ -300,7 +300,7 @@ def plan(
     """
     example = load_example(model, factory, input_shape, device, dtype)
     inputs = None if example.is_lazy else example.inputs
-    with _showing(f"Planning for {example.name}"):
+    with _converting(example.name, "Planning for"):
         planned = nhwc.plan(
             example.model, memory_format, preserve=preserve, each_forward=each_forward, example_inputs=inputs
         )
@@ -509,9 +509,9 @@ def _region(example: Example, dtype: torch.dtype | None) -> torch.autocast:
 
 
 @contextmanager
-def _converting(name: str) -> Iterator[None]:
+def _converting(name: str, verb: str = "Converting") -> Iterator[None]:
     """Show that a model is converted, and leave out warnings, whose content is in the report."""
-    with _showing(f"Converting {name}"), warnings.catch_warnings():
+    with _showing(f"{verb} {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -532,6 +532,8 @@ _OPTIONS: dict[str, Any] = {
     r"\b(preserve|each_forward|strict|allow_pickle)=True": lambda found: f"--{found[1].replace('_', '-')}",
     r"\bpreserve=False": "--no-preserve",
     r"\bgive(\s+)example_inputs": r"give\1--input-shape",
+    r"\bomit(\s+)memory_format": r"omit\1--memory-format",
+    r"\binput_format='(\w+)'": r"--input-format \1",
     r", or give loss=": "",
     r"\bbudget_seconds": "--budget",
     r"\.table\(\)": "--table",

@@ -11,8 +11,6 @@ from torch import nn
 from torch_nhwc.converting.edits import change, warn_unshared
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import is_guarded
-from torch_nhwc.layout import Format
-from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decisions, decide
@@ -25,11 +23,11 @@ from torch_nhwc.planning.plans import (
     Options,
     Plan,
     PlanRow,
+    in_vain,
 )
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import RANKS
 
 
 def convert_(
@@ -63,9 +61,9 @@ def convert_(
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, on which the model
             runs once, to see which tensors reach its convolutions.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`. The default is `"auto"`.
-        strict: Whether to raise, before anything changes, if a weight is refused or there is none to convert.
-        input_format: `"channels_last"` also converts the model's inputs, by a forward pre-hook; those of a rank that
-            its convolutions have. `"channels_last_3d"` means volumes only.
+        strict: Whether to raise, before anything changes, if a weight is refused or nothing is converted.
+        input_format: `"channels_last"` also converts the model's inputs, images and volumes alike, by a forward
+            pre-hook; those of a rank that its convolutions have. `"channels_last_3d"` means volumes only.
         preserve: Whether layers that lose channels-last, or that PyTorch computes wrong, are replaced: their class
             changes. If false, only layers whose training the conversion itself makes wrong are, in training mode.
         each_forward: Whether weights stay as they are, and layers convert them in each forward: for parameters that
@@ -79,8 +77,9 @@ def convert_(
         RuntimeError: `strict`; or the operators refuse a tensor, and their error says why.
 
     Warns:
-        UserWarning: Weights are refused or leave shared memory, there is none to convert, or weights that move have
-            gradients and `optimizer` is `None`.
+        UserWarning: Weights are refused or leave shared memory; no weight or no input is converted, because of
+            `memory_format`, `filter_fn` or `input_format` or since there is none; or weights that move have gradients
+            and `optimizer` is `None`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv3d(3, 8, 3))
@@ -130,7 +129,7 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     start = time.perf_counter() if start is None else start
     # Before anything changes, since warnings may be errors.
     _warn_of_refused(decisions.rows, strict)
-    _warn_of_nothing_found(decisions, strict)
+    _warn_of_nothing_done(decisions, strict)
     _warn_of_unknown_optimizer(decisions)
     warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
     undo, new_bytes = change(decisions)
@@ -154,22 +153,21 @@ def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:
         _warn(f"{count} of {len(rows)} sites stay as they are: {'; '.join(sentences)}", strict)
 
 
-def _warn_of_nothing_found(decisions: Decisions, strict: bool) -> None:
-    """Warn if there is no weight of a requested rank, unless layers are replaced or restored."""
-    wanted, ranks = decisions.options.format, {row.rank for row in decisions.rows}
-    # Convolutions are replaced whatever their rank is, which is not what was requested.
-    is_replacing = any(row.is_wanted and row.layer not in RANKS for _, row in decisions.layers)
-    if any(map(wanted.serves, ranks)) or is_replacing:
+def _warn_of_nothing_done(decisions: Decisions, strict: bool) -> None:
+    """Warn if no weight is requested, or no input that could be converted, unless layers are restored."""
+    found, options = decisions.found, decisions.options
+    if not options.format.is_channels_last and any(
+        layer.reason is Reason.EXCHANGED and options.skip_reason(layer.module, layer.path) is None
+        for layer in found.layers
+    ):
         return
-    if not wanted.is_channels_last and any(map(is_preserving, decisions.found.module_types)):
-        return
-    found = decisions.found
-    why = f"no 2D or 3D convolution was found{'' if found.observed else f'. {SEEN_BY_EXAMPLE}'}"
-    if ranks:
-        rank = max(ranks)
-        instead = Format(None).name_at(rank)
-        why = f"its convolutions are {rank - 2}D: pass {instead!r}, or no format, instead of {wanted.name!r}"
-    _warn(f"nothing to convert in the {type(found.model).__name__}: {why}", strict)
+    name = f"the {type(found.model).__name__}"
+    sentences = in_vain(decisions.plan, name)
+    if not decisions.rows and not any(row.is_wanted for _, row in decisions.layers):
+        hint = "" if found.observed else f". {SEEN_BY_EXAMPLE}"
+        sentences.append(f"nothing to convert in {name}: no 2D or 3D convolution was found{hint}")
+    if sentences:
+        _warn("; ".join(sentences), strict)
 
 
 def _warn_of_unknown_optimizer(decisions: Decisions) -> None:

@@ -103,8 +103,7 @@ class Report:
         return full_table(self.rows, self.plan.layers)
 
     def __str__(self) -> str:
-        plan = self.plan
-        return render(plan.rows, plan.layers, plan.memory_format, True, plan.observed, self._lines())
+        return render(self.plan, is_done=True, lines=self._lines())
 
     def _lines(self) -> list[str]:
         """Return what there is to say besides the rows."""

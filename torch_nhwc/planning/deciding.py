@@ -22,8 +22,9 @@ from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
-from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text
+from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, in_vain
 from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
+from torch_nhwc.rendering import warn
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.finding import find, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
@@ -54,6 +55,9 @@ def plan(
         ValueError, TypeError: An argument is not valid, or an optimizer or an averaged copy is another model's.
         RuntimeError: `input_format` for a TorchScript module, which takes no hook.
 
+    Warns:
+        UserWarning: `memory_format`, `filter_fn` or `input_format` leaves nothing to convert.
+
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
         >>> plan.bytes_to_move
@@ -61,7 +65,10 @@ def plan(
     """
     options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
     found = find(model, example_inputs)
-    return decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
+    planned = decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
+    for sentence in in_vain(planned, f"the {type(model).__name__}"):
+        warn(f"torch_nhwc: {sentence}")
+    return planned
 
 
 def decide(
@@ -85,7 +92,9 @@ def decide(
     layers = _decide_layers(found, options, plan)
     hook = decide_input_hook(found, options, layers)
     remarks = remarks_on(found, options, rows, layers, hook)
-    return Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)
+    decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)
+    remarks[:0] = in_vain(decisions.plan, "the model")
+    return decisions
 
 
 @dataclass
@@ -456,6 +465,8 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
     """Return the layers that lose channels-last or are wrong there, and what happens to each."""
     if not options.format.is_channels_last:
         return []
+    if found.sites and not any(options.format.serves(site.rank) for site in found.sites):
+        return []  # of a model of the other rank nothing was requested
     planned = {row.path: row for row in plan.layers} if plan else {}
     decided = []
     for layer in match_layers(plan, found) if plan else found.layers:

@@ -4,7 +4,7 @@ import enum
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, NamedTuple, get_args
@@ -172,8 +172,8 @@ class Plan:
         rows: One for each site, that is each convolution weight, in the model's order.
         memory_format: The name of the requested format; `None` is channels-last by rank.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`.
-        input_format: `"channels_last"` if a hook converts the model's inputs to channels-last, `"channels_last_3d"` if
-            it converts volumes only, else `None`.
+        input_format: `"channels_last"` if a hook converts the model's inputs, images and volumes alike,
+            `"channels_last_3d"` if it converts volumes only, else `None`.
         layers: One for each layer that loses channels-last, or that PyTorch computes wrong, in the model's order. With
             `preserve=False` only those whose training the conversion itself makes wrong.
         preserve: Whether layers that lose channels-last are replaced.
@@ -252,7 +252,7 @@ class Plan:
         return full_table(self.rows, self.layers)
 
     def __str__(self) -> str:
-        return render(self.rows, self.layers, self.memory_format, is_done=False, observed=self.observed)
+        return render(self, is_done=False, lines=in_vain(self, "the model"))
 
     def __repr__(self) -> str:
         return f"<Plan: {summary(self.rows, self.memory_format, is_done=False)}>"
@@ -353,17 +353,56 @@ WHERE = {
 }
 
 
-def render(
-    rows: Sequence[PlanRow],
-    layers: Sequence[LayerRow],
-    memory_format: str | None,
-    is_done: bool,
-    observed: bool,
-    lines: Sequence[str] = (),
-) -> str:
-    """Return the summary, the sites that need a look, the layers that lose channels-last, and more lines."""
-    hint = "" if rows or observed else f" {SEEN_BY_EXAMPLE}."
-    text = paragraphs([f"{summary(rows, memory_format, is_done)}.{hint}"])
+def in_vain(plan: Plan, model: str) -> list[str]:
+    """Return what was requested of a model and does nothing, because of the arguments: sentences that name the way.
+
+    Args:
+        plan: The plan of the call.
+        model: The model as the object of a sentence, such as "the UNet".
+    """
+    why, inputs = _without_weights(plan), without_inputs(plan)
+    return [*([f"nothing to convert in {model}: {why}"] if why else ()), *([inputs] if inputs else ())]
+
+
+def _without_weights(plan: Plan) -> str | None:
+    """Return why none of the weights is requested; the end of a sentence."""
+    requested = [row for row in plan.rows if row.reason is not Reason.OTHER_RANK]
+    if plan.rows and not requested:
+        rank = plan.rows[0].rank
+        return (
+            f"its convolutions are {rank - 2}D: omit memory_format, or pass {Format(None).name_at(rank)!r} instead of "
+            f"{plan.memory_format!r}"
+        )
+    if requested and all(row.reason is Reason.FILTERED for row in requested):
+        paths = [*dict.fromkeys(repr(row.path) for row in requested)]
+        which = "its only convolution" if len(paths) == 1 else f"all {len(paths)} of its convolutions"
+        return f"filter_fn returns false for {which}: {first_of(paths)}"
+    return None
+
+
+def without_inputs(plan: Plan) -> str | None:
+    """Return why a format of the inputs converts none."""
+    ranks = {row.rank for row in plan.rows if Format(plan.memory_format).serves(row.rank)}
+    if plan.input_format is None or not ranks or ranks_of_inputs(plan.input_format, ranks):
+        return None
+    found = " and ".join(f"{rank - 2}D" for rank in sorted(ranks))
+    return (
+        f"input_format={plan.input_format!r} converts no inputs, since the convolutions are {found}: pass "
+        "'channels_last', which is for images and volumes alike"
+    )
+
+
+def ranks_of_inputs(input_format: str, ranks: Iterable[int]) -> list[int]:
+    """Return those of some ranks of inputs that a format of the inputs means."""
+    wanted = Format(None if input_format == "channels_last" else input_format)
+    return sorted(filter(wanted.serves, ranks))
+
+
+def render(plan: Plan, is_done: bool, lines: Sequence[str] = ()) -> str:
+    """Return the summary, the weights that need a look, the layers that lose channels-last, and more lines."""
+    rows, layers = plan.rows, plan.layers
+    hint = "" if rows or plan.observed else f" {SEEN_BY_EXAMPLE}."
+    text = paragraphs([f"{summary(rows, plan.memory_format, is_done)}.{hint}"])
     alike: dict[tuple[str, Reason], list[PlanRow]] = {}
     for row in rows:
         if row.reason is not None and row.reason not in _BY_REASON:

@@ -12,13 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.planning import Plan, plan
+from torch_nhwc.planning import Plan
+from torch_nhwc.planning.deciding import decide
+from torch_nhwc.planning.plans import Options
 from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
 from torch_nhwc.running.comparison import distances, magnitudes, tolerance_of
 from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.machine import machine
 from torch_nhwc.running.page_faults import advice
+from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
@@ -132,7 +135,8 @@ def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> di
     """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing."""
 
     def planned(memory_format: torch.memory_format | None = None, preserve: bool = False, **options: Any) -> Plan:
-        return plan(model, memory_format, example_inputs=example_inputs, preserve=preserve, **options)
+        chosen = Options.of(memory_format, preserve=preserve, **options)
+        return decide(find(model, example_inputs), chosen, with_gradients=False).plan
 
     plans = {CONTIGUOUS: planned(torch.contiguous_format)}
     weights = planned()
