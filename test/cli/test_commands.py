@@ -257,6 +257,18 @@ class TestTune:
         assert tuning.workload["shapes"] == ["2x3x8x8"]
         assert run("convert", *of_mine("losing"), "--plan", "tuning.json")[0] == 0
 
+    def test_prints_a_line_of_code_that_runs(self, run, monkeypatch):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3))
+        tuning = torch_nhwc.tune(model, torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        plan = torch_nhwc.plan(model, input_format="channels_last")
+        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full", plan=plan))
+        _, out, _ = run("tune", *of_mine("losing"), "--save", "mine.json")
+        *_, sentence, code = out.splitlines()
+        assert sentence == "Convert the model by the plan 'full':"
+        exec(code, {"model": model})
+        assert model[0].weight.stride() == (27, 1, 9, 3)
+        assert len(model._forward_pre_hooks) == 1
+
     def test_prints_json_and_replaces_no_layers_with_no_preserve(self, run):
         arguments = "--budget", 0.1, "--no-preserve", "--autocast", "bfloat16", "--json"
         tuning = Tuning.from_json(run("tune", *of_mine("losing"), *arguments)[1])
@@ -268,14 +280,14 @@ class TestTune:
         monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full"))
         _, out, _ = run("tune", *of_mine("losing"))
         assert out.endswith(
-            "Convert the model by the plan 'full': torch_nhwc.convert_(model, "
-            "plan=Tuning.from_json(open('tuning.json').read()).plan); --save tuning.json writes that file.\n"
+            "Convert the model by the plan 'full' (--save tuning.json writes the file):\n"
+            "import torch, torch_nhwc; torch_nhwc.convert_(model, plan='tuning.json')\n"
         )
 
     @pytest.mark.parametrize(
         ("choice", "advice"),
         [
-            ("full, compiled", ".plan), then compile it: torch.compile(model); --save tuning.json writes that file.\n"),
+            ("full, compiled", "convert_(model, plan='tuning.json'); model = torch.compile(model)\n"),
             ("contiguous, compiled", "Compile the model and convert nothing: torch.compile(model)\n"),
             ("contiguous", "Leave the model as it is: no plan is certainly faster here.\n"),
         ],
@@ -401,7 +413,7 @@ class TestConvert:
         assert "1 Softmax2d" in out
         message = "a plan has its own memory format"
         assert_one_line(run("convert", *of_mine("losing"), "--plan", "plan.json", "--no-preserve"), message)
-        assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: of_mine.py cannot be read")
+        assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: expected a file that")
 
     def test_converts_a_lazy_model_after_its_first_forward(self, run):
         code, out, _ = run("convert", *of_mine("lazy"), "--table")

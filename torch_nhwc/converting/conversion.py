@@ -21,9 +21,10 @@ from torch_nhwc.planning.plans import (
     CompanionRow,
     FilterFunction,
     Options,
-    Plan,
+    PlanOrPath,
     PlanRow,
     in_vain,
+    plan_from,
 )
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.sites.finding import find
@@ -37,7 +38,7 @@ def convert_(
     optimizer: Any = None,
     ema: Any = None,
     filter_fn: FilterFunction | None = None,
-    plan: Plan | None = None,
+    plan: PlanOrPath | None = None,
     example_inputs: Any = None,
     storage: Storage | None = None,
     strict: bool = False,
@@ -57,7 +58,8 @@ def convert_(
         optimizer: One or several, whose state follows, also after `load_state_dict`; `()` if there is none.
         ema: Averaged copies: a copy of the model, `AveragedModel`, or a mapping of full names to tensors; or several.
         filter_fn: Called as `filter_fn(module, path)`; if it returns false, the layer stays as it is.
-        plan: A plan to apply. It has its own memory format, filter and example inputs.
+        plan: A plan to apply, or the path of a file that `Plan.to_json`, `Tuning.to_json` or the command line wrote. It
+            has its own memory format, filter and example inputs.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, on which the model
             runs once, to see which tensors reach its convolutions.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`. The default is `"auto"`.
@@ -88,6 +90,7 @@ def convert_(
         ((27, 1, 9, 3), (81, 1, 27, 9, 3))
     """
     start = time.perf_counter()
+    given = None
     if plan is None:
         options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)
@@ -97,9 +100,10 @@ def convert_(
             "to convert in each forward: pass the one or the others"
         )
     else:
-        found = match(plan, model)
-        options = plan.options(storage, input_format)
-    decisions = decide(found, options, sources_of(optimizer, ema, model), plan)
+        given = plan_from(plan)
+        found = match(given, model)
+        options = given.options(storage, input_format)
+    decisions = decide(found, options, sources_of(optimizer, ema, model), given)
     return apply(decisions, strict, start)
 
 

@@ -17,7 +17,7 @@ from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.nn.hooks import state_dict_hook_key
 from torch_nhwc.planning.companions import held_by
-from torch_nhwc.planning.plans import Action, FilterFunction, Plan
+from torch_nhwc.planning.plans import Action, FilterFunction, PlanOrPath, plan_from
 from torch_nhwc.rendering import warn
 from torch_nhwc.training import align_optimizer_, check
 
@@ -31,7 +31,8 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     state get their former strides back. Trainers of `lightning` and of `pytorch_lightning` accept it.
 
     Args:
-        plan: A plan to apply, such as a tuned one or one with `each_forward=True`, made of the whole LightningModule.
+        plan: A plan to apply, such as a tuned one or one with `each_forward=True`, made of the whole LightningModule;
+            or the path of its file.
         preserve: As in `convert_`.
         input_format: As in `convert_`; the model's entry is the LightningModule's own `forward`.
         filter_fn: As in `convert_`; paths start at the LightningModule.
@@ -59,13 +60,13 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        plan: Plan | None = None,
+        plan: PlanOrPath | None = None,
         preserve: bool = True,
         input_format: Literal["channels_last", "channels_last_3d"] | None = None,
         filter_fn: FilterFunction | None = None,
     ) -> None:
         self.options: dict[str, Any] = {
-            "plan": plan,
+            "plan": None if plan is None else plan_from(plan),
             "preserve": preserve,
             "input_format": input_format,
             "filter_fn": filter_fn,

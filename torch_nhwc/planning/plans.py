@@ -3,10 +3,12 @@
 import enum
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -16,6 +18,7 @@ from torch_nhwc import serialization
 from torch_nhwc.layout import Format, Strides
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.rendering import amount, first_of, paragraphs, several, table
+from torch_nhwc.running.machine import warn_if_tuned_elsewhere
 from torch_nhwc.sites.reasons import Kind, Reason
 
 
@@ -165,8 +168,9 @@ as_text = cache(str)
 class Plan:
     """A plan is all that a conversion does to a model; `convert_(model, plan=plan)` applies it.
 
-    It fits the model that it was made for, and other instances of the same architecture. The plan says which sites
-    change, and to what; what can be done to their tensors is decided again when it is applied.
+    The argument may also be the path of a file that `to_json` wrote. A plan fits the model that it was made for, and
+    other instances of the same architecture. It says which sites change, and to what; what can be done to their tensors
+    is decided again when it is applied.
 
     Attributes:
         rows: One for each site, that is each convolution weight, in the model's order.
@@ -258,12 +262,42 @@ class Plan:
         return f"<Plan: {summary(self.rows, self.memory_format, is_done=False)}>"
 
 
-def expect_plan(plan: object) -> Plan:
-    """Return the plan itself, or raise a TypeError for anything else, for example a report."""
-    if not isinstance(plan, Plan):
-        holder = type(plan).__name__.lower() if isinstance(getattr(plan, "plan", None), Plan) else ""
+PlanOrPath = Plan | str | os.PathLike[str]
+
+
+def plan_from(given: PlanOrPath) -> Plan:
+    """Return a plan itself, or the one in a file that `Plan.to_json` or `Tuning.to_json` wrote.
+
+    Raises:
+        TypeError: It is neither a plan nor a path; a report, for example.
+        ValueError: There is no such file.
+
+    Warns:
+        UserWarning: The file holds a tuning that was measured under other conditions than those here.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return _read_plan(Path(given))
+    if not isinstance(given, Plan):
+        holder = type(given).__name__.lower() if isinstance(getattr(given, "plan", None), Plan) else ""
         hint = f": pass {holder}.plan" if holder else ""
-        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
+        raise TypeError(f"expected a Plan, got {type(given).__name__}{hint}")
+    return given
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        text = path.read_text()
+        data = json.loads(text)
+        if "choice" not in data:
+            return Plan.from_json(text)
+        plan = Plan.from_json(json.dumps(data["plan"]))
+        machine, device = dict(data["machine"]), torch.device(data["workload"]["device"])
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"plan: expected a file that Plan.to_json or Tuning.to_json wrote, got {str(path)!r}: {why}"
+        ) from error
+    warn_if_tuned_elsewhere(machine, device)
     return plan
 
 
