@@ -366,7 +366,7 @@ SGD_OF_ANOTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
         ({"budget_seconds": 0}, "expected budget_seconds to be a positive number, got 0"),
         ({"budget_seconds": "60"}, "expected budget_seconds to be a positive number, got '60'"),
         ({"compile": "yes"}, "expected compile to be True or False, got 'yes'"),
-        ({"autocast": "bfloat16"}, "expected autocast to be a floating dtype or None, got 'bfloat16'"),
+        ({"autocast": "bfloat15"}, "expected autocast to be a floating dtype or None, got 'bfloat15'"),
         ({"optimizer": torch.optim.SGD}, "an optimizer and a loss are for mode='training'"),
         ({"mode": "training", "optimizer": 0.1}, "expected an optimizer, its class, or a function that makes one"),
         ({"mode": "training", "optimizer": torch.optim.LBFGS}, "LBFGS calls the model several times in a step"),
