@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nhwc.converting.edits import change, warn_unshared
+from torch_nhwc.converting.edits import change, warn_held, warn_unshared
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import is_guarded
 from torch_nhwc.ops import Outcome, Storage
@@ -79,7 +79,8 @@ def convert_(
         RuntimeError: `strict`; or the operators refuse a tensor, and their error says why.
 
     Warns:
-        UserWarning: Weights are refused or leave shared memory; no weight or no input is converted, because of
+        UserWarning: Weights are refused or leave shared memory; something else holds the memory of an averaged copy, a
+            gradient or optimizer state, and will not follow; no weight or no input is converted, because of
             `memory_format`, `filter_fn` or `input_format` or since there is none; or weights that move have gradients
             and `optimizer` is `None`.
 
@@ -136,6 +137,7 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     _warn_of_nothing_done(decisions, strict)
     _warn_of_unknown_optimizer(decisions)
     warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
+    warn_held(decisions.held())
     undo, new_bytes = change(decisions)
     companions = [
         CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)

@@ -32,8 +32,8 @@ from torch_nhwc.nn.hooks import (
 )
 from torch_nhwc.nn.replacements import Preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
-from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.deciding import Decisions, outcomes_of
+from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.deciding import Decisions, held_among, outcomes_of
 from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow
 from torch_nhwc.rendering import first_of, warn
@@ -154,6 +154,7 @@ class Undo(NamedTuple):
         outcomes = outcomes_of([each.tensor for each in moving], [CONTIGUOUS] * len(moving), "auto")
         warn_unshared([each.name for each, outcome in zip(moving, outcomes) if outcome is Outcome.COPIED_SHARED])
         companions = [each for each in find_companions(weights, sources) if each.reason is None]
+        warn_held(held_among([each for each in companions if each.tensor.stride() != each.weight.strides]))
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]
         apart = self.companions
@@ -194,6 +195,17 @@ def warn_unshared(names: Sequence[str]) -> None:
             f"torch_nhwc: {first_of([*map(repr, names)])} will no longer be in shared memory: other processes that "
             "have the model keep the old memory, so that neither side sees what the other trains. Convert, and "
             "revert, before sharing the model and before starting processes"
+        )
+
+
+def warn_held(companions: Sequence[Companion]) -> None:
+    """Warn about companions that leave memory which something else holds."""
+    if companions:
+        names = [f"{each.label} of {each.weight.name!r}" for each in companions]
+        warn(
+            f"torch_nhwc: {first_of(names)}: something else holds the memory, such as a state dict, or an average that "
+            "keeps the tensors of one: it will keep the old values, and what it writes will be lost. Drop it, or "
+            "convert before it is made"
         )
 
 

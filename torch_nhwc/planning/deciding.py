@@ -141,6 +141,18 @@ class Decisions:
         outcomes = outcomes_of([tensor for _, tensor in moving], formats, "auto")
         return [(site, outcome) for (site, _), outcome in zip(moving, outcomes) if outcome in _LEAVES]
 
+    def held(self) -> list[Companion]:
+        """Return the companions that get new memory, while something else holds the present one."""
+        moving = [each for each in self.companions if each.changes and each.outcome is not Outcome.IN_PLACE]
+        return held_among(moving)
+
+
+def held_among(companions: Sequence[Companion]) -> list[Companion]:
+    """Return those of some companions whose memory something else holds, so that a conversion gives them other one."""
+    formats = [each.weight.format for each in companions]
+    outcomes = outcomes_of([each.tensor for each in companions], formats, "auto")
+    return [each for each, outcome in zip(companions, outcomes) if outcome is Outcome.COPIED_HELD]
+
 
 _NEW_STORAGE = (Outcome.COPIED, Outcome.COPIED_SHARED)
 # Memory that others see, or that is more than the weight's.
