@@ -257,7 +257,7 @@ def _look_at_layers(found: Found, plan: Plan, seen: _Rank) -> None:
     for row in plan.layers:
         seen.planned[row.path] = f"{row.layer}, {'replaced' if row.is_wanted else 'kept'}"
         layer = layers.get(row.path)
-        if row.is_wanted and layer is not None and layer.reason is not Reason.EXCHANGED:
+        if row.is_wanted and layer is not None and layer.reason is not Reason.REPLACED:
             seen.add(row.path, "layer", f"is a {layer.kind} again, and no longer {layer.gains}")
 
 

@@ -312,7 +312,7 @@ class TestVerify:
     def test_ends_with_0_for_a_right_conversion(self, run):
         code, out, _ = run("verify", *of_mine("losing"), "--mode", "training")
         assert code == 0
-        assert "2 weights to channels-last: 2 moved" in out
+        assert "2 weights to channels-last: 2 converted" in out
         assert "nothing differs" in out
 
     def test_ends_with_1_and_names_a_layer_that_differs(self, run):
@@ -330,7 +330,7 @@ class TestPlan:
     def test_prints_what_would_happen_to_the_weights_that_inputs_show(self, run):
         code, out, _ = run("plan", *of_mine("keywords"))
         assert code == 0
-        assert out.splitlines()[0] == "2 weights to channels-last: 2 to move (3.2 kB)."
+        assert out.splitlines()[0] == "2 weights to channels-last: 2 to convert (3.2 kB)."
         assert out.splitlines()[-1] == "(All rows: --table)"
 
     def test_takes_what_convert_takes(self, run):
@@ -341,7 +341,7 @@ class TestPlan:
             assert "--table" not in out
             lines = map(str.split, out.splitlines())
             rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
-        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange"]
+        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "replace"]
         assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
 
     def test_names_the_way_if_the_memory_format_is_of_the_other_rank(self, run):
@@ -371,7 +371,7 @@ class TestConvert:
         code, out, _ = run("convert", *of_mine(name), "--out", "converted.pt", "--no-preserve")
         assert code == 0
         lines = out.splitlines()
-        assert lines[0] == "2 weights to channels-last: 2 moved (3.2 kB)."
+        assert lines[0] == "2 weights to channels-last: 2 converted (3.2 kB)."
         assert re.fullmatch(r"Outputs are within the tolerance \S+: the largest difference is .*", lines[-2])
         assert lines[-1] == "Written to converted.pt: state dict, to be loaded by load_state_dict(..., assign=True)."
         assert torch.load("converted.pt")["kernel"].stride() == (72, 1, 24, 8)
@@ -418,14 +418,14 @@ class TestConvert:
     def test_converts_a_lazy_model_after_its_first_forward(self, run):
         code, out, _ = run("convert", *of_mine("lazy"), "--table")
         assert code == 0
-        assert "0     Conv2d  4x3x3x3  in place" in out.splitlines()
+        assert "0       Conv2d  4x3x3x3  convert" in out.splitlines()
 
     def test_converts_a_file_into_another_of_its_kind(self, run):
         torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))).save("model.pt")
         code, out, _ = run("convert", "model.pt", "out.pt", "--input-format", "channels_last", "--table")
         assert code == 0
         lines = out.splitlines()
-        assert lines[0] == "1 weight to channels-last: 1 moved (432 bytes)."
+        assert lines[0] == "1 weight to channels-last: 1 converted (432 bytes)."
         assert lines[-1] == "Written to out.pt."
         converted = torch.jit.load("out.pt")
         assert converted.state_dict()["0.weight"].stride() == (27, 1, 9, 3)

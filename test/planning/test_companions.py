@@ -122,7 +122,7 @@ def test_state_that_cannot_follow_refuses_its_weight_and_no_other(kind):
     weight = model[0].weight
     stuck = optimizer.state[weight]["exp_avg"] = STUCK[kind](weight)
     before = [(t, t.data_ptr(), t.stride()) for t in (weight, weight.grad, *state_tensors(optimizer, weight).values())]
-    with pytest.warns(UserWarning, match=r"1 of 4 sites stay as they are: '0.weight' \(Conv2d\): .*state"):
+    with pytest.warns(UserWarning, match=r"1 of 4 weights refused: '0.weight' \(Conv2d\): .*state"):
         report = nhwc.convert_(model, optimizer=optimizer)
     assert report.plan.rows[0].reason is nhwc.Reason.STATE_IN_THE_WAY
     assert optimizer.state[weight]["exp_avg"] is stuck

@@ -110,6 +110,11 @@ def test_page_faults_are_told_where_they_are_much_of_a_call(elements, x):
     assert any(note.startswith("Page faults are ") for note in notes) == (elements > 16)
 
 
+def test_the_dtype_of_autocast_may_be_a_name(model, x, monkeypatch):
+    Machine(monkeypatch, TIMES)
+    assert nhwc.tune(model, x, autocast="torch.bfloat16").workload["autocast"] == "bfloat16"
+
+
 def test_if_nothing_can_change_the_notes_say_so():
     tuning = nhwc.tune(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3))
     assert tuning.notes == ("There is nothing to decide: no plan changes anything in this model.",)

@@ -156,6 +156,9 @@ class _Job:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         release(model.modules())  # nothing is trained here
+        # The file that is written is to have these strides.
+        remarks = tuple(each for each in report.remarks if each != Reason.SAVED_STRIDES.value)
+        report = replace(report, remarks=remarks)
         if left:
             self.remarks.append(sentence)
         if why:

@@ -26,7 +26,7 @@ from torch_nhwc.planning.plans import (
     in_vain,
     plan_from,
 )
-from torch_nhwc.rendering import first_of, warn
+from torch_nhwc.rendering import first_of, several, warn
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 
@@ -156,14 +156,14 @@ def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:
     if by_reason:
         sentences = [f"{first_of(names)}: {reason.value}" for reason, names in by_reason.items()]
         count = sum(map(len, by_reason.values()))
-        _warn(f"{count} of {len(rows)} sites stay as they are: {'; '.join(sentences)}", strict)
+        _warn(f"{count} of {several(len(rows), 'weight')} refused: {'; '.join(sentences)}", strict)
 
 
 def _warn_of_nothing_done(decisions: Decisions, strict: bool) -> None:
     """Warn if no weight is requested, or no input that could be converted, unless layers are restored."""
     found, options = decisions.found, decisions.options
     if not options.format.is_channels_last and any(
-        layer.reason is Reason.EXCHANGED and options.skip_reason(layer.module, layer.path) is None
+        layer.reason is Reason.REPLACED and options.skip_reason(layer.module, layer.path) is None
         for layer in found.layers
     ):
         return

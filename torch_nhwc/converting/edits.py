@@ -161,7 +161,7 @@ class Undo(NamedTuple):
         strides += [(apart and apart.get(each.tensor)) or each.weight.strides for each in companions]
         # An optimizer goes on aligning what it loads: that may be a checkpoint from before the revert.
         edits = [edit.reverse for edit in reversed(self.edits) if edit.back is not leave_as_loaded]
-        swapped = {row.path for row in plan.layers if row.action is Action.EXCHANGE}
+        swapped = {row.path for row in plan.layers if row.action is Action.REPLACE}
         swapped |= {row.path for row in plan.rows if row.action is Action.EACH_FORWARD}
         edits += [edit for path in sorted(swapped) for layer in given.layers_at(path) for edit in _restoring(layer)]
         commit(tensors, strides, edits)
@@ -253,7 +253,7 @@ def _swaps(decisions: Decisions) -> list[Edit]:
     edits: list[Edit] = []
     preserving: list[weakref.ref[nn.Module]] = []
     for layer, layer_row in decisions.layers:
-        layers = [layer.module] if layer_row.action is Action.EXCHANGE else []
+        layers = [layer.module] if layer_row.action is Action.REPLACE else []
         if layer_row.is_wanted and sources.copies:
             copies = sources.layers_at(layer_row.path)
             layers += [each for each in copies if original_class(type(each)).__name__ == layer_row.layer]

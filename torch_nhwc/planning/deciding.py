@@ -387,7 +387,7 @@ _IN_EACH_FORWARD: _Rules = (
     (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
     (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, lambda c: c.reason),
     (lambda c: c.reason is Reason.ON_THE_FLY and not c.is_swappable, Action.REFUSE, Reason.ON_THE_FLY),
-    (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_EXCHANGEABLE),
+    (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_REPLACEABLE),
     (lambda c: c.tensor is not None and c.tensor.layout is not torch.strided, Action.REFUSE, Reason.UNSUPPORTED),
     (lambda c: not c.takes_operator, Action.REFUSE, Reason.SUBCLASS),
     (lambda c: True, Action.EACH_FORWARD, None),
@@ -486,7 +486,7 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
         if row is None and layer.gains_here is not None and (plan or not layer.gains_here or not found.sites):
             continue  # without a convolution there is no model of ours
         if not options.preserve:
-            if reason in (None, Reason.EXCHANGED) and loses_gradient(layer.module):
+            if reason in (None, Reason.REPLACED) and loses_gradient(layer.module):
                 fault = Reason.STRIDED_POINTWISE
             elif row is None:
                 continue
@@ -494,8 +494,8 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
             reason = row.reason
         elif reason is None:
             reason = options.skip_reason(layer.module, layer.path)
-        action = Action.KEEP if reason else Action.EXCHANGE
-        if row is not None and row.action is Action.EXCHANGE:  # a plan was perhaps made in training mode
+        action = Action.KEEP if reason else Action.REPLACE
+        if row is not None and row.action is Action.REPLACE:  # a plan was perhaps made in training mode
             fault = row.reason
         decided.append((layer, LayerRow(layer.path, layer.kind, layer.gains, action, reason or fault)))
     return decided

@@ -40,7 +40,7 @@ class Action(str, enum.Enum):
     """The weight should change and cannot; the reason says why, and what to do."""
     EACH_FORWARD = "each_forward"
     """The weight stays as it is, and its layer converts it in each forward."""
-    EXCHANGE = "exchange"
+    REPLACE = "replace"
     """The layer's class is replaced by one that keeps channels-last."""
 
 
@@ -119,7 +119,7 @@ class LayerRow(NamedTuple):
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU()))
         >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
-        ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
+        ('1', 'GELU', <Action.REPLACE: 'replace'>)
     """
 
     path: str
@@ -129,14 +129,14 @@ class LayerRow(NamedTuple):
     gains: str
     """What the replacement is: the end of a sentence that begins with "it is"."""
     action: Action
-    """`EXCHANGE` or `KEEP`."""
+    """`REPLACE` or `KEEP`."""
     reason: Reason | None
     """Why the layer stays as it is, or why it is replaced with `preserve=False`."""
 
     @property
     def is_wanted(self) -> bool:
         """Return whether the layer is to keep channels-last, or does already."""
-        return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
+        return self.action is Action.REPLACE or self.reason is Reason.REPLACED
 
 
 class CompanionRow(NamedTuple):
@@ -353,37 +353,35 @@ SEEN_BY_EXAMPLE = (
     "Modules that call torch.nn.functional.conv2d or a similar function themselves, as those from torch.export do, are "
     "found only by running the model: pass example_inputs"
 )
-# What happens to weights, in the order of the summary; the first two are done in a report.
-_MOVED, _RESTRIDED, _IN_FORMAT, _REFUSED, _KEPT = "to move", "to restride", "in format already", "refused", "kept"
+# What happens to weights, in the order of the summary.
+_CONVERT, _IN_FORMAT, _REFUSED, _KEPT = "to convert", "in format already", "refused", "kept"
 _IN_EACH_FORWARD = "in each forward"
-_DONE = {_MOVED: "moved", _RESTRIDED: "restrided"}
 _BY_ACTION = {
-    Action.CONVERT: _MOVED,
-    Action.RESTRIDE: _RESTRIDED,
+    Action.CONVERT: _CONVERT,
+    Action.RESTRIDE: _CONVERT,
     Action.REFUSE: _REFUSED,
     Action.EACH_FORWARD: _IN_EACH_FORWARD,
 }
 # The sites of any other reason are named below the summary.
 _BY_REASON: dict[Reason | None, str] = {
     Reason.IN_FORMAT: _IN_FORMAT,
-    Reason.ONE_CHANNEL: "of one channel stay contiguous",
+    Reason.ONE_CHANNEL: "left contiguous (one channel)",
     Reason.META: "on the meta device",
     Reason.IN_EACH_FORWARD: _IN_EACH_FORWARD,
-    Reason.LAZY: "once they have a shape",
+    Reason.LAZY: "waiting for a shape",
     Reason.FILTERED: "left out by the filter",
     Reason.OTHER_RANK: "of the other rank",
     Reason.FAKE: "fake",
     Reason.TIED: "tied to another",
 }
-_ORDER = [*dict.fromkeys((_MOVED, _RESTRIDED, *_BY_REASON.values(), _REFUSED, _KEPT))]
+_ORDER = [*dict.fromkeys((_CONVERT, *_BY_REASON.values(), _REFUSED, _KEPT))]
 _MOST = 10  # sites that are named for one reason
-# Where the bytes of a weight went: in the table of a report, and in its text.
-WHERE = {
-    Outcome.IN_PLACE: ("in place", "in place"),
-    Outcome.COPIED: ("to new", "to new storage"),
-    Outcome.COPIED_HELD: ("to new: held", "to new storage (something else holds the old one)"),
-    Outcome.COPIED_FOREIGN: ("to new: foreign", "to new storage (the old memory is foreign)"),
-    Outcome.COPIED_SHARED: ("to new: shared", "to new storage (no longer shared with other processes)"),
+# Why a weight got new storage: in the table of a report, and in its text.
+NEW_STORAGE = {
+    Outcome.COPIED: ("new storage", ""),
+    Outcome.COPIED_HELD: ("new storage: held", "something else holds the old one"),
+    Outcome.COPIED_FOREIGN: ("new storage: foreign", "the old memory is foreign"),
+    Outcome.COPIED_SHARED: ("new storage: shared", "no longer shared with other processes"),
 }
 
 
@@ -456,12 +454,9 @@ def summary(rows: Sequence[PlanRow], memory_format: str | None, is_done: bool) -
         return "No 2D or 3D convolution was found"
     counts = Counter(map(_fate, rows))
     wanted = "contiguous" if memory_format == "contiguous_format" else "channels-last"
-    moved = f" ({amount(sum(row.bytes_to_move for row in rows))})"
-    parts = [
-        f"{counts[fate]} {_DONE.get(fate, fate) if is_done else fate}{moved if fate == _MOVED else ''}"
-        for fate in _ORDER
-        if counts[fate]
-    ]
+    size = sum(row.bytes_to_move for row in rows)
+    words = {_CONVERT: f"{'converted' if is_done else _CONVERT}{f' ({amount(size)})' if size else ''}"}
+    parts = [f"{counts[fate]} {words.get(fate, fate)}" for fate in _ORDER if counts[fate]]
     return f"{several(len(rows), 'weight')} to {wanted}: {', '.join(parts)}"
 
 
@@ -469,9 +464,8 @@ def full_table(rows: Sequence[PlanRow], layers: Sequence[LayerRow]) -> str:
     """Return a line for every row, and what the reasons in them mean."""
     text = ""
     if rows:
-        done = [WHERE[row.outcome][0] if row.outcome in WHERE else row.action.value for row in rows]
-        cells = [[*site, what, _name(row.reason)] for site, what, row in zip(_cells(rows, rows), done, rows)]
-        text += table(cells, ["site", "layer", "shape", "dtype", "action", "reason"])
+        cells = [[*site, _action(row), _name(row.reason)] for site, row in zip(_cells(rows, rows), rows)]
+        text += table(cells, ["weight", "layer", "shape", "dtype", "action", "reason"])
     if layers:
         cells = [[row.path or "(the model itself)", row.layer, row.action.value, _name(row.reason)] for row in layers]
         text += table(cells, ["layer", "class", "action", "reason"])
@@ -488,6 +482,14 @@ def _fate(row: PlanRow) -> str:
     if row.action is Action.KEEP:  # with a remark, a weight is in the format
         return _IN_FORMAT if row.reason is None or row.reason.kind is Kind.REMARK else _KEPT
     return _BY_ACTION[row.action]
+
+
+def _action(row: PlanRow) -> str:
+    """Return the cell for a row's action, with what is worth knowing about the memory."""
+    if row.action is Action.RESTRIDE:
+        return f"{Action.CONVERT.value} (strides only)"
+    detail, _ = NEW_STORAGE.get(row.outcome, ("", "")) if row.outcome else ("", "")
+    return f"{row.action.value} ({detail})" if detail else row.action.value
 
 
 def _name(reason: Reason | None) -> str:
@@ -514,10 +516,10 @@ def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
     for row in layers:
         alike.setdefault((row.layer, row.gains, row.action, row.reason), []).append(row.path or "the model itself")
     for (layer, gains, action, reason), paths in alike.items():
-        if action is Action.EXCHANGE or reason is None:
+        if action is Action.REPLACE or reason is None:
             why = reason.value if reason else gains
             yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: {why}"
-        elif reason is Reason.EXCHANGED:
+        elif reason is Reason.REPLACED:
             yield f"{len(paths)} {layer} kept: {reason.value}"
         else:
             yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}"

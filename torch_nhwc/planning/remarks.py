@@ -78,8 +78,8 @@ def remarks_on(
     each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
     if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
         remarks += [reason.value for reason in _faults_of_kept_layers(found, options, layers)]
-    is_saved_as_it_is = state_dict_hook_key(found.model) is None
-    if has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+    has_strides = state_dict_hook_key(found.model) is None and any(map(_is_permuted, rows))
+    if has_ranks() and has_strides:
         remarks.append(Reason.BROADCAST.value)
     if each_forward:
         weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
@@ -90,8 +90,10 @@ def remarks_on(
     if options.input_format and (hook is not None or not found.sites):
         remarks.append(_remark_on_input_hook(found.model, hook))
     is_hook_new = hook not in (None, input_hook(found.model))
-    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in layers):
+    if is_hook_new or each_forward or any(row.action is Action.REPLACE for _, row in layers):
         remarks.append(Reason.SAVED_WHOLE.value)
+    elif has_strides and any(row.changes for row in rows):
+        remarks.append(Reason.SAVED_STRIDES.value)
     if options.format.is_channels_last:
         remarks += [reason.value for reason in _remarks_on_layers(found, options, layers)]
     return remarks
