@@ -202,7 +202,7 @@ def test_a_companion_whose_memory_something_else_holds_is_a_warning(storage):
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
     average = Pairs(model)
     average.update(model)
-    held = "ema of '0.weight', ema of '2.weight': something else holds the memory, such as a state dict"
+    held = "ema of '0.weight', ema of '2.weight': something else holds this memory, such as a state dict"
     with pytest.warns(UserWarning, match=held) as warned:
         report = nhwc.convert_(model, ema=average.ema, storage=storage)
     assert [each.filename for each in warned] == [__file__]
