@@ -63,7 +63,8 @@ def convert_(
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, on which the model
             runs once, to see which tensors reach its convolutions.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`. The default is `"auto"`.
-        strict: Whether to raise, before anything changes, if a weight is refused or nothing is converted.
+        strict: Whether to raise, before anything changes, if a weight is refused, or the arguments fit no
+            weight or no input.
         input_format: `"channels_last"` also converts the model's inputs, images and volumes alike, by a forward
             pre-hook; those of a rank that its convolutions have. `"channels_last_3d"` means volumes only.
         preserve: Whether layers that lose channels-last, or that PyTorch computes wrong, are replaced: their class

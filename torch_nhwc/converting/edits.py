@@ -203,9 +203,9 @@ def warn_held(companions: Sequence[Companion]) -> None:
     if companions:
         names = [f"{each.label} of {each.weight.name!r}" for each in companions]
         warn(
-            f"torch_nhwc: {first_of(names)}: something else holds this memory, such as a state dict, or an average that "
-            "keeps the tensors of one. It will not see later values, and what it writes will be lost: drop it, or "
-            "convert before it is made"
+            f"torch_nhwc: {first_of(names)}: something else holds this memory, such as a state dict, or an average "
+            "that keeps the tensors of one. It will not see later values, and what it writes will be lost: drop it, "
+            "or convert before it is made"
         )
 
 
