@@ -148,7 +148,8 @@ class Decisions:
 
 
 def held_among(companions: Sequence[Companion]) -> list[Companion]:
-    """Return those of some companions whose memory something else holds, so that a conversion gives them other one."""
+    """Return those of some companions that would leave memory which something else holds."""
+    companions = [each for each in companions if not each.tensor._is_view()]  # a view holds its base itself
     formats = [each.weight.format for each in companions]
     outcomes = outcomes_of([each.tensor for each in companions], formats, "auto")
     return [each for each, outcome in zip(companions, outcomes) if outcome is Outcome.COPIED_HELD]
