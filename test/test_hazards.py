@@ -66,6 +66,25 @@ def test_h02_optimizer_state_saved_in_storage_order_is_scrambled_when_read_in_lo
         assert torch.equal(stored.view(tensor.shape), tensor)
 
 
+@pytest.mark.parametrize("preserve", [True, False])
+def test_h03_the_report_names_the_state_dict_that_safetensors_and_other_models_take(preserve, tmp_path):
+    from safetensors.torch import load_file, save_file
+
+    model, plain = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(3, 4, 3))
+    report = nhwc.convert_(model, preserve=preserve)
+    named = "save torch_nhwc.checkpoint.contiguous_state_dict(model)"
+    assert " ".join(str(report).split()).count(named) == 1
+    assert not any(named in remark for remark in nhwc.convert_(model, preserve=preserve).remarks)  # nothing changes
+    save_file(nhwc.checkpoint.contiguous_state_dict(model), tmp_path / "model.safetensors")
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"), assign=True)
+    assert plain[0].weight.is_contiguous()
+    plain.load_state_dict(model.state_dict())  # which copies the values
+    assert plain[0].weight.is_contiguous()
+    assert torch.equal(plain[0].weight, model[0].weight)
+    plain.load_state_dict(model.state_dict(), assign=True)
+    assert plain[0].weight.stride() == (27, 1, 9, 3)
+
+
 def test_h03_safetensors_refuses_channels_last_tensors(tmp_path):
     from safetensors.torch import load_file, save_file
 

@@ -17,7 +17,7 @@ from torch_nhwc.ops import Storage, set_strides_
 from torch_nhwc.planning.companions import Weight, find_companions, find_mismatched, held_by, sources_of
 from torch_nhwc.planning.deciding import decide
 from torch_nhwc.planning.matching import match, match_layers
-from torch_nhwc.planning.plans import Action, CompanionRow, Plan, expect_plan
+from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanOrPath, plan_from
 from torch_nhwc.planning.remarks import has_lost_input_hook
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Reason
@@ -68,13 +68,13 @@ class Deviation:
 
 
 def check(
-    model: nn.Module, plan: Plan, optimizer: Any = None, ema: Any = None, process_group: Any = None
+    model: nn.Module, plan: PlanOrPath, optimizer: Any = None, ema: Any = None, process_group: Any = None
 ) -> list[Deviation]:
     """List what does not have a plan's layout: weights, gradients, optimizer state, averaged copies, layers and hooks.
 
     Args:
         model: a model that the plan fits, in any dtype, or the result of DDP, `torch.compile` or `AveragedModel`.
-        plan: `report.plan`.
+        plan: `report.plan`, or the path of its file.
         optimizer: one, or several, whose state is checked. One that keeps its parameters in flat buckets is listed.
         ema: averaged copies to check, one or several, as `convert_` takes them.
         process_group: also compares plans and strides across the ranks of this group, and whether a weight has the
@@ -110,7 +110,7 @@ def check(
 
 
 def restore_(
-    model: nn.Module, plan: Plan, optimizer: Any = None, ema: Any = None, storage: Storage = "detach"
+    model: nn.Module, plan: PlanOrPath, optimizer: Any = None, ema: Any = None, storage: Storage = "detach"
 ) -> Report:
     """Restore the format of a plan in a model that has lost it.
 
@@ -122,7 +122,7 @@ def restore_(
 
     Args:
         model: a model that the plan fits.
-        plan: the plan of the conversion, `report.plan`.
+        plan: the plan of the conversion, `report.plan`, or the path of its file.
         optimizer: one, or several, whose state follows.
         ema: averaged copies that follow, one or several, as `convert_` takes them.
         storage: as in `convert_weights_`; `"detach"` because `vector_to_parameters` leaves slices of one vector.
@@ -138,6 +138,7 @@ def restore_(
         >>> layer.weight.stride()
         (27, 1, 9, 3)
     """
+    plan = plan_from(plan)
     found = match(plan, model, any_dtype=True)
     return apply(decide(found, plan.options(storage), sources_of(optimizer, ema, model), plan))
 
@@ -190,9 +191,10 @@ class _Rank:
         self.deviations.append(Deviation(site, what, remark=remark))
 
 
-def _look(model: nn.Module, plan: Plan, optimizer: Any, ema: Any, has_ranks: bool) -> _Rank:
+def _look(model: nn.Module, given: PlanOrPath, optimizer: Any, ema: Any, has_ranks: bool) -> _Rank:
     """Check the model of this rank."""
-    model = _unwrapped(model, expect_plan(plan))
+    plan = plan_from(given)
+    model = _unwrapped(model, plan)
     seen = _Rank()
     found = match(plan, model, any_dtype=True)
     weights = _look_at_weights(found, plan, seen, has_ranks)
@@ -255,7 +257,7 @@ def _look_at_layers(found: Found, plan: Plan, seen: _Rank) -> None:
     for row in plan.layers:
         seen.planned[row.path] = f"{row.layer}, {'replaced' if row.is_wanted else 'kept'}"
         layer = layers.get(row.path)
-        if row.is_wanted and layer is not None and layer.reason is not Reason.EXCHANGED:
+        if row.is_wanted and layer is not None and layer.reason is not Reason.REPLACED:
             seen.add(row.path, "layer", f"is a {layer.kind} again, and no longer {layer.gains}")
 
 

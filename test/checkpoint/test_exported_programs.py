@@ -130,7 +130,7 @@ class Reaching(nn.Module):
 def test_weights_are_found_on_every_path_to_a_convolution_and_computed_ones_are_refused(tmp_path):
     model, x = Reaching().double().eval(), X.double()
     model.constant = model.constant.double()
-    with pytest.warns(UserWarning, match="1 of 7 sites stay as they are: '<computed"):
+    with pytest.warns(UserWarning, match="1 of 7 weights refused: '<computed"):
         program, report = converted(exported(model, x), tmp_path)
     reasons = {row.full_name: row.reason for row in report.rows}
     assert reasons.pop("<computed 6>") is Reason.ON_THE_FLY

@@ -108,7 +108,7 @@ def test_an_optimizer_object_with_a_state_dict_is_refused(tmp_path):
 def test_what_shares_memory_with_a_tensor_in_a_list_stays_with_it(tmp_path):
     weight = torch.randn(4, 3, 3, 3)
     content = {"model": {"0.weight": weight}, "raw": [weight.detach()], 1: weight.view(-1)}
-    with pytest.warns(UserWarning, match="1 of 1 sites stay as they are"):
+    with pytest.warns(UserWarning, match="1 of 1 weight refused"):
         after, report = converted(content, tmp_path)
     assert report.rows[0].reason is Reason.TIED_BY_VIEW
     assert len({each.data_ptr() for each in (after["model"]["0.weight"], after["raw"][0], after[1])}) == 1
@@ -158,6 +158,11 @@ def test_what_would_need_this_package_in_the_file_stays_as_it_is(tmp_path):
     assert b"torch_nhwc" not in (tmp_path / "out.pt").read_bytes()
     assert "1, 2: left unchanged, since the file would need torch_nhwc where it is loaded" in report.remarks
     assert report.rows[0].target_strides == STRIDES
+    message = "nothing to convert: 1: left unchanged, since the file would need torch_nhwc where it is loaded"
+    with pytest.warns(UserWarning, match=message):
+        converted(model[1:2], tmp_path, allow_pickle=True)
+    with pytest.raises(RuntimeError, match=message):
+        converted(model[1:2], tmp_path, allow_pickle=True, strict=True)
 
 
 @pytest.mark.parametrize("is_training", [True, False])

@@ -44,6 +44,7 @@ def test_the_bytes_of_a_file_say_what_it_holds_whatever_its_name(name, tmp_path)
     (tmp_path / "model.safetensors").write_bytes(SAVED[name]())
     report = nhwc.convert_saved(tmp_path / "model.safetensors", tmp_path / "out.txt")
     assert [row.target_strides for row in report.rows] == [STRIDES]
+    assert nhwc.Reason.SAVED_STRIDES.value not in report.remarks  # they are what the file is for
     loaded = torch.jit.load(tmp_path / "out.txt") if name == "archive" else torch.load(tmp_path / "out.txt")
     state = loaded.state_dict() if name == "archive" else loaded
     assert next(iter(state.values())).stride() == STRIDES

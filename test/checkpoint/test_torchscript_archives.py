@@ -149,6 +149,17 @@ def test_forward_converts_its_inputs_and_keeps_its_arguments(tmp_path):
     torch.testing.assert_close(torch.jit.load(tmp_path / "again.pt")(*arguments), before(*arguments))
 
 
+def test_a_format_of_the_inputs_that_fits_no_convolution_is_a_warning_and_an_error_if_strict(tmp_path):
+    torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))).save(tmp_path / "in.pt")
+    paths, message = (tmp_path / "in.pt", tmp_path / "out.pt"), "in.pt: input_format='channels_last_3d' converts no inp"
+    with pytest.raises(RuntimeError, match=f"{message}.* pass 'channels_last', .*nothing was written, since strict"):
+        nhwc.convert_saved(*paths, input_format="channels_last_3d", strict=True)
+    assert not paths[1].exists()
+    with pytest.warns(UserWarning, match=message):
+        report = nhwc.convert_saved(*paths, input_format="channels_last_3d")
+    assert "the convolutions are 2D: pass 'channels_last'" in report.remarks[-1]
+
+
 def test_h22_norms_are_folded_into_converted_convolutions(tmp_path):
     model, path = archive(tmp_path, "scripted")
     nhwc.convert_saved(path, path)
@@ -202,10 +213,10 @@ def test_an_archive_for_the_lite_interpreter_is_refused(tmp_path):
 def test_strict_refuses_what_is_computed_and_writes_nothing(tmp_path):
     model = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     torch.jit.trace(model, X).save(tmp_path / "in.pt")
-    with pytest.raises(RuntimeError, match="1 of 1 sites stay as they are"):
+    with pytest.raises(RuntimeError, match="1 of 1 weight refused"):
         nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt", strict=True)
     assert not (tmp_path / "out.pt").exists()
-    with pytest.warns(UserWarning, match="1 of 1 sites stay as they are"):
+    with pytest.warns(UserWarning, match="1 of 1 weight refused"):
         report = nhwc.convert_saved(tmp_path / "in.pt", tmp_path / "out.pt")
     assert report.rows[0].reason is Reason.ON_THE_FLY
     with pytest.raises(RuntimeError, match=r"the model (is gone|no longer exists)"):

@@ -257,6 +257,18 @@ class TestTune:
         assert tuning.workload["shapes"] == ["2x3x8x8"]
         assert run("convert", *of_mine("losing"), "--plan", "tuning.json")[0] == 0
 
+    def test_prints_a_line_of_code_that_runs(self, run, monkeypatch):
+        model = nn.Sequential(nn.Conv2d(3, 8, 3))
+        tuning = torch_nhwc.tune(model, torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        plan = torch_nhwc.plan(model, input_format="channels_last")
+        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full", plan=plan))
+        _, out, _ = run("tune", *of_mine("losing"), "--save", "mine.json")
+        *_, sentence, code = out.splitlines()
+        assert sentence == "Convert the model by the plan 'full':"
+        exec(code, {"model": model})
+        assert model[0].weight.stride() == (27, 1, 9, 3)
+        assert len(model._forward_pre_hooks) == 1
+
     def test_prints_json_and_replaces_no_layers_with_no_preserve(self, run):
         arguments = "--budget", 0.1, "--no-preserve", "--autocast", "bfloat16", "--json"
         tuning = Tuning.from_json(run("tune", *of_mine("losing"), *arguments)[1])
@@ -268,14 +280,14 @@ class TestTune:
         monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full"))
         _, out, _ = run("tune", *of_mine("losing"))
         assert out.endswith(
-            "Convert the model by the plan 'full': torch_nhwc.convert_(model, "
-            "plan=Tuning.from_json(open('tuning.json').read()).plan); --save tuning.json writes that file.\n"
+            "Convert the model by the plan 'full' (--save tuning.json writes the file):\n"
+            "import torch, torch_nhwc; torch_nhwc.convert_(model, plan='tuning.json')\n"
         )
 
     @pytest.mark.parametrize(
         ("choice", "advice"),
         [
-            ("full, compiled", ".plan), then compile it: torch.compile(model); --save tuning.json writes that file.\n"),
+            ("full, compiled", "convert_(model, plan='tuning.json'); model = torch.compile(model)\n"),
             ("contiguous, compiled", "Compile the model and convert nothing: torch.compile(model)\n"),
             ("contiguous", "Leave the model as it is: no plan is certainly faster here.\n"),
         ],
@@ -300,7 +312,7 @@ class TestVerify:
     def test_ends_with_0_for_a_right_conversion(self, run):
         code, out, _ = run("verify", *of_mine("losing"), "--mode", "training")
         assert code == 0
-        assert "2 weights to channels-last: 2 moved" in out
+        assert "2 weights to channels-last: 2 converted" in out
         assert "nothing differs" in out
 
     def test_ends_with_1_and_names_a_layer_that_differs(self, run):
@@ -318,7 +330,7 @@ class TestPlan:
     def test_prints_what_would_happen_to_the_weights_that_inputs_show(self, run):
         code, out, _ = run("plan", *of_mine("keywords"))
         assert code == 0
-        assert out.splitlines()[0] == "2 weights to channels-last: 2 to move (3.2 kB)."
+        assert out.splitlines()[0] == "2 weights to channels-last: 2 to convert (3.2 kB)."
         assert out.splitlines()[-1] == "(All rows: --table)"
 
     def test_takes_what_convert_takes(self, run):
@@ -329,10 +341,24 @@ class TestPlan:
             assert "--table" not in out
             lines = map(str.split, out.splitlines())
             rows[option] = [line[1:4] for line in lines if line[:1] == ["layers.1"]]
-        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "exchange"]
+        weight, layer = ["Conv2d", "8x3x3x3", "each_forward"], ["Conv2d", "replace"]
         assert rows == {"--preserve": [weight, layer], "--no-preserve": [weight]}
-        code, out, _ = run("plan", *of_mine("volume"), "--memory-format", "channels_last", "--json")
-        assert code == 0
+
+    def test_names_the_way_if_the_memory_format_is_of_the_other_rank(self, run):
+        arguments = *of_mine("volume"), "--memory-format", "channels_last"
+        sentence = (
+            "nothing to convert in the {}: its convolutions are 3D: omit --memory-format, or pass 'channels_last_3d' "
+            "instead of 'channels_last'"
+        )
+        for command in ("plan", "convert"):
+            code, out, error = run(command, *arguments)
+            assert (code, error) == (0, "")
+            assert out.splitlines()[:2] == [
+                "1 weight to channels-last: 1 of the other rank.",
+                sentence.format("model"),
+            ]
+        assert_one_line(run("convert", *arguments, "--strict"), sentence.format("Conv3d"))
+        _, out, _ = run("plan", *arguments, "--json")
         assert [row.reason.name for row in torch_nhwc.Plan.from_json(out).rows] == ["OTHER_RANK"]
 
 
@@ -345,7 +371,7 @@ class TestConvert:
         code, out, _ = run("convert", *of_mine(name), "--out", "converted.pt", "--no-preserve")
         assert code == 0
         lines = out.splitlines()
-        assert lines[0] == "2 weights to channels-last: 2 moved (3.2 kB)."
+        assert lines[0] == "2 weights to channels-last: 2 converted (3.2 kB)."
         assert re.fullmatch(r"Outputs are within the tolerance \S+: the largest difference is .*", lines[-2])
         assert lines[-1] == "Written to converted.pt: state dict, to be loaded by load_state_dict(..., assign=True)."
         assert torch.load("converted.pt")["kernel"].stride() == (72, 1, 24, 8)
@@ -387,19 +413,19 @@ class TestConvert:
         assert "1 Softmax2d" in out
         message = "a plan has its own memory format"
         assert_one_line(run("convert", *of_mine("losing"), "--plan", "plan.json", "--no-preserve"), message)
-        assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: of_mine.py cannot be read")
+        assert_one_line(run("convert", *of_mine("losing"), "--plan", "of_mine.py"), "--plan: expected a file that")
 
     def test_converts_a_lazy_model_after_its_first_forward(self, run):
         code, out, _ = run("convert", *of_mine("lazy"), "--table")
         assert code == 0
-        assert "0     Conv2d  4x3x3x3  in place" in out.splitlines()
+        assert "0       Conv2d  4x3x3x3  convert" in out.splitlines()
 
     def test_converts_a_file_into_another_of_its_kind(self, run):
         torch.jit.script(nn.Sequential(nn.Conv2d(3, 4, 3))).save("model.pt")
         code, out, _ = run("convert", "model.pt", "out.pt", "--input-format", "channels_last", "--table")
         assert code == 0
         lines = out.splitlines()
-        assert lines[0] == "1 weight to channels-last: 1 moved (432 bytes)."
+        assert lines[0] == "1 weight to channels-last: 1 converted (432 bytes)."
         assert lines[-1] == "Written to out.pt."
         converted = torch.jit.load("out.pt")
         assert converted.state_dict()["0.weight"].stride() == (27, 1, 9, 3)

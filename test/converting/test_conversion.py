@@ -102,9 +102,7 @@ class TestRefusals:
                     pass
         assert [str(each.filename) for each in caught] == [__file__]
         text = str(caught[0].message)
-        assert text.startswith(
-            "torch_nhwc: 2 of 3 sites stay as they are: '1.weight' (Conv2d), '2.weight' (Conv2d): it"
-        )
+        assert text.startswith("torch_nhwc: 2 of 3 weights refused: '1.weight' (Conv2d), '2.weight' (Conv2d): it")
 
     @pytest.mark.parametrize("verb", ["convert_", "apply"])
     def test_raise_before_any_write_if_strict(self, verb):

@@ -39,14 +39,21 @@ def assert_alike(rank, make, memory_format):
 
 
 @BOTH
-@pytest.mark.parametrize(
-    "memory_format", [0, 2, 3.0, "channels_last", "contiguous_format", torch.float32, [1]], ids=repr
-)
+@pytest.mark.parametrize("memory_format", [0, 2, 3.0, "nhwc", "preserve_format", torch.float32, [1]], ids=repr)
 def test_a_format_that_is_not_one_is_a_type_error(rank, memory_format):
     model = LAYERS[rank][0](3, 4, 3)
     assert assert_alike(rank, lambda: model, memory_format) is TypeError
     with pytest.raises(TypeError, match=rf"conv{rank - 2}d.*must be torch.memory_format, not"):
         OURS[rank](nn.Linear(3, 4), memory_format)
+
+
+@BOTH
+@pytest.mark.parametrize("name_of", [str, lambda memory_format: str(memory_format).removeprefix("torch.")])
+def test_a_name_means_its_format(rank, name_of):
+    model = LAYERS[rank][0](3, 4, 3)
+    for memory_format in (LAST[rank], torch.contiguous_format):
+        assert OURS[rank](model, name_of(memory_format)) is model
+        assert model.weight.is_contiguous(memory_format=memory_format)
 
 
 @BOTH

@@ -27,8 +27,8 @@ def actions(plan):
     return [row.action for row in plan.rows]
 
 
-EXCHANGED = ["EachForwardConv2d", "GroupNorm", "Unflatten", "EachForwardConv3d"]
-PLAIN = [name.removeprefix("EachForward") for name in EXCHANGED]
+REPLACED = ["EachForwardConv2d", "GroupNorm", "Unflatten", "EachForwardConv3d"]
+PLAIN = [name.removeprefix("EachForward") for name in REPLACED]
 
 
 def test_a_plan_is_kept_compared_and_applied():
@@ -47,7 +47,7 @@ def test_a_plan_is_kept_compared_and_applied():
     assert nhwc.plan(converted, each_forward=True, preserve=False).digest == plan.digest
     other = network()
     report = nhwc.convert_(other, plan=read)
-    assert kinds(other) == EXCHANGED
+    assert kinds(other) == REPLACED
     assert report.plan == plan
     assert str(report).startswith("2 weights to channels-last: 2 in each forward.")
 
@@ -80,7 +80,7 @@ def test_nothing_but_classes_changes_and_a_second_call_nothing():
     assert again.plan.digest == report.plan.digest
     assert [(id(p), p.data_ptr(), p.stride()) for p in model.parameters()] == tensors
     again.revert()
-    assert kinds(model) == EXCHANGED
+    assert kinds(model) == REPLACED
     report.revert()
     assert kinds(model) == PLAIN
 
@@ -113,10 +113,10 @@ def replaced():
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (Kernel, Reason.NOT_EXCHANGEABLE),
-        (replaced, Reason.NOT_EXCHANGEABLE),
-        (lambda: Rebuilt(3, 4, 3), Reason.NOT_EXCHANGEABLE),
-        (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_EXCHANGEABLE),
+        (Kernel, Reason.NOT_REPLACEABLE),
+        (replaced, Reason.NOT_REPLACEABLE),
+        (lambda: Rebuilt(3, 4, 3), Reason.NOT_REPLACEABLE),
+        (lambda: torch.jit.script(nn.Conv2d(3, 4, 3)), Reason.NOT_REPLACEABLE),
         (lambda: torch.compile(nn.Conv2d(3, 4, 3)), Reason.COMPILED),
         (refused_view, None),
         (not_a_leaf, None),

@@ -74,7 +74,7 @@ def test_mode_gradients_and_the_option_say_what_is_replaced(is_training, require
     assert report.plan.preserve is preserve
     reason = None if preserve else Reason.STRIDED_POINTWISE
     rows = [(row.path, row.layer, row.action, row.reason) for row in plan.layers]
-    assert rows == [(path, kind, Action.EXCHANGE, reason) for path, kind in KINDS.items() if path in expected]
+    assert rows == [(path, kind, Action.REPLACE, reason) for path, kind in KINDS.items() if path in expected]
     assert (Reason.WRONG_GRADIENTS.value in report.remarks) is (requires_grad and not preserve)
     report.revert()
     assert types(model) == types(network())
@@ -140,7 +140,7 @@ def test_a_second_call_changes_nothing_and_a_context_restores_the_classes():
     nhwc.convert_(model)
     before = types(model)
     report = nhwc.convert_(model)
-    assert [row.reason for row in report.plan.layers] == [Reason.EXCHANGED] * len(KINDS)
+    assert [row.reason for row in report.plan.layers] == [Reason.REPLACED] * len(KINDS)
     assert Reason.SAVED_WHOLE.value not in report.remarks
     report.revert()
     assert types(model) == before
@@ -303,7 +303,7 @@ def test_subclasses_with_code_of_their_own_stay():
 @pytest.mark.usefixtures("process_group")
 def test_layers_inside_of_ddp_stay_and_replaced_ones_train_there():
     wrapped = DistributedDataParallel(network())
-    with pytest.warns(UserWarning, match="sites stay as they are"):
+    with pytest.warns(UserWarning, match="weights refused"):
         report = nhwc.convert_(wrapped)
     assert {row.action for row in report.plan.layers} == {Action.KEEP}
     assert not replaced(wrapped)
@@ -354,7 +354,7 @@ def test_a_deep_model_converts_and_reverts():
     for _ in range(3000):
         model = nn.Sequential(model)
     report = nhwc.convert_(model)
-    assert [row.action for row in report.plan.layers] == [Action.EXCHANGE]
+    assert [row.action for row in report.plan.layers] == [Action.REPLACE]
     assert [row.full_name for row in report.rows] == ["0." * 3000 + "weight"]
     report.revert()
     while isinstance(model, nn.Sequential):

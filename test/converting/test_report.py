@@ -1,11 +1,12 @@
 """Reports: what was done, why, and how it reads."""
 
 import copy
+import re
 import warnings
 
 import pytest
 import torch
-from snapshots import assert_unchanged, network, refused_view, snapshot
+from snapshots import assert_unchanged, in_format, network, refused_view, snapshot
 from torch import nn
 from torch.nn.utils import parametrizations
 
@@ -80,32 +81,32 @@ def swapped():
     return model
 
 
-TO_MOVE, MOVED = "2 to move (1.0 kB), 1 to restride", "2 moved (1.0 kB), 1 restrided"
+TO_CONVERT, CONVERTED = "3 to convert (1.0 kB)", "3 converted (1.0 kB)"
 # A model, the options, and what a plan and a report say.
 SUMMARIES = {
-    "plain": (three, {}, f"3 weights to channels-last: {TO_MOVE}", f"3 weights to channels-last: {MOVED}"),
+    "plain": (three, {}, f"3 weights to channels-last: {TO_CONVERT}", f"3 weights to channels-last: {CONVERTED}"),
     "in format": (three, {"memory_format": "contiguous_format"}, "3 weights to contiguous: 3 in format already", None),
-    "tied": (tied, {}, f"4 weights to channels-last: {TO_MOVE}, 1 tied to another", None),
+    "tied": (tied, {}, f"4 weights to channels-last: {TO_CONVERT}, 1 tied to another", None),
     "filtered": (
         three,
         {"filter_fn": lambda module, path: path == "0"},
-        "3 weights to channels-last: 1 to move (432 bytes), 2 left out by the filter",
+        "3 weights to channels-last: 1 to convert (432 bytes), 2 left out by the filter",
         None,
     ),
     "rank": (
         network,
         {"memory_format": "channels_last"},
-        f"4 weights to channels-last: {TO_MOVE}, 1 of the other rank",
+        f"4 weights to channels-last: {TO_CONVERT}, 1 of the other rank",
         None,
     ),
-    "lazy": (lambda: nn.LazyConv2d(3, 3), {}, "1 weight to channels-last: 1 once they have a shape", None),
-    "refused": (lambda: three(refused_view()), {}, f"4 weights to channels-last: {TO_MOVE}, 1 refused", None),
+    "lazy": (lambda: nn.LazyConv2d(3, 3), {}, "1 weight to channels-last: 1 waiting for a shape", None),
+    "refused": (lambda: three(refused_view()), {}, f"4 weights to channels-last: {TO_CONVERT}, 1 refused", None),
     "meta": (lambda: three().to("meta"), {}, "3 weights to channels-last: 3 on the meta device", None),
     "in each forward": (swapped, {"each_forward": True}, "3 weights to channels-last: 3 in each forward", None),
     "one channel": (
         lambda: nn.Conv2d(1, 4, 3),
         {},
-        "1 weight to channels-last: 1 of one channel stay contiguous",
+        "1 weight to channels-last: 1 left contiguous (one channel)",
         None,
     ),
 }  # fmt: skip
@@ -118,7 +119,7 @@ def test_plans_and_reports_begin_with_what_happens_to_how_many_weights(name, mon
     make, options, planned, done = SUMMARIES[name]
     model = make()
     plan = nhwc.plan(model, **options)
-    done = done or planned.replace(TO_MOVE, MOVED).replace("to move", "moved")
+    done = done or planned.replace("to convert", "converted")
     report = nhwc.convert_(model, **options)
     assert (repr(plan), repr(report)) == (f"<Plan: {planned}>", f"<Report: {done}>")
     assert (str(plan).splitlines()[0], str(report).splitlines()[0]) == (f"{planned}.", f"{done}.")
@@ -144,10 +145,10 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
     model["norm"] = parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
     model["stem"].weight.grad = torch.zeros(64, 3, 7, 7)
     held = model.eval()["stem"].weight.detach()
-    with pytest.warns(UserWarning, match="1 of 4 sites"):
+    with pytest.warns(UserWarning, match="1 of 4 weights refused"):
         report = nhwc.convert_(model, optimizer=(), ema=copy.deepcopy(model), preserve=True)
-    assert str(report).splitlines()[:-2] == [
-        "4 weights to channels-last: 2 moved (38.1 kB), 1 in format already, 1 refused.",
+    assert str(report).splitlines() == [
+        "4 weights to channels-last: 2 converted (38.1 kB), 1 in format already, 1 refused.",
         f"1 refused, PART_OF_LARGER_STORAGE: {Reason.PART_OF_LARGER_STORAGE.value}",
         "  view  Conv2d  4x3x3x3",
         f"2 with a remark, COPIED_EACH_FORWARD: {Reason.COPIED_EACH_FORWARD.value}",
@@ -157,35 +158,36 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
         "with fewer multiplications",
         "1 GELU replaced: fast, forward and backward",
         f"1 Own kept (own): {Reason.OTHER_CLASS.value}",
-        "Moved: 1 in place, 1 to new storage (something else holds the old one).",
-        "With the strides of their weights: 1 grad, 3 ema.",
+        "Following their weights: 1 grad, 3 ema.",
+        "37.6 kB of new storage: 1 weight (something else holds the old one).",
         Reason.SAVED_WHOLE.value,
+        "(All rows: .table())",
     ]
     assert held.is_contiguous()
-    assert f"1 GELU kept: {Reason.EXCHANGED.value}" in str(nhwc.plan(model, preserve=True)).splitlines()
+    assert f"1 GELU kept: {Reason.REPLACED.value}" in str(nhwc.plan(model, preserve=True)).splitlines()
 
 
 def test_the_table_has_all_rows(monkeypatch):
-    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("COLUMNS", "90")
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 64, 7), "block": nn.Sequential(nn.Conv2d(64, 64, 1), nn.GELU())})
     model["view"] = refused_view()
     model["view"].weight = nn.Parameter(torch.randn(216).half()[108:].view(4, 3, 3, 3))
     model["later"] = nn.LazyConv2d(3, 3)
-    with pytest.warns(UserWarning, match="1 of 4 sites"):
+    with pytest.warns(UserWarning, match="1 of 4 weights refused"):
         report = nhwc.convert_(model)
     lines = report.table().splitlines()
     assert lines[:11] == [
-        "site     layer       shape      dtype    action    reason",
-        "stem     Conv2d      64x3x7x7   float32  in place",
-        "block.0  Conv2d      64x64x1x1  float32  restride",
-        "view     Conv2d      4x3x3x3    float16  refuse    PART_OF_LARGER_STORAGE",
-        "later    LazyConv2d                      convert   LAZY",
-        "layer    class   action    reason",
-        "stem     Conv2d  exchange",
-        "block.0  Conv2d  exchange",
-        "block.1  GELU    exchange",
-        "view     Conv2d  exchange",
-        "later    Conv2d  keep      LAZY_LAYER",
+        "weight   layer       shape      dtype    action                  reason",
+        "stem     Conv2d      64x3x7x7   float32  convert",
+        "block.0  Conv2d      64x64x1x1  float32  convert (strides only)",
+        "view     Conv2d      4x3x3x3    float16  refuse                  PART_OF_LARGER_STORAGE",
+        "later    LazyConv2d                      convert                 LAZY",
+        "layer    class   action   reason",
+        "stem     Conv2d  replace",
+        "block.0  Conv2d  replace",
+        "block.1  GELU    replace",
+        "view     Conv2d  replace",
+        "later    Conv2d  keep     LAZY_LAYER",
     ]
     reasons = ["PART_OF_LARGER_STORAGE", "LAZY", "LAZY_LAYER"]
     assert [line.split(":")[0] for line in lines[11:] if not line.startswith(" ")] == reasons
@@ -203,40 +205,88 @@ def test_plans_and_reports_fit_the_terminal(columns, monkeypatch):
     part.add_module("norm", parametrizations.weight_norm(nn.Conv2d(3, 4, 3).half()))
     part.add_module("lazy", nn.LazyConvTranspose3d(4, 3))
     plan = nhwc.plan(model)
-    with pytest.warns(UserWarning, match="stay as they are"):
+    with pytest.warns(UserWarning, match="refused"):
         report = nhwc.convert_(model)
     for text in (str(plan), str(report), plan.table(), report.table()):
         assert max(map(len, text.splitlines())) <= columns
+
+
+def assert_is_in_vain(model, message, converts=False, **options):
+    """Assert that a call of `plan` or `convert_` does nothing, warns, says so in its text, and raises if strict."""
+    before, types = snapshot(model), [*map(type, model.modules())]
+    in_text = re.sub("in the [A-Z]\\w+", "in the model", message)
+    with pytest.warns(UserWarning, match=f"{re.escape(message)}$") as warned:
+        plan = nhwc.plan(model, **options)
+    assert in_text in str(plan)
+    for given in ({"plan": plan}, options):
+        with pytest.raises(RuntimeError, match=f"{re.escape(message)} .nothing was changed, since strict=True"):
+            nhwc.convert_(model, **given, strict=True)
+        assert_unchanged(model, before)
+        with pytest.warns(UserWarning, match=f"{re.escape(message)}$") as warned_again:
+            report = nhwc.convert_(model, **given)
+        assert in_text in str(report)
+        assert [each.filename for each in (*warned, *warned_again)] == [__file__] * 2
+        assert not model._forward_pre_hooks
+        if converts:
+            assert any(in_format(model).values())
+            report.revert()
+        assert_unchanged(model, before)
+        assert [*map(type, model.modules())] == types
 
 
 @pytest.mark.parametrize(
     ("layer", "requested", "instead"),
     [(nn.Conv3d, "channels_last", "channels_last_3d"), (nn.Conv2d, torch.channels_last_3d, "channels_last")],
 )
-def test_nothing_to_convert_is_a_warning_and_an_error_if_strict(layer, requested, instead):
-    model = nn.Sequential(layer(3, 4, 3))
-    before = snapshot(model)
+@pytest.mark.parametrize("options", [{"input_format": "channels_last"}, {"each_forward": True}], ids=str)
+def test_a_memory_format_of_the_other_rank_changes_nothing_and_the_right_one_is_named(
+    layer, requested, instead, options, monkeypatch
+):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.Sequential(layer(3, 4, 3), nn.GroupNorm(2, 4), nn.GELU())
     rank, other = model[0].weight.dim() - 2, str(requested).removeprefix("torch.")
     message = (
-        f"nothing to convert in the Sequential: its convolutions are {rank}D: pass '{instead}', or no format, instead "
-        f"of '{other}'"
+        f"nothing to convert in the Sequential: its convolutions are {rank}D: omit memory_format, or pass '{instead}' "
+        f"instead of '{other}'"
     )
-    plan = nhwc.plan(model, requested)
-    for convert in (
-        lambda **options: nhwc.convert_(model, plan=plan, **options),
-        lambda **options: nhwc.convert_(model, requested, input_format="channels_last", **options),
-    ):
-        with pytest.raises(RuntimeError, match=f"{message} \\(nothing was changed, since strict=True\\)"):
-            convert(strict=True)
-        assert_unchanged(model, before)
-        assert not model._forward_pre_hooks
-        with pytest.warns(UserWarning, match=f"{message}$") as warned:
-            convert().revert()
-        assert [each.filename for each in warned] == [__file__]
-    assert_unchanged(model, before)
+    assert_is_in_vain(model, message, memory_format=requested, **options)
 
 
-def test_there_is_no_warning_if_layers_are_replaced_or_weights_are_left_out_on_purpose():
+@pytest.mark.parametrize("memory_format", [None, torch.contiguous_format], ids=str)
+def test_a_filter_that_leaves_out_every_convolution_is_told_their_paths(memory_format, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.ModuleDict({"encoder": network(), "decoder": nn.GELU()})
+    message = (
+        "nothing to convert in the ModuleDict: filter_fn returns false for all 4 of its convolutions: "
+        "'encoder.first', 'encoder.blocks.0', 'encoder.blocks.1' and 1 more"
+    )
+    assert_is_in_vain(model, message, memory_format=memory_format, filter_fn=lambda _, path: path.startswith("encodr"))
+    alone = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3))
+    message = "in the Sequential: filter_fn returns false for its only convolution: '0'"
+    assert_is_in_vain(alone, message, memory_format="channels_last", filter_fn=lambda *_: False)
+
+
+def test_an_input_format_of_the_other_rank_is_named_with_the_right_one(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    message = (
+        "input_format='channels_last_3d' converts no inputs, since the convolutions are 2D: pass 'channels_last', "
+        "which is for images and volumes alike"
+    )
+    assert_is_in_vain(model, message, converts=True, input_format="channels_last_3d")
+    options = {"memory_format": "channels_last", "input_format": torch.channels_last_3d}
+    assert_is_in_vain(network(), message, converts=True, **options)
+
+
+def test_channels_last_is_the_input_format_of_volumes_as_well():
+    model = nn.Sequential(nn.Conv3d(3, 4, 3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nhwc.convert_(model, input_format="channels_last", strict=True)
+    assert model(torch.randn(2, 3, 4, 4, 4)).is_contiguous(memory_format=torch.channels_last_3d)
+
+
+def test_there_is_no_warning_if_layers_are_replaced_or_the_model_has_both_ranks():
     model = nn.Sequential(nn.GELU())
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -244,7 +294,10 @@ def test_there_is_no_warning_if_layers_are_replaced_or_weights_are_left_out_on_p
             nhwc.convert_(model, preserve=True, strict=True)
         nhwc.convert_(model, torch.contiguous_format, strict=True)
         assert type(model[0]) is nn.GELU
-        nhwc.convert_(nn.Conv2d(3, 3, 3), filter_fn=lambda module, path: False, strict=True)
+        both = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
+        nhwc.convert_(both)
+        nhwc.convert_(both, torch.contiguous_format, filter_fn=lambda module, path: path == "1", strict=True)
+        assert (both[0].weight.is_contiguous(), type(both[1])) == (False, nn.GELU)
         nhwc.convert_(network(), "channels_last", strict=True)
         nhwc.convert_conv2d_weight_memory_format(nn.Conv3d(3, 3, 3), torch.channels_last)  # as PyTorch's
 

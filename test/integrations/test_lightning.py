@@ -299,12 +299,21 @@ def test_a_plan_with_a_filter_and_the_options_of_convert_apply(tmp_path):
     fitted(tmp_path, callback := ChannelsLast(preserve=True, input_format="channels_last"), module=(losing := Losing()))
     assert [row.path for row in callback.report.plan.layers] == ["net.0", "net.1", "net.2", "net.3"]
     assert callback.report.plan.input_format == "channels_last"
+    with pytest.raises(ValueError, match="expected memory_format to be None or one of contiguous_format"):
+        ChannelsLast(memory_format="nhwc")
     assert_as_before(losing)
     assert type(losing.net[2]) is nn.Softmax
 
 
+@pytest.mark.parametrize("memory_format", [torch.channels_last, "channels_last"], ids=repr)
+def test_a_memory_format_and_its_name_are_taken(tmp_path, memory_format):
+    callback = pickle.loads(pickle.dumps(ChannelsLast(memory_format=memory_format, input_format=memory_format)))
+    assert fitted(tmp_path, callback, max_epochs=1).seen == [CHANNELS_LAST] * 2
+
+
 def test_plans_are_applied(tmp_path):
-    fitted(tmp_path, ChannelsLast(plan=nhwc.plan(Module(), each_forward=True)), module=(module := Module()))
+    (tmp_path / "plan.json").write_text(nhwc.plan(Module(), each_forward=True).to_json())
+    fitted(tmp_path, ChannelsLast(plan=tmp_path / "plan.json"), module=(module := Module()))
     assert module.seen == [STRIDES] * 4
     assert_same_training(module, fitted(tmp_path))
     assert_as_before(module)

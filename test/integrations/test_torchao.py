@@ -66,7 +66,7 @@ def test_quantized_convolutions_are_refused():
     model = network()
     quantize_convolutions(model)
     expected = outputs(model)
-    with pytest.warns(UserWarning, match="2 of 2 sites stay as they are: .*of a tensor subclass"):
+    with pytest.warns(UserWarning, match="2 of 2 weights refused: .*of a tensor subclass"):
         report = nhwc.convert_(model)
     assert [row.reason for row in report.rows] == [Reason.SUBCLASS] * 2
     with pytest.raises(RuntimeError, match="of a tensor subclass"):

@@ -109,7 +109,6 @@ class TestRanks:
             ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"memory_format": "channels_last_3d"}, [5]),
             ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"input_format": "channels_last_3d"}, [5]),
             ([nn.Conv2d(3, 4, 3), nn.Conv3d(3, 4, 3)], {"input_format": torch.channels_last_3d}, [5]),
-            ([nn.Conv2d(3, 4, 3)], {"input_format": "channels_last_3d"}, []),
             ([nn.Linear(3, 4)], {}, []),
         ],
     )

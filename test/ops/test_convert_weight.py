@@ -229,19 +229,38 @@ def test_casts_beyond_floating_types_raise(dtype, to, device):
     assert_same(nhwc.convert_weight(weight, dtype=dtype), reference.convert_weight(weight))
 
 
-@pytest.mark.parametrize(
-    "wrong", ["channels_last", 2, 7, -1, True, 2.0, [1], {}, torch.half, torch.tensor(2)], ids=repr
-)
+@pytest.mark.parametrize("wrong", ["nhwc", 2, 7, -1, True, 2.0, [1], {}, torch.half, torch.tensor(2)], ids=repr)
 @pytest.mark.parametrize(
     "function",
     [nhwc.convert_weight, nhwc.convert_weights, nhwc.convert_weight_, nhwc.convert_weights_, nhwc.ops.plan_weights],
 )
 def test_what_is_not_a_memory_format_raises(function, wrong):
     weight = torch.randn(4, 3, 3, 3)
-    message = f"^{function.__name__}: expected memory_format to be a torch.memory_format, got {re.escape(repr(wrong))}$"
-    with pytest.raises(TypeError, match=message):
+    expected = f"^{function.__name__}: expected memory_format to be a torch.memory_format or its name, got "
+    with pytest.raises(TypeError, match=f"{expected}{re.escape(repr(wrong))}$"):
         function(weight if "weights" not in function.__name__ else [weight], wrong)
     assert weight.is_contiguous()
+
+
+@pytest.mark.parametrize("prefix", ["", "torch."])
+def test_names_mean_memory_formats_and_dtypes(prefix):
+    weight = torch.randn(4, 3, 3, 3)
+    for name, dtype in (("channels_last", "bfloat16"), ("contiguous_format", "half")):
+        expected = reference.convert_weight(weight.to(getattr(torch, dtype)), getattr(torch, name))
+        assert_same(nhwc.convert_weight(weight, prefix + name, dtype=prefix + dtype), expected)
+        assert_same(nhwc.convert_weights([weight], prefix + name, dtype=prefix + dtype)[0], expected)
+    assert nhwc.ops.plan_weights([weight], f"{prefix}channels_last") == [nhwc.Outcome.IN_PLACE]
+    nhwc.convert_weight_(weight, f"{prefix}channels_last")
+    assert weight.stride() == (27, 1, 9, 3)
+    nhwc.convert_weights_([weight], f"{prefix}contiguous_format")
+    assert weight.is_contiguous()
+    for wrong in ("float33", "nn"):
+        for call in (
+            lambda: nhwc.convert_weight(weight, dtype=wrong),
+            lambda: nhwc.convert_weights([weight], dtype=wrong),
+        ):
+            with pytest.raises(TypeError, match=f"expected dtype to be a torch.dtype or its name, got {wrong!r}"):
+                call()
 
 
 def test_a_memory_format_may_be_an_input_of_a_traced_graph():

@@ -122,7 +122,7 @@ def test_state_that_cannot_follow_refuses_its_weight_and_no_other(kind):
     weight = model[0].weight
     stuck = optimizer.state[weight]["exp_avg"] = STUCK[kind](weight)
     before = [(t, t.data_ptr(), t.stride()) for t in (weight, weight.grad, *state_tensors(optimizer, weight).values())]
-    with pytest.warns(UserWarning, match=r"1 of 4 sites stay as they are: '0.weight' \(Conv2d\): .*state"):
+    with pytest.warns(UserWarning, match=r"1 of 4 weights refused: '0.weight' \(Conv2d\): .*state"):
         report = nhwc.convert_(model, optimizer=optimizer)
     assert report.plan.rows[0].reason is nhwc.Reason.STATE_IN_THE_WAY
     assert optimizer.state[weight]["exp_avg"] is stuck
@@ -180,6 +180,59 @@ def test_h28_averaged_copies_follow(kind):
         copied.update_parameters(model)
     report.revert()
     assert all(tensor.is_contiguous() for tensor, _ in before.values())
+
+
+class Pairs:
+    """An average that keeps the tensors of its first update, as Ultralytics' ModelEMA."""
+
+    def __init__(self, model):
+        self.ema, self._pairs = copy.deepcopy(model), None
+
+    @torch.no_grad()
+    def update(self, model):
+        if self._pairs is None:
+            ours, theirs = self.ema.state_dict(), model.state_dict()
+            self._pairs = [(ours[name], theirs[name]) for name in ours]
+        for own, other in self._pairs:
+            own.lerp_(other, 0.5)
+
+
+@pytest.mark.parametrize("storage", ["auto", "fresh", "detach"])
+def test_a_companion_whose_memory_something_else_holds_is_a_warning(storage):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3))
+    average = Pairs(model)
+    average.update(model)
+    held = "ema of '0.weight', ema of '2.weight': something else holds this memory, such as a state dict"
+    with pytest.warns(UserWarning, match=held) as warned:
+        report = nhwc.convert_(model, ema=average.ema, storage=storage)
+    assert [each.filename for each in warned] == [__file__]
+    average._pairs = None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        average.update(model)
+        average._pairs = None
+        nhwc.convert_(model, torch.contiguous_format, ema=average.ema)
+        report = nhwc.convert_(model, ema=average.ema)
+    kept = average.ema.state_dict()
+    with pytest.warns(UserWarning, match=held):
+        report.revert()
+    del kept
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_companions_as_they_usually_are_hold_no_memory_of_others(name):
+    model, optimizer = trained(OPTIMIZERS[name])
+    x = torch.randn(2, 3, 8, 8).double()
+    loss = model(x).square().mean()
+    loss.backward(retain_graph=True)
+    averaged = [AveragedModel(model), copy.deepcopy(model)]
+    averaged[0].update_parameters(model)
+    states = optimizer.state_dict(), averaged[1](x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for storage in ("auto", "fresh"):
+            nhwc.convert_(model, optimizer=optimizer, ema=averaged, storage=storage).revert()
+    del loss, states
 
 
 def test_gradients_without_a_named_optimizer_are_a_warning():

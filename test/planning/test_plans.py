@@ -1,5 +1,8 @@
 """Plans: what they hold, how they are written down, what they apply to, and that `convert_` does what they say."""
 
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 import torch
 from snapshots import assert_unchanged, in_format, network, snapshot
@@ -50,6 +53,7 @@ class TestPlan:
         with pytest.raises(AttributeError):
             plan.memory_format = "channels_last"
 
+    @pytest.mark.filterwarnings("ignore:torch_nhwc. nothing to convert")  # the filter leaves the only volume out
     @pytest.mark.parametrize("memory_format", [None, CL, "channels_last_3d", "torch.contiguous_format"])
     def test_survives_json(self, memory_format):
         model = network()
@@ -167,6 +171,47 @@ class TestPlan:
         with pytest.raises(ValueError, match=f"the model differs from the plan: {message}"):
             nhwc.convert_(model, plan=plan)
         assert_unchanged(model, before)
+
+    @pytest.mark.parametrize("kind", [str, Path], ids=["str", "Path"])
+    @pytest.mark.parametrize("holder", ["plan", "tuning"])
+    def test_applies_by_the_path_of_its_file(self, kind, holder, tmp_path):
+        model, x = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU()), torch.randn(1, 3, 8, 8)
+        plan = nhwc.plan(model, input_format="channels_last")
+        tuning = nhwc.tune(model, x, budget_seconds=0.01)
+        file = tmp_path / "kept.json"
+        file.write_text((plan if holder == "plan" else replace(tuning, plan=plan)).to_json())
+        path = kind(file)
+        report = nhwc.convert_(model, plan=path)
+        assert report.plan == plan
+        assert nhwc.check(model, path) == []
+        assert nhwc.checkpoint.convert_state_dict(model.state_dict(), path)["0.weight"].stride() == (27, 1, 9, 3)
+        nhwc.training.restore_(model, path)
+
+    def test_of_a_tuning_under_other_conditions_is_a_warning(self, tmp_path):
+        model = nn.Sequential(nn.Conv2d(3, 4, 3))
+        tuning = nhwc.tune(model, torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        file = tmp_path / "tuning.json"
+        file.write_text(replace(tuning, machine=tuning.machine | {"device": "another"}).to_json())
+        with pytest.warns(UserWarning, match="this was tuned under other conditions, tune again: device: another"):
+            nhwc.convert_(model, plan=file)
+
+    @pytest.mark.parametrize(
+        ("text", "why"),
+        [
+            (None, "No such file or directory"),
+            ("import torch", "Expecting value"),
+            ("3", "int"),
+            ('{"choice": "full"}', "'plan'"),
+            ('{"rows": []}', "'digest'"),
+        ],
+    )
+    def test_by_a_path_of_another_file_raises(self, text, why, tmp_path):
+        file = tmp_path / "other.json"
+        if text is not None:
+            file.write_text(text)
+        message = f"^plan: expected a file that Plan.to_json or Tuning.to_json wrote, got '{file}': .*{why}"
+        with pytest.raises(ValueError, match=message):
+            nhwc.convert_(network(), plan=str(file))
 
     def test_with_arguments_that_it_has_itself_raises(self):
         plan = nhwc.plan(network())

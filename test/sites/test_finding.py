@@ -197,7 +197,7 @@ def test_a_weight_that_is_made_in_forward_is_refused_and_the_rest_converts():
     x = torch.randn(2, 3, 8, 8, dtype=torch.float64)
     model = nn.Sequential(nn.Conv2d(3, 3, 1), Hypernetwork(), nn.Conv2d(4, 4, 3)).double()
     plain = copy.deepcopy(model)
-    with pytest.warns(UserWarning, match=r"1 of 3 sites stay as they are: '1.<computed>' \(Hypernetwork\)"):
+    with pytest.warns(UserWarning, match=r"1 of 3 weights refused: '1.<computed>' \(Hypernetwork\)"):
         report = nhwc.convert_(model, example_inputs=x)
     reasons = {row.full_name: row.reason for row in report.plan.rows}
     assert reasons == {"0.weight": None, "2.weight": None, "1.<computed>": Reason.ON_THE_FLY}
@@ -242,7 +242,7 @@ REFUSED = {
 def test_what_cannot_be_converted_has_a_reason_and_the_rest_converts(kind):
     make, reason = REFUSED[kind]
     model = nn.Sequential(nn.Conv2d(3, 3, 3), make(), nn.Conv3d(3, 3, 3))
-    with pytest.warns(UserWarning, match="1 of 3 sites stay as they are: '1.*weight'") as caught:
+    with pytest.warns(UserWarning, match="1 of 3 weights refused: '1.*weight'") as caught:
         report = nhwc.convert_(model)
     assert len(caught) == 1
     assert caught[0].filename == __file__

@@ -139,7 +139,7 @@ def test_a_module_traced_under_autocast_is_recognised():
 def test_a_weight_that_is_computed_in_a_graph_is_refused_once_and_the_rest_converts(compiler):
     model = nn.Sequential(nn.Conv2d(3, 3, 1), nn.Sequential(Standardised(3, 3, 3)), Standardised(3, 3, 3)).double()
     model = COMPILERS[compiler](model)
-    with pytest.warns(UserWarning, match="2 of 3 sites stay as they are"):
+    with pytest.warns(UserWarning, match="2 of 3 weights refused"):
         report = nhwc.convert_(model)
     assert [(row.full_name, row.reason) for row in report.plan.rows] == [
         ("0.weight", None),
@@ -164,7 +164,7 @@ class TakesView(nn.Module):
 def test_a_weight_that_code_takes_a_view_of_is_refused(compiler):
     model = TakesView().double().eval()
     scripted = COMPILERS[compiler](model)
-    with pytest.warns(UserWarning, match="1 of 2 sites stay as they are"):
+    with pytest.warns(UserWarning, match="1 of 2 weights refused"):
         report = nhwc.convert_(scripted)
     assert [row.reason for row in report.rows] == [Reason.VIEWS_WEIGHT, None]
     torch.testing.assert_close(scripted(X), model(X))
@@ -194,7 +194,7 @@ def test_the_constants_of_a_frozen_module_convert(has_run):
 def test_weights_that_are_packed_for_onednn_are_refused_and_the_rest_converts():
     layers = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 4, 3), nn.ConvTranspose2d(4, 3, 2)).eval()
     fused = torch.jit.optimize_for_inference(script(layers))
-    with pytest.warns(UserWarning, match="2 of 3 sites stay as they are: '<constant 1>'.*convert before freezing"):
+    with pytest.warns(UserWarning, match="2 of 3 weights refused: '<constant 1>'.*convert before freezing"):
         report = nhwc.convert_(fused)
     assert sorted(str(row.reason) for row in report.rows) == ["None", "Reason.FROZEN", "Reason.FROZEN"]
     x = torch.randn(2, 3, 8, 8)

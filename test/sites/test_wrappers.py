@@ -53,7 +53,7 @@ def test_what_is_wrapped_is_refused_with_its_reason_and_the_rest_of_the_model_co
         wrapped = wrap(network())
     model = nn.ModuleDict({"free": nn.Conv2d(3, 4, 3), "wrapped": wrapped})
     before = layout(wrapped)
-    with pytest.warns(UserWarning, match="sites stay as they are: 'wrapped"):
+    with pytest.warns(UserWarning, match="weights refused: 'wrapped"):
         report = nhwc.convert_(model)
     rows = {row.full_name: row for row in report.plan.rows}
     assert rows.pop("free.weight").action is nhwc.planning.Action.CONVERT

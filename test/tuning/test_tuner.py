@@ -110,6 +110,11 @@ def test_page_faults_are_told_where_they_are_much_of_a_call(elements, x):
     assert any(note.startswith("Page faults are ") for note in notes) == (elements > 16)
 
 
+def test_the_dtype_of_autocast_may_be_a_name(model, x, monkeypatch):
+    Machine(monkeypatch, TIMES)
+    assert nhwc.tune(model, x, autocast="torch.bfloat16").workload["autocast"] == "bfloat16"
+
+
 def test_if_nothing_can_change_the_notes_say_so():
     tuning = nhwc.tune(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3))
     assert tuning.notes == ("There is nothing to decide: no plan changes anything in this model.",)
@@ -366,7 +371,7 @@ SGD_OF_ANOTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
         ({"budget_seconds": 0}, "expected budget_seconds to be a positive number, got 0"),
         ({"budget_seconds": "60"}, "expected budget_seconds to be a positive number, got '60'"),
         ({"compile": "yes"}, "expected compile to be True or False, got 'yes'"),
-        ({"autocast": "bfloat16"}, "expected autocast to be a floating dtype or None, got 'bfloat16'"),
+        ({"autocast": "bfloat15"}, "expected autocast to be a floating dtype or None, got 'bfloat15'"),
         ({"optimizer": torch.optim.SGD}, "an optimizer and a loss are for mode='training'"),
         ({"mode": "training", "optimizer": 0.1}, "expected an optimizer, its class, or a function that makes one"),
         ({"mode": "training", "optimizer": torch.optim.LBFGS}, "LBFGS calls the model several times in a step"),

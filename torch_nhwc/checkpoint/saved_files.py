@@ -22,11 +22,11 @@ from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import release
 from torch_nhwc.ops import set_strides_
-from torch_nhwc.planning.deciding import plan
-from torch_nhwc.planning.plans import Options
-from torch_nhwc.planning.remarks import ranks_to_bring
+from torch_nhwc.planning.deciding import decide
+from torch_nhwc.planning.plans import Options, ranks_of_inputs, without_inputs
 from torch_nhwc.rendering import first_of, warn
 from torch_nhwc.serialization import write_whole
+from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Site, TensorContainer
 
@@ -131,17 +131,19 @@ class _Job:
     def convert(self, model: nn.Module, optimizers: tuple[Optimizer, ...] = ()) -> Report:
         """Convert what was loaded, without putting code of this package into it."""
         memory_format = self.options.format.name
-        planned = plan(model, memory_format, preserve=False)
+        planned = decide(find(model), Options.of(memory_format, preserve=False), with_gradients=False).plan
         rows = planned.rows
         # Without `preserve` the layers are those whose training the conversion itself would make wrong.
         needing = [row.path for row in rows if row.reason in _NEEDS_PACKAGE] + [row.path for row in planned.layers]
         left = list(dict.fromkeys(needing))
-        if not rows and self.strict:
-            raise RuntimeError(f"{self.path}: nothing to convert: {_NOTHING} (nothing was written, since strict=True)")
+        sentence = f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"
+        why = _NOTHING if not rows else sentence if all(row.path in left for row in rows) else None
+        if why and self.strict:
+            raise RuntimeError(f"{self.path}: nothing to convert: {why} (nothing was written, since strict=True)")
         try:
             with warnings.catch_warnings():
-                if not rows:
-                    warnings.simplefilter("ignore")  # convert_ would recommend example inputs
+                if why:
+                    warnings.simplefilter("ignore")  # convert_ would recommend example inputs, or name the filter
                 report = convert_(
                     model,
                     memory_format,
@@ -154,12 +156,14 @@ class _Job:
         except ValueError as error:
             raise ValueError(f"{self.path}: {error}") from error
         release(model.modules())  # nothing is trained here
+        # The file that is written is to have these strides.
+        remarks = tuple(each for each in report.remarks if each != Reason.SAVED_STRIDES.value)
+        report = replace(report, remarks=remarks)
         if left:
-            self.remarks.append(
-                f"{first_of(left)}: left unchanged, since the file would need torch_nhwc where it is loaded"
-            )
+            self.remarks.append(sentence)
+        if why:
+            warn(f"torch_nhwc: {self.path}: nothing to convert: {why}")
         if not rows:
-            warn(f"torch_nhwc: {self.path}: nothing to convert: {_NOTHING}")
             self.remarks.append(f"Nothing converts: {_NOTHING}")
             # The report does not recommend example inputs either.
             report = replace(report, plan=replace(report.plan, observed=True))
@@ -194,9 +198,13 @@ def _convert_archive(job: _Job, output: IO[bytes]) -> Report:
     report = job.convert(model)
     name = job.options.input_format
     if name is not None:
-        found = {row.rank for row in report.rows}
-        ranks = [rank for rank in ranks_to_bring(name, job.options.format) if rank in found]
-        job.remarks.append(convert_inputs_(model, ranks))
+        found = {row.rank for row in report.rows if job.options.format.serves(row.rank)}
+        why = without_inputs(replace(report.plan, input_format=name))
+        if why and job.strict:
+            raise RuntimeError(f"{job.path}: {why} (nothing was written, since strict=True)")
+        if why:
+            warn(f"torch_nhwc: {job.path}: {why}")
+        job.remarks.append(why or convert_inputs_(model, ranks_of_inputs(name, found)))
     torch.jit.save(model, output, _extra_files=extra)  # type: ignore[no-untyped-call, unused-ignore]
     return report
 

@@ -13,7 +13,7 @@ from torch_nhwc.converting.step_guard import watch_for_good
 from torch_nhwc.layout import Format, contiguous_copies
 from torch_nhwc.nn.hooks import ContiguousStateDict, state_dict_hook_key
 from torch_nhwc.ops import set_strides_
-from torch_nhwc.planning.plans import Action, Plan, expect_plan
+from torch_nhwc.planning.plans import Action, PlanOrPath, plan_from
 from torch_nhwc.running.containers import map_tensors
 
 
@@ -101,7 +101,7 @@ def contiguous_checkpoints_(model_or_optimizer: nn.Module | Optimizer) -> Remova
     return handle
 
 
-def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, Any]:
+def convert_state_dict(state_dict: Mapping[str, Any], plan: PlanOrPath) -> dict[str, Any]:
     """Return a state dict whose weights are in the format of a plan, for `load_state_dict(assign=True)`.
 
     Reading a checkpoint that is mapped into memory, as safetensors and `torch.load(mmap=True)` do, and converting it
@@ -109,7 +109,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
 
     Args:
         state_dict: The state dict of a model that the plan fits; it is not changed.
-        plan: A plan of the model, which may be on the meta device.
+        plan: A plan of the model, which may be on the meta device; or the path of its file.
 
     Returns:
         A copy of the state dict. Weights whose bytes have to move are in new memory, as are those that change and are
@@ -125,7 +125,7 @@ def convert_state_dict(state_dict: Mapping[str, Any], plan: Plan) -> dict[str, A
         >>> state["weight"].stride()
         (27, 1, 9, 3)
     """
-    expect_plan(plan)
+    plan = plan_from(plan)
     if not isinstance(state_dict, Mapping):
         hint = ": pass model.state_dict()" if isinstance(state_dict, nn.Module) else ""
         raise TypeError(f"expected a state dict, names and tensors, got {type(state_dict).__name__}{hint}")

@@ -21,6 +21,7 @@ import torch_nhwc as nhwc
 from torch_nhwc import cli
 from torch_nhwc.cli.models import MODELS, Example, dtype_of, import_from_here, load_example
 from torch_nhwc.cli.trace_page import write_page
+from torch_nhwc.planning.plans import plan_from
 from torch_nhwc.rendering import paragraphs
 from torch_nhwc.running.calls import call, copy_inputs, copy_model, evaluation_mode
 from torch_nhwc.running.comparison import Difference, compare
@@ -300,7 +301,7 @@ def plan(
     """
     example = load_example(model, factory, input_shape, device, dtype)
     inputs = None if example.is_lazy else example.inputs
-    with _showing(f"Planning for {example.name}"):
+    with _converting(example.name, "Planning for"):
         planned = nhwc.plan(
             example.model, memory_format, preserve=preserve, each_forward=each_forward, example_inputs=inputs
         )
@@ -371,7 +372,7 @@ def convert(
     if input_format is not None or allow_pickle:
         raise ValueError("--input-format and --allow-pickle are for saved models: name the files IN and OUT")
     _check_file("--out", out)
-    chosen = None if from_plan is None else _read_plan(from_plan)
+    chosen = None if from_plan is None else plan_from(from_plan)
     example = load_example(model, factory, input_shape, device, dtype)
     before = _outputs(example)
     with _converting(example.name):
@@ -454,20 +455,12 @@ def _advice(tuning: Tuning, save: Path | None) -> str:
     if policy == "contiguous":
         advice = "Compile the model and convert nothing: torch.compile(model)"
         return paragraphs([advice if tuning.compile else "Leave the model as it is: no plan is certainly faster here."])
-    kept = f"Tuning.from_json(open({str(save or 'tuning.json')!r}).read())"
-    text = f"Convert the model by the plan {policy!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
+    how = f"Convert the model by the plan {policy!r}{', then compile it' if tuning.compile else ''}"
+    # Code is not wrapped, so that it runs as it is printed.
+    code = f"import torch, torch_nhwc; torch_nhwc.convert_(model, plan={str(save or 'tuning.json')!r})"
     if tuning.compile:
-        text += ", then compile it: torch.compile(model)"
-    return paragraphs([text if save else f"{text}; --save tuning.json writes that file."])
-
-
-def _read_plan(path: Path) -> nhwc.Plan:
-    try:
-        text = path.read_text()
-        is_tuning = "choice" in json.loads(text)
-    except (OSError, TypeError, ValueError) as error:
-        raise ValueError(f"--plan: {path} cannot be read: {error}") from error
-    return Tuning.from_json(text).plan if is_tuning else nhwc.Plan.from_json(text)
+        code += "; model = torch.compile(model)"
+    return f"{paragraphs([f'{how}:' if save else f'{how} (--save tuning.json writes the file):'])}{code}\n"
 
 
 def _outputs(example: Example) -> Any:
@@ -509,9 +502,9 @@ def _region(example: Example, dtype: torch.dtype | None) -> torch.autocast:
 
 
 @contextmanager
-def _converting(name: str) -> Iterator[None]:
+def _converting(name: str, verb: str = "Converting") -> Iterator[None]:
     """Show that a model is converted, and leave out warnings, whose content is in the report."""
-    with _showing(f"Converting {name}"), warnings.catch_warnings():
+    with _showing(f"{verb} {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
@@ -532,6 +525,9 @@ _OPTIONS: dict[str, Any] = {
     r"\b(preserve|each_forward|strict|allow_pickle)=True": lambda found: f"--{found[1].replace('_', '-')}",
     r"\bpreserve=False": "--no-preserve",
     r"\bgive(\s+)example_inputs": r"give\1--input-shape",
+    r"^plan:": "--plan:",
+    r"\bomit(\s+)memory_format": r"omit\1--memory-format",
+    r"\binput_format='(\w+)'": r"--input-format \1",
     r", or give loss=": "",
     r"\bbudget_seconds": "--budget",
     r"\.table\(\)": "--table",

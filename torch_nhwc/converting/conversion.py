@@ -8,11 +8,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from torch_nhwc.converting.edits import change, warn_unshared
+from torch_nhwc.converting.edits import change, warn_held, warn_unshared
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import is_guarded
-from torch_nhwc.layout import Format
-from torch_nhwc.nn.replacements import is_preserving
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.planning.companions import sources_of
 from torch_nhwc.planning.deciding import Decisions, decide
@@ -23,13 +21,14 @@ from torch_nhwc.planning.plans import (
     CompanionRow,
     FilterFunction,
     Options,
-    Plan,
+    PlanOrPath,
     PlanRow,
+    in_vain,
+    plan_from,
 )
-from torch_nhwc.rendering import first_of, warn
+from torch_nhwc.rendering import first_of, several, warn
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
-from torch_nhwc.sites.site import RANKS
 
 
 def convert_(
@@ -39,7 +38,7 @@ def convert_(
     optimizer: Any = None,
     ema: Any = None,
     filter_fn: FilterFunction | None = None,
-    plan: Plan | None = None,
+    plan: PlanOrPath | None = None,
     example_inputs: Any = None,
     storage: Storage | None = None,
     strict: bool = False,
@@ -59,13 +58,15 @@ def convert_(
         optimizer: One or several, whose state follows, also after `load_state_dict`; `()` if there is none.
         ema: Averaged copies: a copy of the model, `AveragedModel`, or a mapping of full names to tensors; or several.
         filter_fn: Called as `filter_fn(module, path)`; if it returns false, the layer stays as it is.
-        plan: A plan to apply. It has its own memory format, filter and example inputs.
+        plan: A plan to apply, or the path of a file that `Plan.to_json`, `Tuning.to_json` or the command line wrote. It
+            has its own memory format, filter and example inputs.
         example_inputs: A tensor, a tuple of positional arguments, or a dict of keyword arguments, on which the model
             runs once, to see which tensors reach its convolutions.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`. The default is `"auto"`.
-        strict: Whether to raise, before anything changes, if a weight is refused or there is none to convert.
-        input_format: `"channels_last"` also converts the model's inputs, by a forward pre-hook; those of a rank that
-            its convolutions have. `"channels_last_3d"` means volumes only.
+        strict: Whether to raise, before anything changes, if a weight is refused, or the arguments fit no
+            weight or no input.
+        input_format: `"channels_last"` also converts the model's inputs, images and volumes alike, by a forward
+            pre-hook; those of a rank that its convolutions have. `"channels_last_3d"` means volumes only.
         preserve: Whether layers that lose channels-last, or that PyTorch computes wrong, are replaced: their class
             changes. If false, only layers whose training the conversion itself makes wrong are, in training mode.
         each_forward: Whether weights stay as they are, and layers convert them in each forward: for parameters that
@@ -79,8 +80,10 @@ def convert_(
         RuntimeError: `strict`; or the operators refuse a tensor, and their error says why.
 
     Warns:
-        UserWarning: Weights are refused or leave shared memory, there is none to convert, or weights that move have
-            gradients and `optimizer` is `None`.
+        UserWarning: Weights are refused or leave shared memory; something else holds the memory of an averaged copy, a
+            gradient or optimizer state, and will not follow; no weight or no input is converted, because of
+            `memory_format`, `filter_fn` or `input_format` or since there is none; or weights that move have gradients
+            and `optimizer` is `None`.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv3d(3, 8, 3))
@@ -89,6 +92,7 @@ def convert_(
         ((27, 1, 9, 3), (81, 1, 27, 9, 3))
     """
     start = time.perf_counter()
+    given = None
     if plan is None:
         options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)
@@ -98,9 +102,10 @@ def convert_(
             "to convert in each forward: pass the one or the others"
         )
     else:
-        found = match(plan, model)
-        options = plan.options(storage, input_format)
-    decisions = decide(found, options, sources_of(optimizer, ema, model), plan)
+        given = plan_from(plan)
+        found = match(given, model)
+        options = given.options(storage, input_format)
+    decisions = decide(found, options, sources_of(optimizer, ema, model), given)
     return apply(decisions, strict, start)
 
 
@@ -130,9 +135,10 @@ def apply(decisions: Decisions, strict: bool = False, start: float | None = None
     start = time.perf_counter() if start is None else start
     # Before anything changes, since warnings may be errors.
     _warn_of_refused(decisions.rows, strict)
-    _warn_of_nothing_found(decisions, strict)
+    _warn_of_nothing_done(decisions, strict)
     _warn_of_unknown_optimizer(decisions)
     warn_unshared([site.full_name for site, outcome in decisions.leaving() if outcome is Outcome.COPIED_SHARED])
+    warn_held(decisions.held())
     undo, new_bytes = change(decisions)
     companions = [
         CompanionRow(each.weight.name, each.label, None if each.reason else each.outcome, each.reason)
@@ -151,25 +157,24 @@ def _warn_of_refused(rows: Sequence[PlanRow], strict: bool) -> None:
     if by_reason:
         sentences = [f"{first_of(names)}: {reason.value}" for reason, names in by_reason.items()]
         count = sum(map(len, by_reason.values()))
-        _warn(f"{count} of {len(rows)} sites stay as they are: {'; '.join(sentences)}", strict)
+        _warn(f"{count} of {several(len(rows), 'weight')} refused: {'; '.join(sentences)}", strict)
 
 
-def _warn_of_nothing_found(decisions: Decisions, strict: bool) -> None:
-    """Warn if there is no weight of a requested rank, unless layers are replaced or restored."""
-    wanted, ranks = decisions.options.format, {row.rank for row in decisions.rows}
-    # Convolutions are replaced whatever their rank is, which is not what was requested.
-    is_replacing = any(row.is_wanted and row.layer not in RANKS for _, row in decisions.layers)
-    if any(map(wanted.serves, ranks)) or is_replacing:
+def _warn_of_nothing_done(decisions: Decisions, strict: bool) -> None:
+    """Warn if no weight is requested, or no input that could be converted, unless layers are restored."""
+    found, options = decisions.found, decisions.options
+    if not options.format.is_channels_last and any(
+        layer.reason is Reason.REPLACED and options.skip_reason(layer.module, layer.path) is None
+        for layer in found.layers
+    ):
         return
-    if not wanted.is_channels_last and any(map(is_preserving, decisions.found.module_types)):
-        return
-    found = decisions.found
-    why = f"no 2D or 3D convolution was found{'' if found.observed else f'. {SEEN_BY_EXAMPLE}'}"
-    if ranks:
-        rank = max(ranks)
-        instead = Format(None).name_at(rank)
-        why = f"its convolutions are {rank - 2}D: pass {instead!r}, or no format, instead of {wanted.name!r}"
-    _warn(f"nothing to convert in the {type(found.model).__name__}: {why}", strict)
+    name = f"the {type(found.model).__name__}"
+    sentences = in_vain(decisions.plan, name)
+    if not decisions.rows and not any(row.is_wanted for _, row in decisions.layers):
+        hint = "" if found.observed else f". {SEEN_BY_EXAMPLE}"
+        sentences.append(f"nothing to convert in {name}: no 2D or 3D convolution was found{hint}")
+    if sentences:
+        _warn("; ".join(sentences), strict)
 
 
 def _warn_of_unknown_optimizer(decisions: Decisions) -> None:

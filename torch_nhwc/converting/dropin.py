@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from torch_nhwc.converting.edits import Edit, change
 from torch_nhwc.layout import CHANNELS_LAST, Format, has_strides, is_fake
-from torch_nhwc.ops import Outcome
+from torch_nhwc.ops import Outcome, named_format
 from torch_nhwc.planning.deciding import Decisions, decide, outcomes_of
 from torch_nhwc.planning.plans import Action, Options
 from torch_nhwc.rendering import warn
@@ -24,7 +24,7 @@ from torch_nhwc.sites.site import Site
 _M = TypeVar("_M", bound=nn.Module)
 
 
-def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
+def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_format | str) -> _M:
     """Convert the weight of every `nn.Conv2d` and `nn.ConvTranspose2d` in a module to a memory format, in place.
 
     Values, exact strides, the identity of the parameters, recursion and the returned module are the same as with
@@ -37,13 +37,13 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
 
     Args:
         module: A model, or one layer.
-        memory_format: `torch.channels_last` or `torch.contiguous_format`.
+        memory_format: `torch.channels_last` or `torch.contiguous_format`, or its name.
 
     Returns:
         `module`.
 
     Raises:
-        TypeError: `module` is not a module, or `memory_format` is a number or a name.
+        TypeError: `module` is not a module, or `memory_format` is neither a memory format nor the name of one.
         RuntimeError: The format is neither of the two, and there is a weight to convert; or a weight was refused, with
             the reason. The module is then as it was.
 
@@ -60,7 +60,7 @@ def convert_conv2d_weight_memory_format(module: _M, memory_format: torch.memory_
     return _convert(module, memory_format, 4, "convert_conv2d_weight_memory_format")
 
 
-def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_format) -> _M:
+def convert_conv3d_weight_memory_format(module: _M, memory_format: torch.memory_format | str) -> _M:
     """Do what `convert_conv2d_weight_memory_format` does, for 3D layers and `torch.channels_last_3d`.
 
     Example:
@@ -86,12 +86,13 @@ _LEAVES = {
 }
 
 
-def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: str) -> _M:
+def _convert(module: _M, memory_format: torch.memory_format | str, rank: int, caller: str) -> _M:
     if torch.compiler.is_compiling():  # a graph has no use for the walk, and tracing it sometimes fails
         converted: _M = _convert_outside_of_graphs(module, memory_format, rank, caller)
         return converted
     if not isinstance(module, nn.Module):
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}{instead_of(module)}")
+    memory_format = named_format(memory_format)
     if not isinstance(memory_format, (torch.memory_format, type(None))):
         raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
     found = walk_layers(module)
@@ -115,7 +116,7 @@ def _convert(module: _M, memory_format: torch.memory_format, rank: int, caller: 
     return module
 
 
-_convert_outside_of_graphs: Callable[[Any, torch.memory_format, int, str], Any] = _disable_dynamo(_convert)
+_convert_outside_of_graphs: Callable[[Any, torch.memory_format | str, int, str], Any] = _disable_dynamo(_convert)
 
 
 def _clone(decisions: Decisions) -> tuple[list[Edit], list[tuple[Site, Reason]]]:

@@ -32,8 +32,8 @@ from torch_nhwc.nn.hooks import (
 )
 from torch_nhwc.nn.replacements import Preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
-from torch_nhwc.planning.companions import Sources, Weight, find_companions, sources_of
-from torch_nhwc.planning.deciding import Decisions, outcomes_of
+from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions, sources_of
+from torch_nhwc.planning.deciding import Decisions, held_among, outcomes_of
 from torch_nhwc.planning.matching import match
 from torch_nhwc.planning.plans import Action, CompanionRow, Plan, PlanRow
 from torch_nhwc.rendering import first_of, warn
@@ -154,13 +154,14 @@ class Undo(NamedTuple):
         outcomes = outcomes_of([each.tensor for each in moving], [CONTIGUOUS] * len(moving), "auto")
         warn_unshared([each.name for each, outcome in zip(moving, outcomes) if outcome is Outcome.COPIED_SHARED])
         companions = [each for each in find_companions(weights, sources) if each.reason is None]
+        warn_held(held_among([each for each in companions if each.tensor.stride() != each.weight.strides]))
         tensors = [weight.tensor for weight in weights] + [companion.tensor for companion in companions]
         strides = [weight.strides for weight in weights]
         apart = self.companions
         strides += [(apart and apart.get(each.tensor)) or each.weight.strides for each in companions]
         # An optimizer goes on aligning what it loads: that may be a checkpoint from before the revert.
         edits = [edit.reverse for edit in reversed(self.edits) if edit.back is not leave_as_loaded]
-        swapped = {row.path for row in plan.layers if row.action is Action.EXCHANGE}
+        swapped = {row.path for row in plan.layers if row.action is Action.REPLACE}
         swapped |= {row.path for row in plan.rows if row.action is Action.EACH_FORWARD}
         edits += [edit for path in sorted(swapped) for layer in given.layers_at(path) for edit in _restoring(layer)]
         commit(tensors, strides, edits)
@@ -194,6 +195,17 @@ def warn_unshared(names: Sequence[str]) -> None:
             f"torch_nhwc: {first_of([*map(repr, names)])} will no longer be in shared memory: other processes that "
             "have the model keep the old memory, so that neither side sees what the other trains. Convert, and "
             "revert, before sharing the model and before starting processes"
+        )
+
+
+def warn_held(companions: Sequence[Companion]) -> None:
+    """Warn about companions that leave memory which something else holds."""
+    if companions:
+        names = [f"{each.label} of {each.weight.name!r}" for each in companions]
+        warn(
+            f"torch_nhwc: {first_of(names)}: something else holds this memory, such as a state dict, or an average "
+            "that keeps the tensors of one. It will not see later values, and what it writes will be lost: drop it, "
+            "or convert before it is made"
         )
 
 
@@ -241,7 +253,7 @@ def _swaps(decisions: Decisions) -> list[Edit]:
     edits: list[Edit] = []
     preserving: list[weakref.ref[nn.Module]] = []
     for layer, layer_row in decisions.layers:
-        layers = [layer.module] if layer_row.action is Action.EXCHANGE else []
+        layers = [layer.module] if layer_row.action is Action.REPLACE else []
         if layer_row.is_wanted and sources.copies:
             copies = sources.layers_at(layer_row.path)
             layers += [each for each in copies if original_class(type(each)).__name__ == layer_row.layer]

@@ -1,6 +1,7 @@
 """The report: what was done to every site and its companions, and the way back."""
 
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,8 +10,8 @@ from torch import nn
 from torch_nhwc import serialization
 from torch_nhwc.converting.edits import Undo
 from torch_nhwc.ops import Outcome
-from torch_nhwc.planning.plans import WHERE, CompanionRow, Plan, PlanRow, full_table, render, summary
-from torch_nhwc.rendering import amount
+from torch_nhwc.planning.plans import NEW_STORAGE, CompanionRow, Plan, PlanRow, full_table, render, summary
+from torch_nhwc.rendering import amount, several
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,25 +104,32 @@ class Report:
         return full_table(self.rows, self.plan.layers)
 
     def __str__(self) -> str:
-        plan = self.plan
-        return render(plan.rows, plan.layers, plan.memory_format, True, plan.observed, self._lines())
+        return render(self.plan, is_done=True, lines=self._lines())
 
     def _lines(self) -> list[str]:
         """Return what there is to say besides the rows."""
         lines: list[str] = []
-        where = Counter(outcome for outcome in self.outcomes if outcome in WHERE)
-        if where:
-            lines.append(f"Moved: {', '.join(f'{where[each]} {WHERE[each][1]}' for each in sorted(where))}.")
         kinds = Counter((each.label.split(".")[0], each.reason) for each in self.companions)
         follow = ", ".join(f"{count} {label}" for (label, reason), count in kinds.items() if reason is None)
         if follow:
-            lines.append(f"With the strides of their weights: {follow}.")
+            lines.append(f"Following their weights: {follow}.")
         for (label, reason), count in kinds.items():
             if reason is not None:
-                lines.append(f"{count} {label} left: {reason.value}.")
-        new = f"{amount(self.new_bytes)} of new storage" if self.new_bytes else "No new storage"
-        took = f"{self.seconds:.1f} s" if self.seconds >= 1 else f"{self.seconds * 1e3:.1f} ms"
-        return [*lines, *self.remarks, f"{new}, {took}."]
+                lines.append(f"{count} {label} kept: {reason.value}.")
+        return [*lines, *self._new_storage(), *self.remarks]
+
+    def _new_storage(self) -> Iterator[str]:
+        """Yield which weights got new storage, and why; nothing if all bytes were permuted in their own."""
+        if not self.new_bytes:
+            return
+        counts = Counter(outcome for outcome in self.outcomes if outcome in NEW_STORAGE)
+        weights = [
+            f"{several(counts[each], 'weight')}{f' ({why})' if why else ''}"
+            for each, (_, why) in NEW_STORAGE.items()
+            if counts[each]
+        ]
+        size = f"{amount(self.new_bytes)} of new storage"
+        yield f"{size}: {', '.join(weights)}." if weights else f"{size}."
 
     def __repr__(self) -> str:
         return f"<Report: {summary(self.plan.rows, self.plan.memory_format, is_done=True)}>"

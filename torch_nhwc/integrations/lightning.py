@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any, Literal
 
+import torch
+
 try:
     from lightning.pytorch import Callback
 except ImportError:
@@ -17,7 +19,7 @@ from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.nn.hooks import state_dict_hook_key
 from torch_nhwc.planning.companions import held_by
-from torch_nhwc.planning.plans import Action, FilterFunction, Plan
+from torch_nhwc.planning.plans import Action, FilterFunction, Options, PlanOrPath, plan_from
 from torch_nhwc.rendering import warn
 from torch_nhwc.training import align_optimizer_, check
 
@@ -31,7 +33,9 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     state get their former strides back. Trainers of `lightning` and of `pytorch_lightning` accept it.
 
     Args:
-        plan: A plan to apply, such as a tuned one or one with `each_forward=True`, made of the whole LightningModule.
+        memory_format: As in `convert_`.
+        plan: A plan to apply, such as a tuned one or one with `each_forward=True`, made of the whole LightningModule;
+            or the path of its file.
         preserve: As in `convert_`.
         input_format: As in `convert_`; the model's entry is the LightningModule's own `forward`.
         filter_fn: As in `convert_`; paths start at the LightningModule.
@@ -42,7 +46,7 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     Raises:
         RuntimeError: From the trainer: the module has nothing that can be converted; converted weights lose the format
             when the strategy wraps the module; or the strategy shards parameters.
-        ValueError: From the trainer: the plan is that of another model.
+        ValueError: An argument is not valid; or from the trainer: the plan is that of another model.
 
     Warns:
         UserWarning: As in `convert_`; and if the module cannot be reverted, since an exception in its forward still
@@ -59,15 +63,19 @@ class ChannelsLast(Callback):  # type: ignore[misc]
     def __init__(
         self,
         *,
-        plan: Plan | None = None,
+        memory_format: torch.memory_format | str | None = None,
+        plan: PlanOrPath | None = None,
         preserve: bool = True,
-        input_format: Literal["channels_last", "channels_last_3d"] | None = None,
+        input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
         filter_fn: FilterFunction | None = None,
     ) -> None:
+        # Names, since a callback is copied and pickled, which a torch.memory_format cannot be.
+        chosen = Options.of(memory_format, None, filter_fn, input_format, preserve)
         self.options: dict[str, Any] = {
-            "plan": plan,
+            "memory_format": chosen.format.name,
+            "plan": None if plan is None else plan_from(plan),
             "preserve": preserve,
-            "input_format": input_format,
+            "input_format": chosen.input_format,
             "filter_fn": filter_fn,
         }
 

@@ -17,6 +17,7 @@ from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.converting.step_guard import align_when_loaded
 from torch_nhwc.integrations.accelerate import contiguous_broadcasts_
+from torch_nhwc.planning.plans import plan_from
 
 _OPTIONS = ("memory_format", "plan", "input_format", "preserve", "each_forward", "strict")
 
@@ -58,6 +59,8 @@ class ChannelsLastTrainer(Trainer):  # type: ignore[misc]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._options = {name: kwargs.pop(name) for name in _OPTIONS if name in kwargs}
+        if self._options.get("plan") is not None:
+            self._options["plan"] = plan_from(self._options["plan"])
         super().__init__(*args, **kwargs)
         if self.model_init is None:
             self._convert(self.model, self.optimizer or ())

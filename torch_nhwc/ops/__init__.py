@@ -9,7 +9,7 @@ import functools
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -103,18 +103,34 @@ _NUMBERS: dict[object, object] = {
     torch.channels_last: 2,
     torch.channels_last_3d: 3,
 }
+# The formats by their names, with and without `torch.`.
+_BY_NAME = {str(each): each for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)}
+_BY_NAME |= {name.removeprefix("torch."): each for name, each in _BY_NAME.items()}
+_NUMBERS |= {name: _NUMBERS[each] for name, each in _BY_NAME.items()}
 _convert_weight = torch.ops.nhwc.convert_weight.default
 
 
+def named_format(given: Any) -> Any:
+    """Return the memory format with a name, such as `"channels_last"`; anything else as it is."""
+    return _BY_NAME.get(given, given) if isinstance(given, str) else given
+
+
+def named_dtype(given: Any) -> Any:
+    """Return the dtype with a name, such as `"bfloat16"`; anything else as it is."""
+    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else None
+    return found if isinstance(found, torch.dtype) else given
+
+
 def convert_weight(
-    weight: Tensor, memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
+    weight: Tensor, memory_format: torch.memory_format | str | None = None, *, dtype: torch.dtype | str | None = None
 ) -> Tensor:
     """Clone a weight into a memory format, with an optional cast, in one pass over its bytes.
 
     Args:
         weight: `[O, I, *kernel]`, 4D or 5D, of any strides, dtype and device.
-        memory_format: `torch.contiguous_format`, or channels-last of the weight's rank, which is the default.
-        dtype: The dtype to cast to in the same pass; between floating-point types only.
+        memory_format: `torch.contiguous_format`, or channels-last of the weight's rank, which is the default; or its
+            name.
+        dtype: The dtype to cast to in the same pass, or its name; between floating-point types only.
 
     Returns:
         A tensor with its own memory and the strides of `torch.empty(weight.shape, memory_format=memory_format)`.
@@ -124,8 +140,8 @@ def convert_weight(
     Raises:
         RuntimeError: The weight is not 4D or 5D, or the format is not one of its rank.
         NotImplementedError: The weight is sparse, quantized, nested, or not strided for another reason.
-        TypeError: The cast is not between floating-point types; `weight` is not a tensor, or `memory_format` is not a
-            `torch.memory_format`.
+        TypeError: The cast is not between floating-point types; or `weight` is not a tensor, `memory_format` not a
+            memory format or `dtype` not a dtype, nor the name of one.
 
     Example:
         >>> torch_nhwc.convert_weight(torch.randn(8, 3, 3, 3), dtype=torch.bfloat16).stride()
@@ -140,15 +156,19 @@ def convert_weight(
         if dtype is None:
             converted: Tensor = _convert_weight(weight, number)
         else:
-            converted = _convert_weight(weight, number, dtype=dtype)
+            converted = _convert_weight(weight, number, dtype=named_dtype(dtype))
     except RuntimeError:  # a check before the call would take a tenth of its time
         _check_arguments("convert_weight", memory_format, weight)
+        _check_dtype("convert_weight", dtype)
         raise
     return converted
 
 
 def convert_weights(
-    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, dtype: torch.dtype | None = None
+    weights: Sequence[Tensor],
+    memory_format: torch.memory_format | str | None = None,
+    *,
+    dtype: torch.dtype | str | None = None,
 ) -> list[Tensor]:
     """Clone each weight of a list as `convert_weight` does; ranks, dtypes and devices may be mixed.
 
@@ -160,7 +180,8 @@ def convert_weights(
         [(27, 1, 9, 3), (27, 1, 27, 9, 3)]
     """
     weights = _as_list("convert_weights", weights, memory_format)
-    return torch.ops.nhwc.convert_weights(weights, memory_format, dtype=dtype)
+    _check_dtype("convert_weights", dtype)
+    return torch.ops.nhwc.convert_weights(weights, named_format(memory_format), dtype=named_dtype(dtype))
 
 
 def copy_weight_(out: Tensor, weight: Tensor) -> Tensor:
@@ -226,7 +247,7 @@ def runs_cuda_norms(device: torch.device | str = "cuda") -> bool:
 
 
 def _as_list(
-    function: str, weights: Sequence[Tensor], memory_format: torch.memory_format | None = None
+    function: str, weights: Sequence[Tensor], memory_format: torch.memory_format | str | None = None
 ) -> list[Tensor]:
     # A tensor is a sequence of its filters, and some modules are sequences of their children: neither is meant.
     if isinstance(weights, Tensor):
@@ -240,14 +261,19 @@ def _as_list(
 def _check_arguments(function: str, memory_format: object, *weights: object) -> None:
     """Raise a TypeError in Python's words, where PyTorch's bindings would use their own."""
     # A number that is no format would be taken for one, and its name looked up beyond the end of the list of names.
-    is_format = memory_format is None or isinstance(memory_format, torch.memory_format)
+    is_format = memory_format is None or isinstance(named_format(memory_format), torch.memory_format)
     if not is_format and not _is_proxy(memory_format):
         raise TypeError(
-            f"{function}: expected memory_format to be a torch.memory_format, got {memory_format!r}"
+            f"{function}: expected memory_format to be a torch.memory_format or its name, got {memory_format!r}"
         ) from None
     for weight in weights:
         if not isinstance(weight, Tensor) and not _is_proxy(weight):
             raise TypeError(f"{function}: expected a weight to be a tensor, got {type(weight).__name__}") from None
+
+
+def _check_dtype(function: str, dtype: object) -> None:
+    if dtype is not None and not isinstance(named_dtype(dtype), torch.dtype) and not _is_proxy(dtype):
+        raise TypeError(f"{function}: expected dtype to be a torch.dtype or its name, got {dtype!r}") from None
 
 
 def _is_proxy(value: object) -> bool:
@@ -271,7 +297,7 @@ def _outside_of_graphs(function: _F) -> _F:
 
 @_outside_of_graphs
 def convert_weight_(
-    weight: Tensor, memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+    weight: Tensor, memory_format: torch.memory_format | str | None = None, *, storage: Storage = "auto"
 ) -> Outcome:
     """Convert a weight to a memory format by `.data` replacement, as `convert_weights_` does for a list.
 
@@ -281,12 +307,12 @@ def convert_weight_(
         (<Outcome.IN_PLACE: 2>, (27, 1, 9, 3))
     """
     _check_arguments("convert_weight_", memory_format, weight)
-    return Outcome(torch.ops.nhwc.convert_weight_(weight, memory_format, storage=storage))
+    return Outcome(torch.ops.nhwc.convert_weight_(weight, named_format(memory_format), storage=storage))
 
 
 @_outside_of_graphs
 def convert_weights_(
-    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+    weights: Sequence[Tensor], memory_format: torch.memory_format | str | None = None, *, storage: Storage = "auto"
 ) -> list[Outcome]:
     """Convert weights to a memory format by `.data` replacement, all or nothing.
 
@@ -303,7 +329,8 @@ def convert_weights_(
 
     Args:
         weights: Leaves of the autograd graph, 4D and 5D mixed.
-        memory_format: `torch.contiguous_format`, or channels-last of the weights' rank; by default of each one's.
+        memory_format: `torch.contiguous_format`, or channels-last of the weights' rank; by default of each one's. Its
+            name means the same.
         storage: `"auto"` permutes the bytes in place where nothing else can see them, and allocates new storage
             elsewhere; `"fresh"` always allocates new storage, pinned where it was pinned; `"reuse"` permutes in place
             or raises; `"detach"` is `"auto"`, except that a weight that is part of a larger storage leaves it for new
@@ -319,7 +346,8 @@ def convert_weights_(
             gradient cannot follow; whose storage is released; for `"reuse"` where it is not safe; for a wrong rank or
             format; while a CUDA graph is captured on the weight's device.
         NotImplementedError: A weight is sparse, quantized, nested, or not strided for another reason.
-        TypeError: `weights` is one tensor or a module; `memory_format` is not a `torch.memory_format`.
+        TypeError: `weights` is one tensor or a module; `memory_format` is neither a `torch.memory_format` nor the name
+            of one.
         ValueError: `storage` is none of the four.
 
     Example:
@@ -327,7 +355,7 @@ def convert_weights_(
         [<Outcome.IN_PLACE: 2>, <Outcome.RESTRIDED: 1>]
     """
     listed = _as_list("convert_weights_", weights, memory_format)
-    outcomes = torch.ops.nhwc.convert_weights_(listed, memory_format, storage=storage)
+    outcomes = torch.ops.nhwc.convert_weights_(listed, named_format(memory_format), storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
 
@@ -361,7 +389,7 @@ def set_strides_(
 
 @_outside_of_graphs
 def plan_weights(
-    weights: Sequence[Tensor], memory_format: torch.memory_format | None = None, *, storage: Storage = "auto"
+    weights: Sequence[Tensor], memory_format: torch.memory_format | str | None = None, *, storage: Storage = "auto"
 ) -> list[Outcome]:
     """Return what `convert_weights_` with the same arguments would do to each weight, refusals included.
 
@@ -375,7 +403,7 @@ def plan_weights(
     listed = _as_list("plan_weights", weights, memory_format)
     # In inference mode PyTorch would call a tensor subclass instead of refusing it. Leaving the mode takes long.
     with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-        outcomes = torch.ops.nhwc.plan_weights(listed, memory_format, storage=storage)
+        outcomes = torch.ops.nhwc.plan_weights(listed, named_format(memory_format), storage=storage)
     return [_OUTCOMES[outcome] for outcome in outcomes]
 
 

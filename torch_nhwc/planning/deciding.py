@@ -22,8 +22,9 @@ from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
-from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text
+from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, in_vain
 from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
+from torch_nhwc.rendering import warn
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.finding import find, is_layer
 from torch_nhwc.sites.reasons import CONTIGUOUS_ONLY, Kind, Reason
@@ -54,6 +55,9 @@ def plan(
         ValueError, TypeError: An argument is not valid, or an optimizer or an averaged copy is another model's.
         RuntimeError: `input_format` for a TorchScript module, which takes no hook.
 
+    Warns:
+        UserWarning: `memory_format`, `filter_fn` or `input_format` leaves nothing to convert.
+
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Conv2d(3, 8, 3))
         >>> plan.bytes_to_move
@@ -61,7 +65,10 @@ def plan(
     """
     options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
     found = find(model, example_inputs)
-    return decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
+    planned = decide(found, options, sources_of(optimizer, ema, model), with_gradients=False).plan
+    for sentence in in_vain(planned, f"the {type(model).__name__}"):
+        warn(f"torch_nhwc: {sentence}")
+    return planned
 
 
 def decide(
@@ -85,7 +92,9 @@ def decide(
     layers = _decide_layers(found, options, plan)
     hook = decide_input_hook(found, options, layers)
     remarks = remarks_on(found, options, rows, layers, hook)
-    return Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)
+    decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)
+    remarks[:0] = in_vain(decisions.plan, "the model")
+    return decisions
 
 
 @dataclass
@@ -131,6 +140,19 @@ class Decisions:
         formats = [self.options.format] * len(moving)
         outcomes = outcomes_of([tensor for _, tensor in moving], formats, "auto")
         return [(site, outcome) for (site, _), outcome in zip(moving, outcomes) if outcome in _LEAVES]
+
+    def held(self) -> list[Companion]:
+        """Return the companions that get new memory, while something else holds the present one."""
+        moving = [each for each in self.companions if each.changes and each.outcome is not Outcome.IN_PLACE]
+        return held_among(moving)
+
+
+def held_among(companions: Sequence[Companion]) -> list[Companion]:
+    """Return those of some companions that would leave memory which something else holds."""
+    companions = [each for each in companions if not each.tensor._is_view()]  # a view holds its base itself
+    formats = [each.weight.format for each in companions]
+    outcomes = outcomes_of([each.tensor for each in companions], formats, "auto")
+    return [each for each, outcome in zip(companions, outcomes) if outcome is Outcome.COPIED_HELD]
 
 
 _NEW_STORAGE = (Outcome.COPIED, Outcome.COPIED_SHARED)
@@ -366,7 +388,7 @@ _IN_EACH_FORWARD: _Rules = (
     (lambda c: c.own != c.wanted and c.outcome is Outcome.UNCHANGED, Action.KEEP, Reason.ONE_CHANNEL),
     (lambda c: c.reason in _NOT_IN_EACH_FORWARD, Action.REFUSE, lambda c: c.reason),
     (lambda c: c.reason is Reason.ON_THE_FLY and not c.is_swappable, Action.REFUSE, Reason.ON_THE_FLY),
-    (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_EXCHANGEABLE),
+    (lambda c: not c.is_swappable, Action.REFUSE, Reason.NOT_REPLACEABLE),
     (lambda c: c.tensor is not None and c.tensor.layout is not torch.strided, Action.REFUSE, Reason.UNSUPPORTED),
     (lambda c: not c.takes_operator, Action.REFUSE, Reason.SUBCLASS),
     (lambda c: True, Action.EACH_FORWARD, None),
@@ -456,6 +478,8 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
     """Return the layers that lose channels-last or are wrong there, and what happens to each."""
     if not options.format.is_channels_last:
         return []
+    if found.sites and not any(options.format.serves(site.rank) for site in found.sites):
+        return []  # of a model of the other rank nothing was requested
     planned = {row.path: row for row in plan.layers} if plan else {}
     decided = []
     for layer in match_layers(plan, found) if plan else found.layers:
@@ -463,7 +487,7 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
         if row is None and layer.gains_here is not None and (plan or not layer.gains_here or not found.sites):
             continue  # without a convolution there is no model of ours
         if not options.preserve:
-            if reason in (None, Reason.EXCHANGED) and loses_gradient(layer.module):
+            if reason in (None, Reason.REPLACED) and loses_gradient(layer.module):
                 fault = Reason.STRIDED_POINTWISE
             elif row is None:
                 continue
@@ -471,8 +495,8 @@ def _decide_layers(found: Found, options: Options, plan: Plan | None) -> list[tu
             reason = row.reason
         elif reason is None:
             reason = options.skip_reason(layer.module, layer.path)
-        action = Action.KEEP if reason else Action.EXCHANGE
-        if row is not None and row.action is Action.EXCHANGE:  # a plan was perhaps made in training mode
+        action = Action.KEEP if reason else Action.REPLACE
+        if row is not None and row.action is Action.REPLACE:  # a plan was perhaps made in training mode
             fault = row.reason
         decided.append((layer, LayerRow(layer.path, layer.kind, layer.gains, action, reason or fault)))
     return decided

@@ -3,7 +3,7 @@
 from torch import Tensor, nn
 
 from torch_nhwc.layout import Format
-from torch_nhwc.planning.plans import Plan, PlanRow, as_text, expect_plan
+from torch_nhwc.planning.plans import Plan, PlanRow, as_text
 from torch_nhwc.sites import computed_weights
 from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
@@ -12,11 +12,10 @@ from torch_nhwc.sites.site import Found, ReplaceableLayer, Site
 
 def match(plan: Plan, model: nn.Module, any_dtype: bool = False) -> Found:
     """Return the model's sites in the order of a plan's rows, or raise a ValueError that names the first difference."""
-    rows = expect_plan(plan).rows
     found = find(model)
     sites = {site.full_name: site for site in found.sites}
     matched = []
-    for row in rows:
+    for row in plan.rows:
         site = sites.pop(row.full_name, None) or _site_from_example(model, row)
         if site is None:
             raise ValueError(f"the model differs from the plan: it has no {row.full_name!r} ({row.layer})")

@@ -3,10 +3,12 @@
 import enum
 import hashlib
 import json
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -16,6 +18,7 @@ from torch_nhwc import serialization
 from torch_nhwc.layout import Format, Strides
 from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.rendering import amount, first_of, paragraphs, several, table
+from torch_nhwc.running.machine import warn_if_tuned_elsewhere
 from torch_nhwc.sites.reasons import Kind, Reason
 
 
@@ -37,7 +40,7 @@ class Action(str, enum.Enum):
     """The weight should change and cannot; the reason says why, and what to do."""
     EACH_FORWARD = "each_forward"
     """The weight stays as it is, and its layer converts it in each forward."""
-    EXCHANGE = "exchange"
+    REPLACE = "replace"
     """The layer's class is replaced by one that keeps channels-last."""
 
 
@@ -116,7 +119,7 @@ class LayerRow(NamedTuple):
     Example:
         >>> plan = torch_nhwc.plan(torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.GELU()))
         >>> plan.layers[0].path, plan.layers[0].layer, plan.layers[0].action
-        ('1', 'GELU', <Action.EXCHANGE: 'exchange'>)
+        ('1', 'GELU', <Action.REPLACE: 'replace'>)
     """
 
     path: str
@@ -126,14 +129,14 @@ class LayerRow(NamedTuple):
     gains: str
     """What the replacement is: the end of a sentence that begins with "it is"."""
     action: Action
-    """`EXCHANGE` or `KEEP`."""
+    """`REPLACE` or `KEEP`."""
     reason: Reason | None
     """Why the layer stays as it is, or why it is replaced with `preserve=False`."""
 
     @property
     def is_wanted(self) -> bool:
         """Return whether the layer is to keep channels-last, or does already."""
-        return self.action is Action.EXCHANGE or self.reason is Reason.EXCHANGED
+        return self.action is Action.REPLACE or self.reason is Reason.REPLACED
 
 
 class CompanionRow(NamedTuple):
@@ -165,15 +168,16 @@ as_text = cache(str)
 class Plan:
     """A plan is all that a conversion does to a model; `convert_(model, plan=plan)` applies it.
 
-    It fits the model that it was made for, and other instances of the same architecture. The plan says which sites
-    change, and to what; what can be done to their tensors is decided again when it is applied.
+    The argument may also be the path of a file that `to_json` wrote. A plan fits the model that it was made for, and
+    other instances of the same architecture. It says which sites change, and to what; what can be done to their tensors
+    is decided again when it is applied.
 
     Attributes:
         rows: One for each site, that is each convolution weight, in the model's order.
         memory_format: The name of the requested format; `None` is channels-last by rank.
         storage: `"auto"`, `"fresh"`, `"reuse"` or `"detach"`, as in `convert_weights_`.
-        input_format: `"channels_last"` if a hook converts the model's inputs to channels-last, `"channels_last_3d"` if
-            it converts volumes only, else `None`.
+        input_format: `"channels_last"` if a hook converts the model's inputs, images and volumes alike,
+            `"channels_last_3d"` if it converts volumes only, else `None`.
         layers: One for each layer that loses channels-last, or that PyTorch computes wrong, in the model's order. With
             `preserve=False` only those whose training the conversion itself makes wrong.
         preserve: Whether layers that lose channels-last are replaced.
@@ -252,18 +256,48 @@ class Plan:
         return full_table(self.rows, self.layers)
 
     def __str__(self) -> str:
-        return render(self.rows, self.layers, self.memory_format, is_done=False, observed=self.observed)
+        return render(self, is_done=False, lines=in_vain(self, "the model"))
 
     def __repr__(self) -> str:
         return f"<Plan: {summary(self.rows, self.memory_format, is_done=False)}>"
 
 
-def expect_plan(plan: object) -> Plan:
-    """Return the plan itself, or raise a TypeError for anything else, for example a report."""
-    if not isinstance(plan, Plan):
-        holder = type(plan).__name__.lower() if isinstance(getattr(plan, "plan", None), Plan) else ""
+PlanOrPath = Plan | str | os.PathLike[str]
+
+
+def plan_from(given: PlanOrPath) -> Plan:
+    """Return a plan itself, or the one in a file that `Plan.to_json` or `Tuning.to_json` wrote.
+
+    Raises:
+        TypeError: It is neither a plan nor a path; a report, for example.
+        ValueError: There is no such file.
+
+    Warns:
+        UserWarning: The file holds a tuning that was measured under other conditions than those here.
+    """
+    if isinstance(given, (str, os.PathLike)):
+        return _read_plan(Path(given))
+    if not isinstance(given, Plan):
+        holder = type(given).__name__.lower() if isinstance(getattr(given, "plan", None), Plan) else ""
         hint = f": pass {holder}.plan" if holder else ""
-        raise TypeError(f"expected a Plan, got {type(plan).__name__}{hint}")
+        raise TypeError(f"expected a Plan, got {type(given).__name__}{hint}")
+    return given
+
+
+def _read_plan(path: Path) -> Plan:
+    try:
+        text = path.read_text()
+        data = json.loads(text)
+        if "choice" not in data:
+            return Plan.from_json(text)
+        plan = Plan.from_json(json.dumps(data["plan"]))
+        machine, device = dict(data["machine"]), torch.device(data["workload"]["device"])
+    except (OSError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ValueError(
+            f"plan: expected a file that Plan.to_json or Tuning.to_json wrote, got {str(path)!r}: {why}"
+        ) from error
+    warn_if_tuned_elsewhere(machine, device)
     return plan
 
 
@@ -319,51 +353,88 @@ SEEN_BY_EXAMPLE = (
     "Modules that call torch.nn.functional.conv2d or a similar function themselves, as those from torch.export do, are "
     "found only by running the model: pass example_inputs"
 )
-# What happens to weights, in the order of the summary; the first two are done in a report.
-_MOVED, _RESTRIDED, _IN_FORMAT, _REFUSED, _KEPT = "to move", "to restride", "in format already", "refused", "kept"
+# What happens to weights, in the order of the summary.
+_CONVERT, _IN_FORMAT, _REFUSED, _KEPT = "to convert", "in format already", "refused", "kept"
 _IN_EACH_FORWARD = "in each forward"
-_DONE = {_MOVED: "moved", _RESTRIDED: "restrided"}
 _BY_ACTION = {
-    Action.CONVERT: _MOVED,
-    Action.RESTRIDE: _RESTRIDED,
+    Action.CONVERT: _CONVERT,
+    Action.RESTRIDE: _CONVERT,
     Action.REFUSE: _REFUSED,
     Action.EACH_FORWARD: _IN_EACH_FORWARD,
 }
 # The sites of any other reason are named below the summary.
 _BY_REASON: dict[Reason | None, str] = {
     Reason.IN_FORMAT: _IN_FORMAT,
-    Reason.ONE_CHANNEL: "of one channel stay contiguous",
+    Reason.ONE_CHANNEL: "left contiguous (one channel)",
     Reason.META: "on the meta device",
     Reason.IN_EACH_FORWARD: _IN_EACH_FORWARD,
-    Reason.LAZY: "once they have a shape",
+    Reason.LAZY: "waiting for a shape",
     Reason.FILTERED: "left out by the filter",
     Reason.OTHER_RANK: "of the other rank",
     Reason.FAKE: "fake",
     Reason.TIED: "tied to another",
 }
-_ORDER = [*dict.fromkeys((_MOVED, _RESTRIDED, *_BY_REASON.values(), _REFUSED, _KEPT))]
+_ORDER = [*dict.fromkeys((_CONVERT, *_BY_REASON.values(), _REFUSED, _KEPT))]
 _MOST = 10  # sites that are named for one reason
-# Where the bytes of a weight went: in the table of a report, and in its text.
-WHERE = {
-    Outcome.IN_PLACE: ("in place", "in place"),
-    Outcome.COPIED: ("to new", "to new storage"),
-    Outcome.COPIED_HELD: ("to new: held", "to new storage (something else holds the old one)"),
-    Outcome.COPIED_FOREIGN: ("to new: foreign", "to new storage (the old memory is foreign)"),
-    Outcome.COPIED_SHARED: ("to new: shared", "to new storage (no longer shared with other processes)"),
+# Why a weight got new storage: in the table of a report, and in its text.
+NEW_STORAGE = {
+    Outcome.COPIED: ("new storage", ""),
+    Outcome.COPIED_HELD: ("new storage: held", "something else holds the old one"),
+    Outcome.COPIED_FOREIGN: ("new storage: foreign", "the old memory is foreign"),
+    Outcome.COPIED_SHARED: ("new storage: shared", "no longer shared with other processes"),
 }
 
 
-def render(
-    rows: Sequence[PlanRow],
-    layers: Sequence[LayerRow],
-    memory_format: str | None,
-    is_done: bool,
-    observed: bool,
-    lines: Sequence[str] = (),
-) -> str:
-    """Return the summary, the sites that need a look, the layers that lose channels-last, and more lines."""
-    hint = "" if rows or observed else f" {SEEN_BY_EXAMPLE}."
-    text = paragraphs([f"{summary(rows, memory_format, is_done)}.{hint}"])
+def in_vain(plan: Plan, model: str) -> list[str]:
+    """Return what was requested of a model and does nothing, because of the arguments: sentences that name the way.
+
+    Args:
+        plan: The plan of the call.
+        model: The model as the object of a sentence, such as "the UNet".
+    """
+    why, inputs = _without_weights(plan), without_inputs(plan)
+    return [*([f"nothing to convert in {model}: {why}"] if why else ()), *([inputs] if inputs else ())]
+
+
+def _without_weights(plan: Plan) -> str | None:
+    """Return why none of the weights is requested; the end of a sentence."""
+    requested = [row for row in plan.rows if row.reason is not Reason.OTHER_RANK]
+    if plan.rows and not requested:
+        rank = plan.rows[0].rank
+        return (
+            f"its convolutions are {rank - 2}D: omit memory_format, or pass {Format(None).name_at(rank)!r} instead of "
+            f"{plan.memory_format!r}"
+        )
+    if requested and all(row.reason is Reason.FILTERED for row in requested):
+        paths = [*dict.fromkeys(repr(row.path) for row in requested)]
+        which = "its only convolution" if len(paths) == 1 else f"all {len(paths)} of its convolutions"
+        return f"filter_fn returns false for {which}: {first_of(paths)}"
+    return None
+
+
+def without_inputs(plan: Plan) -> str | None:
+    """Return why a format of the inputs converts none."""
+    ranks = {row.rank for row in plan.rows if Format(plan.memory_format).serves(row.rank)}
+    if plan.input_format is None or not ranks or ranks_of_inputs(plan.input_format, ranks):
+        return None
+    found = " and ".join(f"{rank - 2}D" for rank in sorted(ranks))
+    return (
+        f"input_format={plan.input_format!r} converts no inputs, since the convolutions are {found}: pass "
+        "'channels_last', which is for images and volumes alike"
+    )
+
+
+def ranks_of_inputs(input_format: str, ranks: Iterable[int]) -> list[int]:
+    """Return those of some ranks of inputs that a format of the inputs means."""
+    wanted = Format(None if input_format == "channels_last" else input_format)
+    return sorted(filter(wanted.serves, ranks))
+
+
+def render(plan: Plan, is_done: bool, lines: Sequence[str] = ()) -> str:
+    """Return the summary, the weights that need a look, the layers that lose channels-last, and more lines."""
+    rows, layers = plan.rows, plan.layers
+    hint = "" if rows or plan.observed else f" {SEEN_BY_EXAMPLE}."
+    text = paragraphs([f"{summary(rows, plan.memory_format, is_done)}.{hint}"])
     alike: dict[tuple[str, Reason], list[PlanRow]] = {}
     for row in rows:
         if row.reason is not None and row.reason not in _BY_REASON:
@@ -383,12 +454,9 @@ def summary(rows: Sequence[PlanRow], memory_format: str | None, is_done: bool) -
         return "No 2D or 3D convolution was found"
     counts = Counter(map(_fate, rows))
     wanted = "contiguous" if memory_format == "contiguous_format" else "channels-last"
-    moved = f" ({amount(sum(row.bytes_to_move for row in rows))})"
-    parts = [
-        f"{counts[fate]} {_DONE.get(fate, fate) if is_done else fate}{moved if fate == _MOVED else ''}"
-        for fate in _ORDER
-        if counts[fate]
-    ]
+    size = sum(row.bytes_to_move for row in rows)
+    words = {_CONVERT: f"{'converted' if is_done else _CONVERT}{f' ({amount(size)})' if size else ''}"}
+    parts = [f"{counts[fate]} {words.get(fate, fate)}" for fate in _ORDER if counts[fate]]
     return f"{several(len(rows), 'weight')} to {wanted}: {', '.join(parts)}"
 
 
@@ -396,9 +464,8 @@ def full_table(rows: Sequence[PlanRow], layers: Sequence[LayerRow]) -> str:
     """Return a line for every row, and what the reasons in them mean."""
     text = ""
     if rows:
-        done = [WHERE[row.outcome][0] if row.outcome in WHERE else row.action.value for row in rows]
-        cells = [[*site, what, _name(row.reason)] for site, what, row in zip(_cells(rows, rows), done, rows)]
-        text += table(cells, ["site", "layer", "shape", "dtype", "action", "reason"])
+        cells = [[*site, _action(row), _name(row.reason)] for site, row in zip(_cells(rows, rows), rows)]
+        text += table(cells, ["weight", "layer", "shape", "dtype", "action", "reason"])
     if layers:
         cells = [[row.path or "(the model itself)", row.layer, row.action.value, _name(row.reason)] for row in layers]
         text += table(cells, ["layer", "class", "action", "reason"])
@@ -415,6 +482,14 @@ def _fate(row: PlanRow) -> str:
     if row.action is Action.KEEP:  # with a remark, a weight is in the format
         return _IN_FORMAT if row.reason is None or row.reason.kind is Kind.REMARK else _KEPT
     return _BY_ACTION[row.action]
+
+
+def _action(row: PlanRow) -> str:
+    """Return the cell for a row's action, with what is worth knowing about the memory."""
+    if row.action is Action.RESTRIDE:
+        return f"{Action.CONVERT.value} (strides only)"
+    detail, _ = NEW_STORAGE.get(row.outcome, ("", "")) if row.outcome else ("", "")
+    return f"{row.action.value} ({detail})" if detail else row.action.value
 
 
 def _name(reason: Reason | None) -> str:
@@ -441,10 +516,10 @@ def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
     for row in layers:
         alike.setdefault((row.layer, row.gains, row.action, row.reason), []).append(row.path or "the model itself")
     for (layer, gains, action, reason), paths in alike.items():
-        if action is Action.EXCHANGE or reason is None:
+        if action is Action.REPLACE or reason is None:
             why = reason.value if reason else gains
             yield f"{len(paths)} {layer} {'replaced' if is_done else 'to replace'}: {why}"
-        elif reason is Reason.EXCHANGED:
+        elif reason is Reason.REPLACED:
             yield f"{len(paths)} {layer} kept: {reason.value}"
         else:
             yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}"

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from torch_nhwc.layout import CHANNELS_LAST, Format, is_permuted
+from torch_nhwc.layout import Format, is_permuted
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
 from torch_nhwc.planning.faults import FAULTY, may_be_wrong_on_one_channel, may_get_wrong_gradient
-from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow
+from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, ranks_of_inputs
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.site import Found, ReplaceableLayer, Site
@@ -31,7 +31,8 @@ def decide_input_hook(found: Found, options: Options, layers: _Layers) -> InputH
     expect_hookable(found.model)
     if any(site.reason is Reason.PER_SAMPLE_GRADIENTS for site in found.sites):
         raise RuntimeError(f"torch_nhwc: input_format: {Reason.PER_SAMPLE_GRADIENTS.value}")
-    ranks = ranks_to_bring(options.input_format, options.format)
+    of_weights = {site.rank for site in found.sites if options.format.serves(site.rank)}
+    ranks = ranks_of_inputs(options.input_format, of_weights)
     sites = [site for site in found.sites if site.rank in ranks]
     if not sites:
         return present
@@ -61,14 +62,8 @@ def has_lost_input_hook(model: nn.Module, plan: Plan) -> bool:
     """Return whether a model lacks the hook for its inputs that a plan has."""
     if plan.input_format is None or input_hook(model) is not None:
         return False
-    ranks = ranks_to_bring(plan.input_format, Format(plan.memory_format))
-    return any(row.rank in ranks for row in plan.rows)
-
-
-def ranks_to_bring(input_format: str, weights: Format) -> list[int]:
-    """Return the ranks of inputs that a format of the inputs means, for weights in a format."""
-    of_inputs = Format(None if input_format == "channels_last" else input_format)
-    return [rank for rank in CHANNELS_LAST if weights.serves(rank) and of_inputs.serves(rank)]
+    of_weights = {row.rank for row in plan.rows if Format(plan.memory_format).serves(row.rank)}
+    return bool(ranks_of_inputs(plan.input_format, of_weights))
 
 
 def _ranks_of(sites: Iterable[Site]) -> tuple[int, ...]:
@@ -83,8 +78,8 @@ def remarks_on(
     each_forward = any(row.action is Action.EACH_FORWARD for row in rows)
     if options.format.is_channels_last and (each_forward or any(row.changes for row in rows)):
         remarks += [reason.value for reason in _faults_of_kept_layers(found, options, layers)]
-    is_saved_as_it_is = state_dict_hook_key(found.model) is None
-    if has_ranks() and is_saved_as_it_is and any(map(_is_permuted, rows)):
+    has_strides = state_dict_hook_key(found.model) is None and any(map(_is_permuted, rows))
+    if has_ranks() and has_strides:
         remarks.append(Reason.BROADCAST.value)
     if each_forward:
         weights = {id(site.tensor): site.tensor for site, row in zip(found.sites, rows) if row.is_in_each_forward}
@@ -92,11 +87,13 @@ def remarks_on(
         remarks.append(
             f"converted in each forward: up to {size} of new memory, until the backward where there are gradients"
         )
-    if options.input_format:
+    if options.input_format and (hook is not None or not found.sites):
         remarks.append(_remark_on_input_hook(found.model, hook))
     is_hook_new = hook not in (None, input_hook(found.model))
-    if is_hook_new or each_forward or any(row.action is Action.EXCHANGE for _, row in layers):
+    if is_hook_new or each_forward or any(row.action is Action.REPLACE for _, row in layers):
         remarks.append(Reason.SAVED_WHOLE.value)
+    elif has_strides and any(row.changes for row in rows):
+        remarks.append(Reason.SAVED_STRIDES.value)
     if options.format.is_channels_last:
         remarks += [reason.value for reason in _remarks_on_layers(found, options, layers)]
     return remarks

@@ -4,11 +4,17 @@ import os
 import platform
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from torch_nhwc.ops import cpu_capability
+from torch_nhwc.rendering import warn
+
+# What describes a machine without deciding how fast it is.
+_INCIDENTAL = ("platform", "python")
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, object]:
@@ -48,6 +54,19 @@ def machine(device: torch.device | str = "cpu") -> dict[str, object]:
             "cudnn.allow_tf32": cudnn.allow_tf32,
         }
     return described
+
+
+def warn_if_tuned_elsewhere(described: Mapping[str, Any], device: torch.device) -> None:
+    """Warn if a tuning on a device was measured under other conditions than those here; the message says which."""
+    is_here = device.type != "cuda" or torch.cuda.is_available()
+    here = machine(device if is_here else "cpu")
+    changed = [
+        f"{name}: {described.get(name)}, here {here.get(name)}"
+        for name in {**described, **here}
+        if name not in _INCIDENTAL and described.get(name) != here.get(name)
+    ]
+    if changed:
+        warn(f"torch_nhwc: this was tuned under other conditions, tune again: {'; '.join(changed)}")
 
 
 def _processor() -> str:

@@ -162,7 +162,7 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
         return _LayerKind(*family, None)
     original, reason = original_class(layer_type), None
     if is_preserving(layer_type):
-        reason = Reason.EXCHANGED
+        reason = Reason.REPLACED
     elif layer_type is not type(module):
         reason = Reason.LAZY_LAYER
     elif not is_known(original):
@@ -175,9 +175,9 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
 def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> ReplaceableLayer:
     replacement: Any = kind.replacement
     reason = kind.reason
-    if reason is not Reason.EXCHANGED:
+    if reason is not Reason.REPLACED:
         reason = wrapped or reason or _reason_of(module, replacement)
-    is_here = replacement.gains_here and reason is not Reason.EXCHANGED
+    is_here = replacement.gains_here and reason is not Reason.REPLACED
     gains_here = replacement.gains_here(module) if is_here else None
     return ReplaceableLayer(path, module, kind.name, replacement.gains, reason, gains_here)
 

@@ -7,6 +7,7 @@ from torch_nhwc.ops import sentence
 
 ORDER = "convert first, then make the optimizer, then wrap, then compile"
 _EACH_FORWARD = "each_forward=True works without changing it"
+_SAVE = "save torch_nhwc.checkpoint.contiguous_state_dict(model)"
 
 
 class Kind(enum.Enum):
@@ -127,7 +128,7 @@ class Reason(enum.Enum):
         f"the optimizer keeps it in a flat, contiguous bucket, and sends it to other ranks from there: {_EACH_FORWARD}",
     )
     NOT_A_LEAF = Kind.REFUSED, sentence("NOT_A_LEAF")
-    NOT_EXCHANGEABLE = (
+    NOT_REPLACEABLE = (
         Kind.REFUSED,
         "its module's class cannot be replaced by one that converts the weight in each forward: it is neither one of "
         "PyTorch's convolution layers nor derived from one, is scripted, has a replaced forward, or defines "
@@ -170,7 +171,7 @@ class Reason(enum.Enum):
         "this state is a tensor subclass or packed (8-bit), and is left to its optimizer",
     )
 
-    EXCHANGED = Kind.LAYER, "it is already replaced by a layer that keeps channels-last"
+    REPLACED = Kind.LAYER, "it is already replaced by a layer that keeps channels-last"
     LAZY_LAYER = (
         Kind.LAYER,
         "it is lazy, and has another class after its first forward: call convert_ again then",
@@ -231,7 +232,12 @@ class Reason(enum.Enum):
     SAVED_WHOLE = (
         Kind.MODEL,
         "a whole model that torch.save writes with replaced layers, or with a hook for its inputs, needs torch_nhwc "
-        "where it is loaded: save its state dict, or revert first",
+        f"where it is loaded: {_SAVE}, which safetensors and every model take, or revert first",
+    )
+    SAVED_STRIDES = (
+        Kind.MODEL,
+        "its state dict has tensors in channels-last: safetensors refuses them, and load_state_dict(assign=True) gives "
+        f"them to any model as they are: {_SAVE}",
     )
 
 

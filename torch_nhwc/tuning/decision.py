@@ -1,20 +1,17 @@
 """The decision of `tune`: the plan that won, the evidence, and the conditions under which it was measured."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from torch_nhwc.planning import Plan
-from torch_nhwc.rendering import paragraphs, table, warn
-from torch_nhwc.running.machine import machine
+from torch_nhwc.rendering import paragraphs, table
+from torch_nhwc.running.machine import warn_if_tuned_elsewhere
 from torch_nhwc.serialization import from_data, to_data
 
-# What describes a machine without deciding how fast it is.
-_INCIDENTAL = ("platform", "python")
-# What of it is printed.
+# What of a machine is printed.
 _PRINTED = ("device", "threads", "torch")
 
 
@@ -54,6 +51,8 @@ class TuningRow(NamedTuple):
 @dataclass(frozen=True)
 class Tuning:
     """A tuning is a decision by measurement: `convert_(model, plan=tuning.plan)` applies it.
+
+    So does `convert_(model, plan="tuning.json")`, where the file holds the text of `to_json`.
 
     If `compile` is true, call `torch.compile(model)` after that.
 
@@ -109,10 +108,7 @@ class Tuning:
                 tuning.machine[name]
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             raise ValueError(f"Tuning.from_json: expected what Tuning.to_json writes: {error!r}") from error
-        is_here = device.type != "cuda" or torch.cuda.is_available()
-        changed = _changes(tuning.machine, machine(device if is_here else "cpu"))
-        if changed:
-            warn(f"torch_nhwc: this was tuned under other conditions, tune again: {'; '.join(changed)}")
+        warn_if_tuned_elsewhere(tuning.machine, device)
         return tuning
 
     def __str__(self) -> str:
@@ -125,14 +121,6 @@ class Tuning:
         rows = [_cells(row, row.name == self.choice) for row in self.table]
         failed = [f"{row.name}: {row.remark}." for row in self.table if row.remark]
         return paragraphs([title]) + table(rows, head) + paragraphs([*failed, *self.notes])
-
-
-def _changes(before: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return what differs between two descriptions of machines, each in a few words."""
-    names = [name for name in {**before, **here} if name not in _INCIDENTAL]
-    return [
-        f"{name}: {before.get(name)}, here {here.get(name)}" for name in names if before.get(name) != here.get(name)
-    ]
 
 
 def _cells(row: TuningRow, is_chosen: bool) -> list[str]:

@@ -12,13 +12,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from torch_nhwc.planning import Plan, plan
+from torch_nhwc.ops import named_dtype
+from torch_nhwc.planning import Plan
+from torch_nhwc.planning.deciding import decide
+from torch_nhwc.planning.plans import Options
 from torch_nhwc.rendering import first_line, several
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
 from torch_nhwc.running.comparison import distances, magnitudes, tolerance_of
 from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.machine import machine
 from torch_nhwc.running.page_faults import advice
+from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
@@ -37,7 +41,7 @@ def tune(
     mode: Literal["inference", "training"] = "inference",
     budget_seconds: float = 60.0,
     preserve: bool = True,
-    autocast: torch.dtype | None = None,
+    autocast: torch.dtype | str | None = None,
     optimizer: Any = None,
     loss: Loss | None = None,
     compile: bool = False,
@@ -63,8 +67,8 @@ def tune(
             A model that is in another mode is copied and put into this one.
         budget_seconds: How long it may take, roughly. The first two rounds are never cut short.
         preserve: Whether layers that lose channels-last may be replaced.
-        autocast: The dtype of the autocast region in which the model is called; `None` is that of the region around
-            this call, or none.
+        autocast: The dtype of the autocast region in which the model is called, or its name; `None` is that of the
+            region around this call, or none.
         optimizer: For training, an optimizer, whose class and groups are used, or a function of parameters that makes
             one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
         loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
@@ -85,21 +89,22 @@ def tune(
         >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
         ('contiguous', True)
     """
-    _check(model, mode, budget_seconds, autocast, optimizer, loss, compile)
+    region: torch.dtype | None = named_dtype(autocast)
+    _check(model, mode, budget_seconds, region, optimizer, loss, compile)
     arguments_of(model, example_inputs)  # raises for a shape
     tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
     device = tensors[0].device if tensors else torch.device("cpu")
     if device.type == "meta" or any(map(is_lazy, model.parameters())):
         raise ValueError("tune: expected a model whose weights have values, not a lazy layer or one on the meta device")
-    if autocast is None and torch.is_autocast_enabled(device.type):
-        autocast = torch.get_autocast_dtype(device.type)
+    if region is None and torch.is_autocast_enabled(device.type):
+        region = torch.get_autocast_dtype(device.type)
     started = time.monotonic()
     with preserved_state(), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
 
         def workload_of_a_copy() -> Workload:
             copied = tuning_copy(model, mode)
             steps = None if optimizer is None else optimizer_for(copied, model, optimizer)
-            return Workload(copied, example_inputs, mode, device, autocast, loss or loss_of, steps)
+            return Workload(copied, example_inputs, mode, device, region, loss or loss_of, steps)
 
         workload = workload_of_a_copy()
         with workload.region():
@@ -119,7 +124,7 @@ def tune(
                 "model": type(model).__name__,
                 "mode": mode,
                 "dtype": ", ".join(sorted({str(each.dtype).removeprefix("torch.") for each in model.parameters()})),
-                "autocast": str(autocast).removeprefix("torch.") if autocast else None,
+                "autocast": str(region).removeprefix("torch.") if region else None,
                 "shapes": ["x".join(map(str, each.shape)) for _, each in tensors_in(example_inputs)],
                 "optimizer": None if optimizer is None else name,
                 "device": str(device),
@@ -132,7 +137,8 @@ def policies(model: nn.Module, example_inputs: Any, preserve: bool = True) -> di
     """Return the plans that `tune` tries, by name, the contiguous one first; without one that would change nothing."""
 
     def planned(memory_format: torch.memory_format | None = None, preserve: bool = False, **options: Any) -> Plan:
-        return plan(model, memory_format, example_inputs=example_inputs, preserve=preserve, **options)
+        chosen = Options.of(memory_format, preserve=preserve, **options)
+        return decide(find(model, example_inputs), chosen, with_gradients=False).plan
 
     plans = {CONTIGUOUS: planned(torch.contiguous_format)}
     weights = planned()
