@@ -13,9 +13,10 @@ from selection import exhaustive, some_of
 from torch import nn
 
 import torch_nhwc
-from torch_nhwc.cli import commands, models
+from torch_nhwc.cli import models
 from torch_nhwc.tracing import Trace
 from torch_nhwc.tuning import Tuning
+from torch_nhwc_cli import options, program
 
 FACTORIES = """
 import torch
@@ -127,6 +128,10 @@ def wrong():
     return Two(), torch.randn(2, 4, 8, 8)
 
 
+def outside():
+    return nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 4, 8, 8)
+
+
 def without_module():
     return 3
 
@@ -138,6 +143,8 @@ def interrupted():
 def broken():
     return {}["x"]
 """
+
+FORWARD = 1 + FACTORIES.splitlines().index("        image = nn.functional.conv2d(self.layers(image), self.kernel)")
 
 
 @pytest.fixture
@@ -151,7 +158,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
-            commands.app([*map(str, arguments)])
+            program.app([*map(str, arguments)])
         read = capfd.readouterr()
         return ended.value.code, read.out, read.err
 
@@ -440,15 +447,16 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["plan", *of_mine("made")], "of_mine:made is a module: expected a function that returns one"),
         (["plan", *of_mine("without_module")], "to return a module, or a module and its inputs"),
         (["plan", *of_mine("broken")], f"KeyError in of_mine.py, line {len(FACTORIES.splitlines())}: 'x'"),
-        (["convert", *of_mine("wrong")], "RuntimeError in conv.py, line"),
+        (["convert", *of_mine("wrong")], f"RuntimeError in of_mine.py, line {FORWARD}: Given groups=1"),
+        (["convert", *of_mine("outside")], "RuntimeError: Given groups=1"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
         (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
         (["trace", *of_mine("named")], "of_mine:named comes without inputs: give a shape by --input-shape"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
-        (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected a dtype among float64"),
+        (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected one of float64"),
         (["trace", *of_mine("named"), "--input-shape", "1,-3"], "expected sizes such as 1,3,224,224 or pixel_values="),
         (["trace", *of_mine("losing"), "--html", "."], "--html: expected a file in a folder that exists"),
-        (["tune", *of_mine("losing"), "--budget", "0"], "expected --budget to be a positive number, got 0.0"),
+        (["tune", *of_mine("losing"), "--budget", "0"], "--budget: expected a positive number, got 0.0"),
         (["tune", *of_mine("losing"), "--optimizer", "AdamW"], "--optimizer: expected --mode training"),
         (
             ["tune", *of_mine("losing"), "--mode", "training", "--optimizer", "lr_scheduler"],
@@ -456,7 +464,13 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         ),
         (["tune", *of_mine("losing"), "--save", "nowhere/x.json"], "--save: expected a file in a folder that exists"),
         (["verify", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
-        (["convert", "model.pt"], "a saved model: expected the files IN and OUT"),
+        (["convert", "model.pt"], "name the file to write: torch-nhwc convert model.pt converted.pt"),
+        (
+            ["convert", "a.pt", "b.pt", "--input-format", "nhwc"],
+            "--input-format: expected one of channels_last, channe",
+        ),
+        (["plan", *of_mine("model"), "--memory-format", "nhwc"], "--memory-format: expected one of channels_last, ch"),
+        (["plan", "--factory", "of_mine.py"], "--factory: expected module:callable, got 'of_mine.py'"),
         (["convert", "a.pt", "b.pt", "--preserve"], "the files IN and OUT, without options for models that run"),
         (["convert", "a.pt", "b.pt", "--no-preserve"], "the files IN and OUT, without options for models that run"),
         (["convert", "missing.pt", "out.pt"], "No such file or directory: 'missing.pt'"),
@@ -482,6 +496,66 @@ def test_ctrl_c_ends_with_130(run):
 def in_a_process(*arguments, **options):
     command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+# A program that says what it imported of some packages, and how many seconds of CPU it took.
+IMPORTING = """
+import resource, sys
+from torch_nhwc_cli import main
+sys.argv = ["torch-nhwc", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(*sorted({"torch", "torch._dynamo", "sympy"} & sys.modules.keys()), sep=",", file=sys.stderr)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime + used.ru_stime, file=sys.stderr)
+"""
+
+
+def imported_by(*arguments, **options):
+    """Return what a command prints to the standard error, the packages that it imported, and its seconds of CPU."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTING, *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, **options)
+    *errors, names, seconds = ran.stderr.splitlines()
+    return "\n".join(errors), names.split(",") if names else [], float(seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--help"], ""),
+        (["tune", "--help"], ""),
+        (["plan", "--nothing"], "No such option: --nothing"),
+        (["trace"], "name one model, by --model or --factory"),
+        (["tune", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
+        (["convert", "model.pt"], "name the file to write"),
+    ],
+)
+def test_help_and_errors_of_options_do_not_wait_for_torch(arguments, message):
+    error, imported, seconds = imported_by(*arguments)
+    assert message in error
+    assert imported == []
+    assert seconds < 0.8  # 0.4 where nothing else runs
+
+
+@pytest.mark.parametrize("command", [["plan"], *map(exhaustive, (["verify"], ["trace", "--convert"], ["convert"]))])
+def test_the_compiler_is_not_imported_where_nothing_is_compiled(command, tmp_path):
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    error, imported, _ = imported_by(*command, "--factory", "my_model:build", cwd=tmp_path)
+    assert (error, imported) == ("", ["torch"])
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16", "BF16"])
+def test_dtypes_are_spelled_as_pytorch_and_its_users_do(spelling, run):
+    assert options.dtype_name(spelling, "--dtype") == "bfloat16"
+    for other in ("fp16", "half", "float16", "torch.half"):
+        assert options.dtype_name(other, "--dtype") == "float16"
+    code, out, _ = run("plan", *of_mine("losing"), "--dtype", spelling, "--json")
+    assert (code, torch_nhwc.Plan.from_json(out).rows[0].dtype) == (0, "torch.bfloat16")
+
+
+def test_the_built_in_models_are_those_that_the_options_name():
+    assert tuple(models.MODELS) == options.MODELS
 
 
 @pytest.mark.parametrize(
