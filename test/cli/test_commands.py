@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from selection import exhaustive, some_of
+from simulated_machine import Machine
 from torch import nn
 
 import torch_nhwc
@@ -270,35 +271,71 @@ class TestTune:
         assert tuning.workload["autocast"] == "bfloat16"
         assert "full, preserved" not in [row.name for row in tuning.table]
 
-    def test_says_how_the_plan_is_applied(self, run, monkeypatch):
-        tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
-        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full"))
-        _, out, _ = run("tune", *of_mine("losing"))
-        assert out.endswith(
-            "Convert the model by the plan 'full': torch_nhwc.convert_(model, "
-            "plan=Tuning.from_json(open('tuning.json').read()).plan); --save tuning.json writes that file.\n"
-        )
-
     @pytest.mark.parametrize(
-        ("choice", "advice"),
+        ("choice", "options", "advice"),
         [
-            ("full, compiled", ".plan), then compile it: torch.compile(model); --save tuning.json writes that file.\n"),
-            ("contiguous, compiled", "Compile the model and convert nothing: torch.compile(model)\n"),
-            ("contiguous", "Leave the model as it is: no plan is certainly faster here.\n"),
+            (
+                "full",
+                [],
+                "Convert the model by the plan 'full':\n    import torch_nhwc\n"
+                '    torch_nhwc.convert_(model, plan="tuning.json")\n(--save tuning.json writes that file.)\n',
+            ),
+            (
+                "full, compiled",
+                ["--save", "of_mine.json"],
+                "Convert the model by the plan 'full', then compile it:\n    import torch\n    import torch_nhwc\n"
+                '    torch_nhwc.convert_(model, plan="of_mine.json")\n    model = torch.compile(model)\n',
+            ),
+            (
+                "contiguous, compiled",
+                [],
+                "Compile the model and convert nothing:\n    import torch\n    model = torch.compile(model)\n",
+            ),
+            ("contiguous", [], "Leave the model as it is: no plan is certainly faster here.\n"),
+            (
+                "not decided",
+                [],
+                "Not decided: too few rounds (2). Give it a larger --budget; until then, leave the model as it is.\n",
+            ),
         ],
     )
-    def test_says_whether_to_compile(self, choice, advice, run, monkeypatch):
+    def test_says_what_to_do_in_lines_that_run(self, choice, options, advice, run, monkeypatch):
         tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        is_decided = choice != "not decided"
+        chosen = choice if is_decided else "contiguous"
+        tuning = replace(tuning, choice=chosen, compile=choice.endswith("compiled"), is_decided=is_decided)
+        given = {}
+        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **options: given.update(options) or tuning)
+        _, out, _ = run("tune", *of_mine("losing"), "--compile", *options)
+        assert given["compile"] is True
+        assert out.endswith(advice)
+        assert out.startswith(f"Tuning: {choice} (")
+
+    @pytest.mark.parametrize("spelling", ["AdamW", "adamw", "torch.optim.AdamW"])
+    def test_takes_the_name_of_an_optimizer_in_any_case(self, spelling, run, monkeypatch):
         given = {}
 
         def tune(*_, **options):
             given.update(options)
-            return replace(tuning, choice=choice, compile=choice.endswith("compiled"))
+            raise KeyboardInterrupt
 
         monkeypatch.setattr(torch_nhwc, "tune", tune)
-        _, out, _ = run("tune", *of_mine("losing"), "--compile")
-        assert given["compile"] is True
-        assert out.endswith(advice)
+        run("tune", *of_mine("losing"), "--mode", "training", "--optimizer", spelling, "--autocast", "bf16")
+        assert (given["optimizer"], given["autocast"]) == (torch.optim.AdamW, torch.bfloat16)
+
+    def test_says_so_if_it_is_interrupted_before_anything_was_measured(self, run, monkeypatch):
+        def tune(*_, **__):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(torch_nhwc, "tune", tune)
+        code, out, error = run("tune", *of_mine("losing"))
+        assert (code, out, error) == (130, "", "torch-nhwc: interrupted before anything was measured\n")
+
+    def test_says_early_if_it_takes_longer_than_its_budget(self, run, monkeypatch):
+        Machine(monkeypatch, dict.fromkeys(("contiguous", "weights only", "full", "full, preserved"), 3.0))
+        code, _, error = run("tune", *of_mine("losing"), "--budget", 8)
+        assert code == 0
+        assert re.fullmatch(r"torch-nhwc: tune: a round takes about 12 s: this takes about 3. s instead .*\n", error)
 
 
 class TestVerify:

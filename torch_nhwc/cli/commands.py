@@ -74,17 +74,21 @@ def tune(
     kind = None if optimizer is None else _optimizer(optimizer)
     example = load_example(named)
     example.require_inputs()
-    with _showing(f"Tuning {example.name} for {budget:g} s"):
-        tuning = nhwc.tune(
-            example.model,
-            example.inputs,
-            mode="training" if is_training else "inference",
-            budget_seconds=budget,
-            preserve=preserve,
-            autocast=_dtype(autocast),
-            optimizer=kind,
-            compile=compile,
-        )
+    try:
+        with _showing(f"Tuning {example.name} for {budget:g} s"), _warnings_as_lines():
+            tuning = nhwc.tune(
+                example.model,
+                example.inputs,
+                mode="training" if is_training else "inference",
+                budget_seconds=budget,
+                preserve=preserve,
+                autocast=_dtype(autocast),
+                optimizer=kind,
+                compile=compile,
+            )
+    except KeyboardInterrupt:
+        print("torch-nhwc: interrupted before anything was measured", file=sys.stderr)
+        raise
     if save is not None:
         with write_whole(save) as temporary:
             temporary.write_text(tuning.to_json())
@@ -220,15 +224,22 @@ def _answer_of_trace(traced: Trace, limits: Limits, json_output: bool, html: Pat
 
 
 def _advice(tuning: Tuning, save: Path | None) -> str:
+    """Return what to do, with the lines of code that do it."""
     policy = tuning.choice.removesuffix(", compiled")
+    if not tuning.is_decided:
+        advice = "Give it a larger --budget; until then, leave the model as it is."
+        return paragraphs([f"Not decided: too few rounds ({tuning.table[0].samples}). {advice}"])
     if policy == "contiguous":
-        advice = "Compile the model and convert nothing: torch.compile(model)"
-        return paragraphs([advice if tuning.compile else "Leave the model as it is: no plan is certainly faster here."])
-    kept = f"Tuning.from_json(open({str(save or 'tuning.json')!r}).read())"
-    text = f"Convert the model by the plan {policy!r}: torch_nhwc.convert_(model, plan={kept}.plan)"
+        if not tuning.compile:
+            return "Leave the model as it is: no plan is certainly faster here.\n"
+        return "Compile the model and convert nothing:\n    import torch\n    model = torch.compile(model)\n"
+    name = json.dumps(str(save or "tuning.json"))
+    lines = ["import torch_nhwc", f"torch_nhwc.convert_(model, plan={name})"]
     if tuning.compile:
-        text += ", then compile it: torch.compile(model)"
-    return paragraphs([text if save else f"{text}; --save tuning.json writes that file."])
+        lines = ["import torch", *lines, "model = torch.compile(model)"]
+    text = f"Convert the model by the plan {policy!r}{', then compile it' if tuning.compile else ''}:\n"
+    text += "".join(f"    {line}\n" for line in lines)
+    return text if save else f"{text}(--save tuning.json writes that file.)\n"
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
@@ -292,6 +303,24 @@ def _converting(name: str) -> Iterator[None]:
     """Show that a model is converted, and leave out warnings, whose content is in the report."""
     with _showing(f"Converting {name}"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print the package's warnings at once, as lines of the program."""
+    show = warnings.showwarning
+
+    def print_line(message: Warning | str, *rest: Any) -> None:
+        text = str(message)
+        if text.startswith("torch_nhwc: "):
+            print(f"torch-nhwc: {in_options(text.removeprefix('torch_nhwc: '))}", file=sys.stderr)
+        else:
+            show(message, *rest)
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("always", "torch_nhwc: ")
+        warnings.showwarning = print_line  # type: ignore[assignment]
         yield
 
 
