@@ -96,6 +96,26 @@ def losing():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Softmax2d(), nn.Conv2d(16, 8, 3)), torch.randn(2, 3, 8, 8)
 
 
+def one_channel():
+    layers = nn.Conv3d(1, 8, 3, stride=2), nn.Conv3d(8, 8, 3), nn.Conv3d(8, 8, 3)
+    return nn.Sequential(*layers), torch.randn(1, 1, 17, 17, 17)
+
+
+def transposed():
+    layers = nn.Conv3d(3, 32, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, stride=2), nn.Conv3d(16, 8, 1)
+    return nn.Sequential(*layers), torch.randn(1, 3, 4, 4, 4)
+
+
+class Stacked(nn.Conv2d):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.stack([y, y], 1).sum(1)
+
+
+def stacked():
+    return Stacked(3, 8, 3), torch.randn(2, 3, 8, 8)
+
+
 def scrambled():
     return nn.Sequential(nn.Conv2d(3, 8, 3), Scrambled(8, 8, 3)), torch.randn(2, 3, 8, 8)
 
@@ -216,6 +236,25 @@ class TestTrace:
             code, _, error = run("trace", *of_mine("losing"), *arguments)
             assert (code, error) == (0, "")
 
+    def test_says_the_one_cause_if_a_converted_model_stays_contiguous(self, run):
+        code, out, error = run("trace", *of_mine("one_channel"), "--convert", "--no-preserve")
+        assert (code, error) == (0, "")
+        assert out.splitlines()[1] == "contiguous from 0 on: 3 of 3 modules"
+        assert out.splitlines()[2].startswith("the input has one channel and stayed contiguous; from 1 on each convol")
+        assert len(out.splitlines()) == 3
+
+    def test_does_not_count_what_replaced_layers_restore(self, run):
+        arguments = "--convert", "--mode", "training", "--max-losses", 0, "--max-mixed", 0, "--max-bytes", 0
+        code, out, error = run("trace", *of_mine("transposed"), *arguments)
+        assert (code, error) == (0, "")
+        assert "by design: the layers restore the format" in out
+        assert "channels-last from the input hook on, by clone" in out
+
+    def test_names_the_operator_that_lost_the_format_in_another_rank(self, run):
+        _, out, _ = run("trace", *of_mine("stacked"), "--convert", "--json")
+        (loss,) = Trace.from_json(out).losses
+        assert (loss.operator, loss.source.rpartition("/")[2][:8]) == ("aten::sum", "of_mine.")
+
     def test_prints_json_and_writes_a_page(self, run, tmp_path):
         _, out, _ = run("trace", *of_mine("losing"), "--no-preserve", "--json", "--html", "trace.html")
         assert [loss.path for loss in Trace.from_json(out).losses] == ["1"]
@@ -224,8 +263,8 @@ class TestTrace:
     def test_takes_random_inputs_by_name_and_of_other_dtypes(self, run):
         shapes = "--input-shape", "pixel_values=2,3,8,8:bfloat16", "--input-shape", "input_ids=1,4:int64"
         _, out, _ = run("trace", *of_mine("named"), *shapes, "--dtype", "bfloat16", "--convert", "--json")
-        (loss,) = Trace.from_json(out).losses
-        assert (loss.path, loss.outputs[0].shape) == ("end", (2, 8, 6, 6))
+        (row,) = Trace.from_json(out).restored
+        assert (row.path, row.outputs[0].shape) == ("end", (2, 8, 6, 6))
 
 
 class TestAudit:
