@@ -498,6 +498,21 @@ class TestConvert:
         assert_one_line(run("convert", "net.pt", "out.pt"), "--allow-pickle")
         assert run("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
 
+    def test_says_what_can_be_done_about_faulty_layers_of_a_file(self, run):
+        torch.save(nn.Sequential(nn.Conv3d(3, 8, 3, groups=1), nn.GroupNorm(2, 8), nn.InstanceNorm3d(8)), "net.pt")
+        code, out, _ = run("convert", "net.pt", "out.pt", "--allow-pickle")
+        assert code == 0
+        text = " ".join(out.split())
+        for fault in (
+            "weight gradients PyTorch computes wrong",
+            "group norm is inaccurate",
+            "gradient of instance norm",
+        ):
+            assert fault in text
+        advice = "a file keeps PyTorch's layers; convert_ replaces them in the model, once it is loaded"
+        assert text.count(advice) == 3
+        assert "preserve" not in text
+
 
 @pytest.mark.parametrize(("options", "moves"), [([], False), (["--dtype", "bfloat16"], True)])
 def test_a_model_s_own_to_is_called_if_it_is_asked_for(options, moves, run):

@@ -196,7 +196,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
             if isinstance(new, FormatLoss) and site.function == OURS:
                 written = max(operator.results_written(result), key=_size_if_contiguous)
                 storage = written.untyped_storage()
-                self.held[storage._cdata] = _Held(new, *map(StorageWeakRef, [storage]))
+                self.held[storage._cdata] = _Held(new, StorageWeakRef(storage))  # type: ignore[no-untyped-call, unused-ignore]
                 continue
             row = self.writer.add(new)
             if isinstance(row, FormatLoss):
