@@ -218,7 +218,12 @@ class Trace:
             return ""
         kept, total = sum(is_last for _, is_last in known), several(len(wrote), "module")
         if kept == len(known):
-            return f"channels-last {'in all of' if self.losses or self.mixed else 'throughout:'} {total}"
+            lost = next(
+                (f", but {_bare(row.operator)} in {row.path or 'the model'} loses it" for row in self.losses), ""
+            )
+            return (
+                f"channels-last in all of {total}{lost}" if lost or self.mixed else f"channels-last throughout: {total}"
+            )
         changes = [path for (path, is_last), before in zip(known, (None, *known)) if before and before[1] != is_last]
         is_last_at_end = known[-1][1]
         if len(changes) > 1 or (changes and is_last_at_end):
@@ -251,7 +256,7 @@ class Trace:
         remarks = []
         for gain in self.gained[:_MOST_ROWS]:
             where = gain.path or gain.source or "the model"
-            remarks.append(f"channels-last from {where} on, by {gain.operator.removeprefix('aten::')}")
+            remarks.append(f"channels-last from {where} on, by {_bare(gain.operator)}")
         if self.restored:
             count, size = several(len(self.restored), "operator"), amount(sum(row.bytes for row in self.restored))
             remarks.append(f"{count} inside of replaced layers, of {size}, by design: the layers restore the format")
@@ -284,11 +289,15 @@ def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
     for row in rows:
         formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
         written = "" if formats else " x ".join(map(str, row.outputs[:1]))
-        operator = row.operator.removeprefix("aten::")
+        operator = _bare(row.operator)
         where = [row.path or "(the model)", operator, row.phase, formats, written]
         cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])
     head = [title, "operator", "phase", "formats", "written", "bytes", "times", "source"]
     return "\n" + table(cells, head, most=_MOST_ROWS, sizes=[row.bytes for row in rows], name=name)
+
+
+def _bare(operator: str) -> str:
+    return operator.removeprefix("aten::")
 
 
 def short_source(source: str | None) -> str:
