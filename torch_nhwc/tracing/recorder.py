@@ -96,7 +96,7 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         with recorder.calls, recorder:
             yield recorder.writer.trace
     finally:
-        recorder.settle_all()
+        recorder.settle_gone(is_end=True)
 
 
 _SCRIPTED = "a TorchScript module, whose operators show without the modules inside of it"
@@ -141,6 +141,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         self.has_channels_last = False
         self.copies = {key: each for key, each in self.copies.items() if not _is_gone(each.copy)}
         self.other_ranks.forget()
+        self.settle_gone()
         for _, tensor in tensors_in(args):
             self._use(tensor)
 
@@ -238,11 +239,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
             if held is not None:
                 self.writer.add(held.loss)
 
-    def settle_all(self) -> None:
-        """Note at the end of the trace what nothing has read: what somebody still has was lost."""
-        for held in self.held.values():
-            self.writer.add(held.loss, "restored" if _is_gone(held.storage) else None)
-        self.held.clear()
+    def settle_gone(self, *, is_end: bool = False) -> None:
+        """Note what was freed without being returned: its format was restored. At the end, the rest was lost."""
+        held, self.held = self.held, {}
+        for key, each in held.items():
+            if _is_gone(each.storage):
+                self.writer.add(each.loss, "restored")
+            elif is_end:
+                self.writer.add(each.loss)
+            else:
+                self.held[key] = each
 
     def _use(self, tensor: Tensor) -> None:
         """Take a tensor for an activation from here on."""
