@@ -1,22 +1,6 @@
-"""The entry of `python -m torch_nhwc` and of the console script `torch-nhwc`."""
+"""The entry of `python -m torch_nhwc`, which does what `torch-nhwc` does."""
 
-import sys
-
-from torch_nhwc.cli import environment_as_text
-
-
-def main() -> None:
-    """Run the command line, or only `env` if the extra `cli` is not installed."""
-    try:
-        from torch_nhwc.cli.commands import app
-    except ModuleNotFoundError as error:
-        if sys.argv[1:] != ["env"]:
-            print(f"torch-nhwc: {error.name} is missing: type `pip install 'torch-nhwc[cli]'`", file=sys.stderr)
-            sys.exit(2)
-        print(environment_as_text())
-    else:
-        app()
-
+from torch_nhwc_cli import main
 
 if __name__ == "__main__":
     main()

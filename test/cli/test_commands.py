@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 import torch
 from selection import exhaustive, some_of
+from simulated_machine import Machine
 from torch import nn
 
 import torch_nhwc
-from torch_nhwc.cli import commands, models
+from torch_nhwc.cli import models
 from torch_nhwc.tracing import Trace
 from torch_nhwc.tuning import Tuning
+from torch_nhwc_cli import options, program
 
 FACTORIES = """
 import torch
@@ -94,6 +96,26 @@ def losing():
     return nn.Sequential(nn.Conv2d(3, 16, 3), nn.Softmax2d(), nn.Conv2d(16, 8, 3)), torch.randn(2, 3, 8, 8)
 
 
+def one_channel():
+    layers = nn.Conv3d(1, 8, 3, stride=2), nn.Conv3d(8, 8, 3), nn.Conv3d(8, 8, 3)
+    return nn.Sequential(*layers), torch.randn(1, 1, 17, 17, 17)
+
+
+def transposed():
+    layers = nn.Conv3d(3, 32, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, stride=2), nn.Conv3d(16, 8, 1)
+    return nn.Sequential(*layers), torch.randn(1, 3, 4, 4, 4)
+
+
+class Stacked(nn.Conv2d):
+    def forward(self, x):
+        y = super().forward(x)
+        return torch.stack([y, y], 1).sum(1)
+
+
+def stacked():
+    return Stacked(3, 8, 3), torch.randn(2, 3, 8, 8)
+
+
 def scrambled():
     return nn.Sequential(nn.Conv2d(3, 8, 3), Scrambled(8, 8, 3)), torch.randn(2, 3, 8, 8)
 
@@ -127,6 +149,10 @@ def wrong():
     return Two(), torch.randn(2, 4, 8, 8)
 
 
+def outside():
+    return nn.Sequential(nn.Conv2d(3, 8, 3)), torch.randn(2, 4, 8, 8)
+
+
 def without_module():
     return 3
 
@@ -138,6 +164,8 @@ def interrupted():
 def broken():
     return {}["x"]
 """
+
+FORWARD = 1 + FACTORIES.splitlines().index("        image = nn.functional.conv2d(self.layers(image), self.kernel)")
 
 
 @pytest.fixture
@@ -151,7 +179,7 @@ def run(tmp_path, monkeypatch, capfd):
 
     def run(*arguments):
         with pytest.raises(SystemExit) as ended:
-            commands.app([*map(str, arguments)])
+            program.app([*map(str, arguments)])
         read = capfd.readouterr()
         return ended.value.code, read.out, read.err
 
@@ -208,6 +236,25 @@ class TestTrace:
             code, _, error = run("trace", *of_mine("losing"), *arguments)
             assert (code, error) == (0, "")
 
+    def test_says_the_one_cause_if_a_converted_model_stays_contiguous(self, run):
+        code, out, error = run("trace", *of_mine("one_channel"), "--convert", "--no-preserve")
+        assert (code, error) == (0, "")
+        assert out.splitlines()[1] == "contiguous from 0 on: 3 of 3 modules"
+        assert out.splitlines()[2].startswith("the input has one channel and stayed contiguous; from 1 on each convol")
+        assert len(out.splitlines()) == 3
+
+    def test_does_not_count_what_replaced_layers_restore(self, run):
+        arguments = "--convert", "--mode", "training", "--max-losses", 0, "--max-mixed", 0, "--max-bytes", 0
+        code, out, error = run("trace", *of_mine("transposed"), *arguments)
+        assert (code, error) == (0, "")
+        assert "by design: the layers restore the format" in out
+        assert "channels-last from the input hook on, by clone" in out
+
+    def test_names_the_operator_that_lost_the_format_in_another_rank(self, run):
+        _, out, _ = run("trace", *of_mine("stacked"), "--convert", "--json")
+        (loss,) = Trace.from_json(out).losses
+        assert (loss.operator, loss.source.rpartition("/")[2][:8]) == ("aten::sum", "of_mine.")
+
     def test_prints_json_and_writes_a_page(self, run, tmp_path):
         _, out, _ = run("trace", *of_mine("losing"), "--no-preserve", "--json", "--html", "trace.html")
         assert [loss.path for loss in Trace.from_json(out).losses] == ["1"]
@@ -216,8 +263,8 @@ class TestTrace:
     def test_takes_random_inputs_by_name_and_of_other_dtypes(self, run):
         shapes = "--input-shape", "pixel_values=2,3,8,8:bfloat16", "--input-shape", "input_ids=1,4:int64"
         _, out, _ = run("trace", *of_mine("named"), *shapes, "--dtype", "bfloat16", "--convert", "--json")
-        (loss,) = Trace.from_json(out).losses
-        assert (loss.path, loss.outputs[0].shape) == ("end", (2, 8, 6, 6))
+        (row,) = Trace.from_json(out).restored
+        assert (row.path, row.outputs[0].shape) == ("end", (2, 8, 6, 6))
 
 
 class TestAudit:
@@ -275,35 +322,71 @@ class TestTune:
         assert tuning.workload["autocast"] == "bfloat16"
         assert "full, preserved" not in [row.name for row in tuning.table]
 
-    def test_says_how_the_plan_is_applied(self, run, monkeypatch):
-        tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
-        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **__: replace(tuning, choice="full"))
-        _, out, _ = run("tune", *of_mine("losing"))
-        assert out.endswith(
-            "Convert the model by the plan 'full' (--save tuning.json writes the file):\n"
-            "import torch, torch_nhwc; torch_nhwc.convert_(model, plan='tuning.json')\n"
-        )
-
     @pytest.mark.parametrize(
-        ("choice", "advice"),
+        ("choice", "options", "advice"),
         [
-            ("full, compiled", "convert_(model, plan='tuning.json'); model = torch.compile(model)\n"),
-            ("contiguous, compiled", "Compile the model and convert nothing: torch.compile(model)\n"),
-            ("contiguous", "Leave the model as it is: no plan is certainly faster here.\n"),
+            (
+                "full",
+                [],
+                "Convert the model by the plan 'full':\n    import torch_nhwc\n"
+                '    torch_nhwc.convert_(model, plan="tuning.json")\n(--save tuning.json writes that file.)\n',
+            ),
+            (
+                "full, compiled",
+                ["--save", "of_mine.json"],
+                "Convert the model by the plan 'full', then compile it:\n    import torch\n    import torch_nhwc\n"
+                '    torch_nhwc.convert_(model, plan="of_mine.json")\n    model = torch.compile(model)\n',
+            ),
+            (
+                "contiguous, compiled",
+                [],
+                "Compile the model and convert nothing:\n    import torch\n    model = torch.compile(model)\n",
+            ),
+            ("contiguous", [], "Leave the model as it is: no plan is certainly faster here.\n"),
+            (
+                "not decided",
+                [],
+                "Not decided: too few rounds (2). Give it a larger --budget; until then, leave the model as it is.\n",
+            ),
         ],
     )
-    def test_says_whether_to_compile(self, choice, advice, run, monkeypatch):
+    def test_says_what_to_do_in_lines_that_run(self, choice, options, advice, run, monkeypatch):
         tuning = torch_nhwc.tune(nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8), budget_seconds=0.01)
+        is_decided = choice != "not decided"
+        chosen = choice if is_decided else "contiguous"
+        tuning = replace(tuning, choice=chosen, compile=choice.endswith("compiled"), is_decided=is_decided)
+        given = {}
+        monkeypatch.setattr(torch_nhwc, "tune", lambda *_, **options: given.update(options) or tuning)
+        _, out, _ = run("tune", *of_mine("losing"), "--compile", *options)
+        assert given["compile"] is True
+        assert out.endswith(advice)
+        assert out.startswith(f"Tuning: {choice} (")
+
+    @pytest.mark.parametrize("spelling", ["AdamW", "adamw", "torch.optim.AdamW"])
+    def test_takes_the_name_of_an_optimizer_in_any_case(self, spelling, run, monkeypatch):
         given = {}
 
         def tune(*_, **options):
             given.update(options)
-            return replace(tuning, choice=choice, compile=choice.endswith("compiled"))
+            raise KeyboardInterrupt
 
         monkeypatch.setattr(torch_nhwc, "tune", tune)
-        _, out, _ = run("tune", *of_mine("losing"), "--compile")
-        assert given["compile"] is True
-        assert out.endswith(advice)
+        run("tune", *of_mine("losing"), "--mode", "training", "--optimizer", spelling, "--autocast", "bf16")
+        assert (given["optimizer"], given["autocast"]) == (torch.optim.AdamW, torch.bfloat16)
+
+    def test_says_so_if_it_is_interrupted_before_anything_was_measured(self, run, monkeypatch):
+        def tune(*_, **__):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(torch_nhwc, "tune", tune)
+        code, out, error = run("tune", *of_mine("losing"))
+        assert (code, out, error) == (130, "", "torch-nhwc: interrupted before anything was measured\n")
+
+    def test_says_early_if_it_takes_longer_than_its_budget(self, run, monkeypatch):
+        Machine(monkeypatch, dict.fromkeys(("contiguous", "weights only", "full", "full, preserved"), 3.0))
+        code, _, error = run("tune", *of_mine("losing"), "--budget", 8)
+        assert code == 0
+        assert re.fullmatch(r"torch-nhwc: tune: a round takes about 12 s: this takes about 3. s instead .*\n", error)
 
 
 class TestVerify:
@@ -441,6 +524,21 @@ class TestConvert:
         assert_one_line(run("convert", "net.pt", "out.pt"), "--allow-pickle")
         assert run("convert", "net.pt", "out.pt", "--allow-pickle")[0] == 0
 
+    def test_says_what_can_be_done_about_faulty_layers_of_a_file(self, run):
+        torch.save(nn.Sequential(nn.Conv3d(3, 8, 3), nn.GroupNorm(2, 8), nn.InstanceNorm3d(8)), "net.pt")
+        code, out, _ = run("convert", "net.pt", "out.pt", "--allow-pickle")
+        assert code == 0
+        text = " ".join(out.split())
+        for fault in (
+            "weight gradients PyTorch computes wrong",
+            "group norm is inaccurate",
+            "gradient of instance norm",
+        ):
+            assert fault in text
+        advice = "a file keeps PyTorch's layers; convert_ replaces them in the model, once it is loaded"
+        assert text.count(advice) == 3
+        assert "preserve" not in text
+
 
 @pytest.mark.parametrize(("options", "moves"), [([], False), (["--dtype", "bfloat16"], True)])
 def test_a_model_s_own_to_is_called_if_it_is_asked_for(options, moves, run):
@@ -466,15 +564,16 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["plan", *of_mine("made")], "of_mine:made is a module: expected a function that returns one"),
         (["plan", *of_mine("without_module")], "to return a module, or a module and its inputs"),
         (["plan", *of_mine("broken")], f"KeyError in of_mine.py, line {len(FACTORIES.splitlines())}: 'x'"),
-        (["convert", *of_mine("wrong")], "RuntimeError in conv.py, line"),
+        (["convert", *of_mine("wrong")], f"RuntimeError in of_mine.py, line {FORWARD}: Given groups=1"),
+        (["convert", *of_mine("outside")], "RuntimeError: Given groups=1"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
         (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
         (["trace", *of_mine("named")], "of_mine:named comes without inputs: give a shape by --input-shape"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
-        (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected a dtype among float64"),
+        (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected one of float64"),
         (["trace", *of_mine("named"), "--input-shape", "1,-3"], "expected sizes such as 1,3,224,224 or pixel_values="),
         (["trace", *of_mine("losing"), "--html", "."], "--html: expected a file in a folder that exists"),
-        (["tune", *of_mine("losing"), "--budget", "0"], "expected --budget to be a positive number, got 0.0"),
+        (["tune", *of_mine("losing"), "--budget", "0"], "--budget: expected a positive number, got 0.0"),
         (["tune", *of_mine("losing"), "--optimizer", "AdamW"], "--optimizer: expected --mode training"),
         (
             ["tune", *of_mine("losing"), "--mode", "training", "--optimizer", "lr_scheduler"],
@@ -482,7 +581,13 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         ),
         (["tune", *of_mine("losing"), "--save", "nowhere/x.json"], "--save: expected a file in a folder that exists"),
         (["verify", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
-        (["convert", "model.pt"], "a saved model: expected the files IN and OUT"),
+        (["convert", "model.pt"], "name the file to write: torch-nhwc convert model.pt converted.pt"),
+        (
+            ["convert", "a.pt", "b.pt", "--input-format", "nhwc"],
+            "--input-format: expected one of channels_last, channe",
+        ),
+        (["plan", *of_mine("model"), "--memory-format", "nhwc"], "--memory-format: expected one of channels_last, ch"),
+        (["plan", "--factory", "of_mine.py"], "--factory: expected module:callable, got 'of_mine.py'"),
         (["convert", "a.pt", "b.pt", "--preserve"], "the files IN and OUT, without options for models that run"),
         (["convert", "a.pt", "b.pt", "--no-preserve"], "the files IN and OUT, without options for models that run"),
         (["convert", "missing.pt", "out.pt"], "No such file or directory: 'missing.pt'"),
@@ -508,6 +613,66 @@ def test_ctrl_c_ends_with_130(run):
 def in_a_process(*arguments, **options):
     command = [sys.executable, "-W", "ignore", "-m", "torch_nhwc", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, **options)
+
+
+# A program that says what it imported of some packages, and how many seconds of CPU it took.
+IMPORTING = """
+import resource, sys
+from torch_nhwc_cli import main
+sys.argv = ["torch-nhwc", *sys.argv[1:]]
+try:
+    main()
+finally:
+    print(*sorted({"torch", "torch._dynamo", "sympy"} & sys.modules.keys()), sep=",", file=sys.stderr)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    print(used.ru_utime + used.ru_stime, file=sys.stderr)
+"""
+
+
+def imported_by(*arguments, **options):
+    """Return what a command prints to the standard error, the packages that it imported, and its seconds of CPU."""
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTING, *map(str, arguments)]
+    ran = subprocess.run(command, capture_output=True, text=True, **options)
+    *errors, names, seconds = ran.stderr.splitlines()
+    return "\n".join(errors), names.split(",") if names else [], float(seconds)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--help"], ""),
+        (["tune", "--help"], ""),
+        (["plan", "--nothing"], "No such option: --nothing"),
+        (["trace"], "name one model, by --model or --factory"),
+        (["tune", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
+        (["convert", "model.pt"], "name the file to write"),
+    ],
+)
+def test_help_and_errors_of_options_do_not_wait_for_torch(arguments, message):
+    error, imported, seconds = imported_by(*arguments)
+    assert message in error
+    assert imported == []
+    assert seconds < 0.8  # 0.4 where nothing else runs
+
+
+@pytest.mark.parametrize("command", [["plan"], *map(exhaustive, (["verify"], ["trace", "--convert"], ["convert"]))])
+def test_the_compiler_is_not_imported_where_nothing_is_compiled(command, tmp_path):
+    (tmp_path / "my_model.py").write_text(MY_MODEL)
+    error, imported, _ = imported_by(*command, "--factory", "my_model:build", cwd=tmp_path)
+    assert (error, imported) == ("", ["torch"])
+
+
+@pytest.mark.parametrize("spelling", ["bf16", "bfloat16", "torch.bfloat16", "BF16"])
+def test_dtypes_are_spelled_as_pytorch_and_its_users_do(spelling, run):
+    assert options.dtype_name(spelling, "--dtype") == "bfloat16"
+    for other in ("fp16", "half", "float16", "torch.half"):
+        assert options.dtype_name(other, "--dtype") == "float16"
+    code, out, _ = run("plan", *of_mine("losing"), "--dtype", spelling, "--json")
+    assert (code, torch_nhwc.Plan.from_json(out).rows[0].dtype) == (0, "torch.bfloat16")
+
+
+def test_the_built_in_models_are_those_that_the_options_name():
+    assert tuple(models.MODELS) == options.MODELS
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,25 @@ def test_losses_and_mixed_convolutions_are_in_tables(trace):
     assert page_of(Trace.from_json(trace.to_json())) == text
 
 
+def test_the_verdict_is_first_and_names_are_text(trace):
+    text = page_of(trace)
+    first = html.unescape(re.search(r"<p[^>]*>([^<]*)</p>", text)[1])
+    assert first == "Channels-last in 3 of 4 modules, and not from 1.layers.1 on."
+    names = re.findall(r"</span>([^<]*)</button>", text)
+    assert names == [path for path, _ in bars_of(text)]
+
+
+def test_there_is_no_empty_table_and_one_cause_is_a_sentence():
+    model = nn.Sequential(nn.Conv3d(1, 8, 3, stride=2), nn.Conv3d(8, 8, 3), nn.Conv3d(8, 8, 3))
+    nhwc.convert_(model, input_format="channels_last", preserve=False)
+    with nhwc.trace(model) as trace:
+        model(torch.randn(1, 1, 17, 17, 17))
+    text = page_of(trace)
+    assert len(trace.mixed) == 2
+    assert "<table" not in text
+    assert "The input has one channel and stayed contiguous; from 1 on each convolution copies" in text
+
+
 def test_nothing_is_fetched(trace):
     text = page_of(trace)
     assert not re.search(r"https?:|@import|url\(", text.replace("http-equiv", ""))

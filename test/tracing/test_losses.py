@@ -274,3 +274,95 @@ def test_a_converted_model_has_no_loss():
     assert not trace.mixed
     convolved = [row for row in trace.modules if row.layer.endswith("Conv2d")]
     assert all(row.outputs[0].format in ("channels_last", "ambiguous") for row in convolved)
+
+
+class Through(nn.Module):
+    """A convolution, code that computes with its output in another rank, and a convolution."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.first, self.function, self.last = nn.Conv2d(3, 8, 3), function, nn.Conv2d(8, 8, 3)
+
+    def forward(self, x):
+        return self.last(self.function(self.first(x)))
+
+
+def shuffled(y):
+    return y.view(len(y), 2, 4, *y.shape[2:]).transpose(1, 2).reshape(y.shape)
+
+
+def split(y):
+    parts = y.view(len(y), 2, 4, *y.shape[2:])
+    return (parts * parts.mean((3, 4), keepdim=True).softmax(1)).sum(1).repeat(1, 2, 1, 1)
+
+
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+@pytest.mark.parametrize(
+    ("function", "operator"),
+    [
+        (lambda y: torch.stack([y, y.relu()], 1).sum(1), "sum"),
+        (lambda y: torch.stack([y, y.relu()]).contiguous()[0], "clone"),
+        (shuffled, "clone"),
+        (split, "sum"),
+        (lambda y: (y.flatten(2) * 2).contiguous().view(y.shape), "clone"),
+    ],
+)
+def test_a_loss_through_another_rank_is_the_operator_that_wrote_contiguous_memory(function, operator, mode):
+    model = Through(function)
+    nhwc.convert_(model, input_format="channels_last", preserve=False)
+    with mode(), nhwc.trace(model) as trace:
+        model(torch.randn(2, 3, 16, 16))
+    losses = [row for row in trace.losses if row.phase == "forward"]
+    assert found(losses)[0] == ("", operator, "forward")
+    assert losses[0].outputs[0].format == "contiguous"
+    assert losses[0].source.startswith(__file__)
+    assert [row.path for row in trace.mixed if row.phase == "forward"] == ["last"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda y: y + torch.stack([y, y], 1).mean((1, 3, 4))[..., None, None],
+        lambda y: torch.stack([y, y]).mul(2)[0],
+        lambda y: F.layer_norm(y.permute(0, 2, 3, 1), y.shape[1:2]).mul(2).permute(0, 3, 1, 2),
+        lambda y: F.linear(y.flatten(2).transpose(1, 2), torch.ones(8, 8)).transpose(1, 2).view(y.shape),
+        lambda y: y * y.mean((2, 3)).relu()[..., None, None],
+    ],
+)
+def test_other_ranks_that_keep_the_format_are_no_losses(function):
+    model = Through(function)
+    nhwc.convert_(model, input_format="channels_last", preserve=False)
+    with nhwc.trace(model) as trace:
+        model(torch.randn(2, 3, 16, 16))
+    assert not trace.losses
+    assert not trace.mixed
+
+
+def test_what_replaced_layers_restore_is_a_kind_of_its_own():
+    layers = nn.Conv3d(3, 32, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, stride=2), nn.Conv3d(16, 8, 1)
+    model = nn.Sequential(*layers)
+    nhwc.convert_(model, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        model(torch.randn(1, 3, 4, 4, 4)).square().mean().backward()
+    nhwc.tracing.assert_layout(trace, max_bytes=0)
+    assert {(row.path, row.phase) for row in trace.restored} >= {("1", "forward"), ("1", "backward")}
+    assert "by design: the layers restore the format" in " ".join(str(trace).split())
+    assert nhwc.tracing.Trace.from_json(trace.to_json()) == trace
+
+
+def test_what_a_function_of_ours_does_not_restore_is_a_loss():
+    model = Through(lambda y: nhwc.functional.softmax(y, 2))
+    nhwc.convert_(model, input_format="channels_last", preserve=False)
+    with nhwc.trace(model) as trace:
+        returned = nhwc.functional.softmax(model(torch.randn(2, 3, 16, 16)), 2)
+    assert [row.count for row in trace.losses] == ([] if returned.stride(1) == 1 else [1, 1])
+    assert not trace.restored
+
+
+def test_the_input_hook_is_a_source():
+    model = nn.Sequential(nn.Conv2d(3, 8, 3))
+    nhwc.convert_(model, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        model(torch.randn(2, 3, 8, 8))
+    assert [(gain.path, gain.source) for gain in trace.gained] == [("", "the input hook")]
+    assert "channels-last from the input hook on, by clone" in str(trace)

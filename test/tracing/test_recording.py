@@ -144,6 +144,17 @@ def test_neither_rows_nor_memory_grow_with_steps(model, monkeypatch):
     assert {row.path for row in trace.losses} <= {"4", "5"}
 
 
+def test_what_replaced_layers_restore_is_one_row_in_any_number_of_steps():
+    model = nn.Sequential(nn.Conv3d(3, 32, 3, padding=1), nn.ConvTranspose3d(32, 16, 2, stride=2))
+    nhwc.convert_(model, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        for step in range(3):
+            model(torch.randn(1, 3, 4, 4, 4)).sum().backward()
+            assert {row.count for row in trace.restored} <= {step, step + 1}
+    assert {row.count for row in trace.restored} == {3}
+    assert not trace.losses
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit", "ignore:Using `torch.compile")
 def test_what_cannot_be_seen_is_listed(x):
     scripted = torch.jit.script(nn.Sequential(nn.Conv2d(3, 8, 3), nn.Softmax2d()))

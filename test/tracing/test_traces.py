@@ -39,6 +39,72 @@ def test_a_trace_prints_as_tables_that_fit(trace, monkeypatch):
     assert "no loss, no mixed convolution" in " ".join(str(traced()).split())
 
 
+class Images(nn.Module):
+    """Returns images in a format, or something else."""
+
+    def __init__(self, name):
+        super().__init__()
+        self.name = name
+
+    def forward(self, x):
+        if self.name in ("channels_last", "contiguous_format"):
+            return x.contiguous(memory_format=getattr(torch, self.name))
+        return x[:, :, :1, :1] if self.name == "one pixel" else x.flatten(1)
+
+
+LAST, FIRST = "channels_last", "contiguous_format"
+
+
+@pytest.mark.parametrize(
+    ("names", "verdict"),
+    [
+        ([LAST, LAST, "one pixel", "vector"], "channels-last throughout: 3 modules"),
+        ([FIRST, FIRST], "contiguous from 0 on: 2 of 2 modules"),
+        ([LAST, FIRST, FIRST, "one pixel"], "contiguous from 1 on: 2 of 4 modules"),
+        ([FIRST, LAST, LAST], "channels-last in 2 of 3 modules, and not from 0 on"),
+        ([LAST, FIRST, LAST], "channels-last in 2 of 3 modules, and not from 1 on"),
+        (["vector"], ""),
+    ],
+)
+def test_a_verdict_says_where_modules_wrote_channels_last(names, verdict):
+    model = nn.Sequential(*map(Images, names))
+    with nhwc.trace(model) as trace:
+        x = torch.randn(2, 3, 8, 8)
+        for layer in model:
+            x = layer(x if x.dim() == 4 else torch.randn(2, 3, 8, 8))
+    if "one pixel" not in names or FIRST not in names:
+        trace.losses = trace.gained = ()
+    assert trace.verdict() == verdict
+
+
+def segmenting(channels):
+    layers = nn.Conv3d(channels, 8, 3, stride=2), nn.Conv3d(8, 8, 3), nn.ReLU(), nn.Conv3d(8, 8, 3)
+    return nn.Sequential(*layers), torch.randn(1, channels, 17, 17, 17)
+
+
+@pytest.mark.parametrize(
+    ("channels", "options", "cause"),
+    [
+        (1, {"input_format": "channels_last"}, "the input has one channel and stayed contiguous; from 1 on each "),
+        (3, {}, "the input stayed contiguous; from 0 on each convolution copies"),
+        (3, {"input_format": "channels_last"}, ""),
+    ],
+)
+@pytest.mark.parametrize("mode", ["inference", "training"])
+def test_one_cause_of_all_mixed_convolutions_is_said_once(channels, options, cause, mode):
+    model, x = segmenting(channels)
+    nhwc.convert_(model, preserve=False, **options)
+    with nhwc.trace(model) as trace, torch.set_grad_enabled(mode == "training"):
+        y = model(x)
+        if mode == "training":
+            y.sum().backward()
+    assert trace.mixed_cause().startswith(cause)
+    assert bool(trace.mixed_cause()) == bool(cause)
+    text = " ".join(str(trace).split())
+    assert ("mixed convolution operator phase" in text) is (not cause)
+    assert text.count("each convolution copies") == bool(cause)
+
+
 def test_a_budget_names_the_largest_first(trace):
     with pytest.raises(AssertionError) as error:
         assert_layout(trace)

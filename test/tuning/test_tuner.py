@@ -17,7 +17,7 @@ from torch import nn
 from user_code import Function
 
 import torch_nhwc as nhwc
-from torch_nhwc.tuning import Tuning
+from torch_nhwc.tuning import Tuning, workload
 from torch_nhwc.tuning.tuner import Race, interval
 
 TIMES = {"contiguous": 0.1, "weights only": 0.1, "full": 0.1, "full, preserved": 0.1}
@@ -93,6 +93,50 @@ def test_the_budget_is_kept_but_for_the_first_two_rounds(model, x, monkeypatch):
     assert "as fast as contiguous, in too few rounds to say anything" in tuning.notes[0]
 
 
+def test_what_was_not_decided_is_an_answer_of_its_own(model, x, monkeypatch):
+    machine = Machine(monkeypatch, TIMES | {"full": 0.09}, noise=0.05)
+    tuning = nhwc.tune(model, x, budget_seconds=0.001)
+    assert (tuning.choice, tuning.is_decided) == ("contiguous", False)
+    assert tuning.notes[0].startswith("Not decided. ")
+    assert str(tuning).startswith("Tuning: not decided (")
+    assert "* " not in str(tuning)
+    assert Tuning.from_json(tuning.to_json()) == tuning
+    for seconds in ({"full": 0.08}, {"full": 0.15, "weights only": 0.15, "full, preserved": 0.15}):
+        machine.seconds = TIMES | seconds
+        tuning = nhwc.tune(model, x)
+        assert tuning.is_decided
+        assert str(tuning).startswith(f"Tuning: {tuning.choice} (")
+
+
+def test_the_times_agree_with_the_speeds_beside_them(model, x, monkeypatch):
+    machine = Machine(monkeypatch, TIMES | {"full": 0.15, "full, preserved": 0.08}, noise=0.2)
+    measure = machine.measure
+
+    def slowing(job, device):  # 1 % with each call, so that candidates that drop out early have the lowest times
+        machine.seconds = {name: seconds * 1.01 for name, seconds in machine.seconds.items()}
+        return measure(job, device)
+
+    monkeypatch.setattr(workload, "seconds", slowing)
+    tuning = nhwc.tune(model, x, budget_seconds=20)
+    contiguous, *others = tuning.table
+    assert len({row.samples for row in tuning.table}) > 1
+    best = min(row.seconds for row in tuning.table)
+    for row in others:
+        assert row.seconds == pytest.approx(contiguous.seconds * row.ratio)
+        assert row.regret == pytest.approx(row.seconds / best - 1)
+
+
+def test_a_warning_says_early_that_it_takes_longer_than_the_budget(model, x, monkeypatch):
+    machine = Machine(monkeypatch, dict.fromkeys(TIMES, 3.0))
+    with pytest.warns(UserWarning, match=r"a round takes about 12 s: this takes about 3\d s instead of 8") as caught:
+        seconds = nhwc.tune(model, x, budget_seconds=8).seconds
+    assert str(caught[0].message).partition("about 3")[2][0] == f"{seconds:.0f}"[1]
+    machine.seconds = TIMES
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nhwc.tune(model, x, budget_seconds=8)
+
+
 @pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_layers_are_replaced_only_if_allowed_and_torchscript_gets_no_hook(model, x, monkeypatch):
     Machine(monkeypatch, TIMES | {"full, preserved": 0.01})
@@ -159,10 +203,11 @@ def test_an_interrupt_gives_the_best_so_far(model, x, monkeypatch):
     assert tuning.choice == "full"
     assert "It was interrupted: this is the best so far." in tuning.notes
     assert len(machine.calls) == 50
-    machine.calls.clear()
-    machine.interrupt_at = 1
-    with pytest.raises(KeyboardInterrupt):
-        nhwc.tune(model, x)
+    for interrupt_at in (1, 8):  # while the first candidate is prepared, and in the last turn of the first round
+        machine.calls.clear()
+        machine.interrupt_at = interrupt_at
+        with pytest.raises(KeyboardInterrupt):
+            nhwc.tune(model, x)
 
 
 def test_a_plan_under_which_the_model_raises_or_computes_something_else_is_out(x, monkeypatch):

@@ -167,7 +167,7 @@ class _Job:
             self.remarks.append(f"Nothing converts: {_NOTHING}")
             # The report does not recommend example inputs either.
             report = replace(report, plan=replace(report.plan, observed=True))
-        return report
+        return replace(report, remarks=tuple(map(_in_a_file, report.remarks)))
 
 
 _NOTHING = (
@@ -176,6 +176,19 @@ _NOTHING = (
 )
 # A conversion would put hooks or parametrizations of this package into the file, as it would replaced layers.
 _NEEDS_PACKAGE = (Reason.LAZY, Reason.COPIED_EACH_FORWARD)
+
+
+_FAULTS = {
+    reason.value for reason in (Reason.WRONG_GRADIENTS, Reason.INSTANCE_NORM, Reason.GROUP_NORM, Reason.PIXEL_SHUFFLE)
+}
+
+
+def _in_a_file(remark: str) -> str:
+    """Return a remark with what can be done about a fault of a layer in a file, where no layer is replaced."""
+    if remark not in _FAULTS:
+        return remark
+    fault = remark.partition(": ")[0].replace("preserve=False leaves", "the file keeps")
+    return f"{fault}: a file keeps PyTorch's layers; convert_ replaces them in the model, once it is loaded"
 
 
 # TorchScript archives.

@@ -2,7 +2,6 @@
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -13,10 +12,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
 from torch_nhwc.running.calls import arguments_of, call
-
-_FLOATING = {"float64": torch.float64, "float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_DTYPES = _FLOATING | {"int64": torch.int64, "int32": torch.int32, "uint8": torch.uint8, "bool": torch.bool}
-_SHAPE = re.compile(r"(?:(?P<name>[^\W\d]\w*)=)?(?P<sizes>\d+(?:,\d+)*)(?::(?P<dtype>\w+))?")
+from torch_nhwc_cli.options import InputShape, ModelOptions
 
 
 class Example(NamedTuple):
@@ -50,13 +46,7 @@ class Example(NamedTuple):
         return any(map(is_lazy, self.model.parameters()))
 
 
-def load_example(
-    model: str | None,
-    factory: str | None,
-    input_shapes: Sequence[str] | None,
-    device: str | None,
-    dtype: str | None,
-) -> Example:
+def load_example(named: ModelOptions) -> Example:
     """Return the model that the options name, with its inputs, on a device and in a dtype.
 
     Floating-point inputs get the dtype of the model, except random ones whose shape comes with another dtype.
@@ -64,16 +54,14 @@ def load_example(
     Raises:
         ValueError: An option is not valid.
     """
-    if (model is None) == (factory is None):
-        raise ValueError("name one model, by --model or --factory")
-    kind = dtype_of(dtype, "--dtype")
     torch.manual_seed(0)
-    example = _built_in(model) if model is not None else _made_by(factory or "")
-    if device is not None or kind is not None:  # a model's own `to` may warn, or do more than PyTorch's
-        example.model.to(device=device, dtype=kind)
+    example = _built_in(named.built_in) if named.built_in is not None else _made_by(named.factory or "")
+    if named.device is not None or named.dtype is not None:  # a model's own `to` may warn, or do more than PyTorch's
+        dtype = None if named.dtype is None else getattr(torch, named.dtype)
+        example.model.to(device=named.device, dtype=dtype)
     like = example.like
-    if input_shapes:
-        return example._replace(inputs=random_inputs(input_shapes, like))
+    if named.input_shapes:
+        return example._replace(inputs=random_inputs(named.input_shapes, like))
 
     def move(tensor: Tensor) -> Tensor:
         return tensor.to(like.device, like.dtype if tensor.is_floating_point() else tensor.dtype)
@@ -81,43 +69,18 @@ def load_example(
     return example._replace(inputs=tree_map_only(Tensor, move, example.inputs))
 
 
-def dtype_of(text: str | None, option: str) -> torch.dtype | None:
-    """Return the floating-point dtype with a name.
+def random_inputs(shapes: Sequence[InputShape], like: Tensor) -> Any:
+    """Return random inputs of some shapes: a tensor or a tuple without names, or a dict.
 
-    Raises:
-        ValueError: There is none.
+    They are on the device of a tensor, and in its dtype if none is named. Integers are 0 or 1.
     """
-    if text is not None and text not in _FLOATING:
-        raise ValueError(f"{option}: expected one of {', '.join(_FLOATING)}, got {text!r}")
-    return None if text is None else _FLOATING[text]
-
-
-def random_inputs(texts: Sequence[str], like: Tensor) -> Any:
-    """Return random inputs with shapes such as `1,3,224,224`, `1,16:int64` or `pixel_values=1,3,224,224`.
-
-    They are on the device of a tensor, and in its dtype if none is named. Integers are 0 or 1. Unnamed inputs are one
-    tensor or a tuple, named ones a dict.
-
-    Raises:
-        ValueError: A text is not such a shape, or some inputs have names and others have none.
-    """
-    named: dict[str | None, Tensor] = {}
     tensors = []
-    for text in texts:
-        read = _SHAPE.fullmatch(text.replace(" ", ""))
-        if read is None:
-            expected = "sizes such as 1,3,224,224 or pixel_values=1,3,224,224:float32"
-            raise ValueError(f"--input-shape: expected {expected}, got {text!r}")
-        if read["dtype"] not in (None, *_DTYPES):
-            raise ValueError(f"--input-shape: expected a dtype among {', '.join(_DTYPES)}, got {read['dtype']!r}")
-        sizes, dtype = [int(size) for size in read["sizes"].split(",")], _DTYPES.get(read["dtype"], like.dtype)
-        values = torch.randn(sizes) if dtype.is_floating_point else torch.randint(0, 2, sizes)
+    for shape in shapes:
+        dtype = like.dtype if shape.dtype is None else getattr(torch, shape.dtype)
+        values = torch.randn(shape.sizes) if dtype.is_floating_point else torch.randint(0, 2, shape.sizes)
         tensors.append(values.to(like.device, dtype))
-        named[read["name"]] = tensors[-1]
-    if None not in named and len(named) == len(tensors):
-        return named
-    if [*named] != [None]:
-        raise ValueError("--input-shape: expected a different name for each input, or none for all of them")
+    if shapes[0].name is not None:
+        return {shape.name: tensor for shape, tensor in zip(shapes, tensors)}
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
@@ -159,8 +122,6 @@ MODELS: dict[str, Callable[[], Example]] = {
 
 
 def _built_in(name: str) -> Example:
-    if name not in MODELS:
-        raise ValueError(f"--model: expected one of {', '.join(MODELS)}, got {name!r}")
     try:
         return MODELS[name]()
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The page of a trace: one HTML file with the modules as bars, in order of execution, and tables that sort."""
+"""The page of a trace: one HTML file with the modules by name, in order of execution, and tables that sort."""
 
 import os
 from collections import Counter
@@ -68,10 +68,9 @@ def page_of(trace: Trace) -> str:
     )
     environment.filters["shown"] = _shown
     model = next((module.layer for module in trace.modules if not module.path), "")
-    summary = [f"{trace.headline()}."]
-    for gain in trace.gained:
-        summary.append(f"Channels-last from {gain.path or gain.source or 'the model'} on, by {gain.operator}.")
-    summary += [f"Not seen: {row.path or 'the model'}: {row.why}." for row in trace.unseen]
+    sentences = [*filter(None, [trace.verdict()]), trace.headline(), *trace.remarks()]
+    sentences += [f"not seen: {row.path or 'the model'}: {row.why}" for row in trace.unseen]
+    summary = [f"{sentence[0].upper()}{sentence[1:]}." for sentence in sentences]
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=f"Trace of {model}" if model else "Trace",
@@ -90,12 +89,11 @@ def _bars(trace: Trace) -> list[Bar]:
     details: dict[str, list[str]] = {}
     for row in (*trace.losses, *trace.mixed):
         details.setdefault(row.path, []).append(str(row))
-    names = [module.path.split(".") for module in trace.modules if module.path]
-    callers = {".".join(each[:depth]) for each in names for depth in range(len(each))}
+    leaves = {module.path for module in trace.leaves()}
     bars = []
     for module in trace.modules:
         path = module.path
-        if path not in callers or path in details:
+        if path in leaves or path in details:
             name = module.outputs[0].format if module.outputs else ""
             name = "channels_last" if name in CHANNELS_LAST_NAMES else name
             shown = [f"{_described(module.inputs)} to {_described(module.outputs)}", *details.get(path, ())]
@@ -104,9 +102,11 @@ def _bars(trace: Trace) -> list[Bar]:
 
 
 def _tables(trace: Trace) -> list[Table]:
-    losses: list[list[Cell]] = [[*_cells(row), row.advice or ""] for row in trace.losses]
-    tables = [Table("Losses", [*_HEAD, "advice"], losses)]
-    if trace.mixed:
+    tables = []
+    if trace.losses:
+        losses: list[list[Cell]] = [[*_cells(row), row.advice or ""] for row in trace.losses]
+        tables.append(Table("Losses", [*_HEAD, "advice"], losses))
+    if trace.mixed and not trace.mixed_cause():
         tables.append(Table("Mixed convolutions", _HEAD, [_cells(row) for row in trace.mixed]))
     if trace.reorders:
         rows: list[list[Cell]] = [[row.kernel, row.milliseconds, row.count] for row in trace.reorders]

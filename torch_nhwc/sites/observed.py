@@ -89,6 +89,10 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
         self.converted: set[int] = set()  # by id, the weights that the model's own code converts
         self.keep: list[Tensor] = []  # the tensors of these ids, since an id may be reused once its tensor is gone
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # skipping would import the compiler, which takes seconds
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func._schema.name if isinstance(func, torch._ops.OpOverload) else ""

@@ -21,16 +21,22 @@ from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode, _push_mode
 
+from torch_nhwc.nn import hooks
+from torch_nhwc.running import calls
 from torch_nhwc.running.containers import tensors_in
 from torch_nhwc.running.module_stack import ModuleStack
 from torch_nhwc.sites.finding import walk_layers
 from torch_nhwc.sites.site import OPERATORS, walk
+from torch_nhwc.tracing.other_ranks import OtherRanks
 from torch_nhwc.tracing.traces import (
     AMBIGUOUS,
     CHANNELS_LAST_NAMES,
     CONTIGUOUS,
+    INPUT_HOOK,
+    OTHER,
     FormatLoss,
     Gain,
+    Layout,
     MixedConvolution,
     OperatorRow,
     Phase,
@@ -86,8 +92,11 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     if not isinstance(model, nn.Module):
         raise TypeError(f"trace: expected a torch.nn.Module, got {type(model).__name__}")
     recorder = _Recorder(model)
-    with recorder.calls, recorder:
-        yield recorder.writer.trace
+    try:
+        with recorder.calls, recorder:
+            yield recorder.writer.trace
+    finally:
+        recorder.settle_gone(is_end=True)
 
 
 _SCRIPTED = "a TorchScript module, whose operators show without the modules inside of it"
@@ -116,6 +125,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         self.has_channels_last = False
         # Copies of activations, by the address of their storage.
         self.copies: dict[int, _Copy] = {}
+        # What operators inside of our layers and functions wrote in another format, by the address of its storage,
+        # until it is known whether the format is restored.
+        self.held: dict[int, _Held] = {}
+        self.other_ranks = OtherRanks()
         self.lock = threading.RLock()  # the backward of several GPUs runs in several threads
         for path, module, _ in walk(model):
             if isinstance(module, torch.jit.ScriptModule):
@@ -126,7 +139,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
     def begin_forward(self, args: Any) -> None:
         """Note that a module is called outside of all others."""
         self.has_channels_last = False
-        self.copies = {key: each for key, each in self.copies.items() if not each.copy.expired()}  # type: ignore[no-untyped-call, unused-ignore]
+        self.copies = {key: each for key, each in self.copies.items() if not _is_gone(each.copy)}
+        self.other_ranks.forget()
+        self.settle_gone()
         for _, tensor in tensors_in(args):
             self._use(tensor)
 
@@ -157,13 +172,33 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         activations = self._activations(operator, tensors, results, is_backward, site)
         if operator.weight_gradient and result[operator.weight_gradient] is not None:
             self.weights.add(result[operator.weight_gradient])
+        if self.held and activations:
+            self._settle(operator, activations, results, site)
         if self.copies and (operator.writes_in_place or operator.name == "aten::_unsafe_view") and not is_backward:
             self._note_use_of_copies(operator, results)
-        for kind, size in self._findings(operator, args, activations, result, is_backward) if activations else ():
+        if not activations:
+            return
+        formats = [format_of(each) for each in activations]
+
+        def describe(written: Tensor) -> FormatLoss:
+            where = site or self.calls.locate(operator.name)
+            layout = Layout(CONTIGUOUS, tuple(written.shape))
+            row = where.path, operator.name, phase, layouts_of(activations), (layout,), where.source
+            return FormatLoss(*row, written.nbytes, 1)
+
+        if not is_backward:
+            for loss in self.other_ranks.losses(activations, formats, results, describe):
+                self.writer.add(loss)
+        for kind, size in self._findings(operator, args, activations, formats, result, is_backward):
             site = site or self.calls.locate(operator.name)
             inputs = tensors[: 3 if is_backward else 2] if kind is MixedConvolution else tensors
             layouts = layouts_of(inputs), layouts_of(results)
             new = kind(site.path, operator.name, phase, *layouts, site.source, size, 1)
+            if isinstance(new, FormatLoss) and site.function == OURS:
+                written = max(operator.results_written(result), key=_size_if_contiguous)
+                storage = written.untyped_storage()
+                self.held[storage._cdata] = _Held(new, StorageWeakRef(storage))  # type: ignore[no-untyped-call, unused-ignore]
+                continue
             row = self.writer.add(new)
             if isinstance(row, FormatLoss):
                 row.advice = self._advice(row, site, args) if row is new else row.advice
@@ -179,8 +214,41 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
                 continue
             if not operator.writes_in_place:
                 copied.loss.advice = copied.loss.advice or RESHAPE
-            elif not copied.activation.expired():  # type: ignore[no-untyped-call, unused-ignore]
+            elif not _is_gone(copied.activation):
                 copied.loss.advice = WRITTEN.format(operator.name.removeprefix("aten::"))
+
+    def _settle(
+        self, operator: "_Operator", activations: list[Tensor], results: list[Tensor], site: "CallSite | None"
+    ) -> None:
+        """Say of what our layers and functions wrote whether they restored its format, or let other code read it."""
+        for each in activations:
+            key = each.untyped_storage()._cdata if each.layout == torch.strided else None
+            if key not in self.held:
+                continue
+            site = site or self.calls.locate(operator.name)
+            is_restored = any(is_channels_last(format_of(result)) for result in results)
+            if site.function != OURS and not self.calls.is_in_our_node():
+                self.writer.add(self.held.pop(key).loss)
+            elif is_restored:
+                self.writer.add(self.held.pop(key).loss, "restored")
+
+    def settle_output(self, output: Any) -> None:
+        """Note what a module returns: its format is not restored any more."""
+        for _, tensor in tensors_in(output) if self.held else ():
+            held = self.held.pop(tensor.untyped_storage()._cdata, None) if tensor.layout == torch.strided else None
+            if held is not None:
+                self.writer.add(held.loss)
+
+    def settle_gone(self, *, is_end: bool = False) -> None:
+        """Note what was freed without being returned: its format was restored. At the end, the rest was lost."""
+        held, self.held = self.held, {}
+        for key, each in held.items():
+            if _is_gone(each.storage):
+                self.writer.add(each.loss, "restored")
+            elif is_end:
+                self.writer.add(each.loss)
+            else:
+                self.held[key] = each
 
     def _use(self, tensor: Tensor) -> None:
         """Take a tensor for an activation from here on."""
@@ -226,11 +294,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         return activations
 
     def _findings(
-        self, operator: "_Operator", args: Any, activations: list[Tensor], result: Any, is_backward: bool
+        self,
+        operator: "_Operator",
+        args: Any,
+        activations: list[Tensor],
+        formats: list[str | None],
+        result: Any,
+        is_backward: bool,
     ) -> list[tuple[type[OperatorRow], int]]:
         """Return the kinds of rows that a call belongs to, each with the bytes that it is about."""
         found: list[tuple[type[OperatorRow], int]] = []
-        formats = [format_of(each) for each in activations]
         if not CHANNELS_LAST_NAMES.isdisjoint(formats):
             self.has_channels_last |= not is_backward
             lost = _bytes_lost(operator, activations, formats, result, is_backward)
@@ -250,8 +323,6 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-igno
         return found
 
     def _advice(self, loss: FormatLoss, site: "CallSite", args: Any) -> str | None:
-        if site.function == OURS:  # it restores the format itself
-            return None
         if loss.path in self.replaceable:
             return PRESERVE
         name = site.function if site.function in BY_FUNCTION else BY_OPERATOR.get(loss.operator)
@@ -342,6 +413,21 @@ class _Copy(NamedTuple):
     activation: StorageWeakRef
 
 
+class _Held(NamedTuple):
+    """What an operator inside of our layers and functions wrote in another format."""
+
+    loss: FormatLoss
+    storage: StorageWeakRef
+
+
+def _is_gone(storage: StorageWeakRef) -> bool:
+    return bool(storage.expired())  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _size_if_contiguous(tensor: Tensor) -> int:
+    return tensor.nbytes if format_of(tensor) in (CONTIGUOUS, OTHER) else -1
+
+
 class _TensorSet(dict[int, "ref[Tensor]"]):
     """Tensors by their id, as long as they live."""
 
@@ -367,7 +453,7 @@ class CallSite(NamedTuple):
     path: str
     """The path of the innermost module; empty outside of all modules."""
     source: str | None
-    """The file and line of the innermost code that is neither PyTorch's nor this package's."""
+    """The file and line of the innermost code that is neither PyTorch's nor this package's, or `INPUT_HOOK`."""
     function: str | None
     """The function of `torch.nn.functional` that called the operator; `OURS` for a function of this package."""
     operator: str
@@ -399,6 +485,7 @@ class _Calls(ModuleStack):
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         super()._leave(module, args, output)
+        self.recorder.settle_output(output)
         path = self.paths.get(id(module))
         # After an exception there is no output.
         if self._traced.get(id(module)) is None and path is not None and output is not None:
@@ -437,7 +524,10 @@ class _Calls(ModuleStack):
             if kind == "caller":
                 source = f"{frame.f_code.co_filename}:{frame.f_lineno}"
                 break
-            if kind == "backward":  # further out is the code that called backward
+            if kind == "hook":
+                source = INPUT_HOOK
+                break
+            if kind == "end":
                 break
             if kind == "function":
                 function = frame.f_code.co_name
@@ -449,6 +539,11 @@ class _Calls(ModuleStack):
     def is_root(self) -> bool:
         """Return whether the node that runs is the first one of its backward."""
         return self._node[:2] == self._root
+
+    def is_in_our_node(self) -> bool:
+        """Return whether a gradient is computed by this package's library."""
+        node: Any = _current_autograd_node()
+        return node is not None and node.name().startswith(_OUR_NODES)
 
     def _is_computed_again(self, task: int) -> bool:
         running = self.running
@@ -504,13 +599,23 @@ _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 _OUR_FUNCTIONS = f"{_PACKAGE}functional"
 # The files whose frames are skipped to find the code that calls.
 _SKIPPED = (_PACKAGE, f"{Path(torch.__file__).parent}{os.sep}", "<eval_with_key>", "<frozen")
-_KINDS = {torch.nn.functional.__file__: "function", torch.autograd.graph.__file__: "backward"}
+# What is further out than the last three has called backward, or is this package and called the model itself.
+_KINDS = {
+    torch.nn.functional.__file__: "function",
+    hooks.__file__: "hook",
+    torch.autograd.graph.__file__: "end",
+    calls.__file__: "end",
+}
+_OUR_NODES = "ChannelsLast", "Nhwc"
+_OUR_PROGRAM = f"{_PACKAGE}cli{os.sep}"
 
 
 @cache
 def _kind_of(file: str) -> str:
     if not file.startswith(_SKIPPED):
         return "caller"
+    if file.startswith(_OUR_PROGRAM):
+        return "end"
     return "ours" if file.startswith(_OUR_FUNCTIONS) else _KINDS.get(file, "")
 
 

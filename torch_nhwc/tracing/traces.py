@@ -15,8 +15,9 @@ from torch_nhwc.rendering import amount, paragraphs, printable, several, table
 Phase = Literal["forward", "backward"]
 CONTIGUOUS, AMBIGUOUS, OTHER = "contiguous", "ambiguous", "other"
 _NAMES = {rank: str(memory_format).removeprefix("torch.") for rank, memory_format in CHANNELS_LAST.items()}
-_RANKS = {name: rank for rank, name in _NAMES.items()}
-CHANNELS_LAST_NAMES = frozenset(_RANKS)
+RANKS = {name: rank for rank, name in _NAMES.items()}
+CHANNELS_LAST_NAMES = frozenset(RANKS)
+INPUT_HOOK = "the input hook"
 
 
 class Layout(NamedTuple):
@@ -45,7 +46,7 @@ class OperatorRow:
     """The tensors with 4 or 5 dimensions, and single images or volumes, of the first call."""
     outputs: tuple[Layout, ...]
     source: str | None
-    """The file and line of the forward, in code that is not PyTorch's."""
+    """The file and line of the forward, in code that is not PyTorch's; or `the input hook` of `convert_`."""
     bytes: int
     """The bytes that all calls wrote in the other format."""
     count: int
@@ -172,6 +173,8 @@ class Trace:
     """The number of operators that ran in each phase."""
     losses: tuple[FormatLoss, ...] = ()
     """The operators that lost channels-last, in the order in which they were first seen."""
+    restored: tuple[FormatLoss, ...] = ()
+    """Operators inside of replaced layers, and of `torch_nhwc.functional`, whose other format these restore."""
     mixed: tuple[MixedConvolution, ...] = ()
     """The convolutions whose input and weight had different formats."""
     gained: tuple[Gain, ...] = ()
@@ -204,17 +207,71 @@ class Trace:
         mixed = several(len(self.mixed), "mixed convolution") if self.mixed else "no mixed convolution"
         return f"{ran}: {lost}, {mixed}"
 
-    def __str__(self) -> str:
-        lines = [f"Trace: {self.headline()}"]
+    def verdict(self) -> str:
+        """Return in a few words where the model ran channels-last; nothing if no module wrote images or volumes.
+
+        Only modules that call no others count, and those that write what fits both formats are in either.
+        """
+        wrote = [(module.path or "the model", module.outputs[0].format) for module in self.leaves() if module.outputs]
+        known = [(path, is_channels_last(name)) for path, name in wrote if name != AMBIGUOUS]
+        if not known:
+            return ""
+        kept, total = sum(is_last for _, is_last in known), several(len(wrote), "module")
+        if kept == len(known):
+            lost = next(
+                (f", but {_bare(row.operator)} in {row.path or 'the model'} loses it" for row in self.losses), ""
+            )
+            return (
+                f"channels-last in all of {total}{lost}" if lost or self.mixed else f"channels-last throughout: {total}"
+            )
+        changes = [path for (path, is_last), before in zip(known, (None, *known)) if before and before[1] != is_last]
+        is_last_at_end = known[-1][1]
+        if len(changes) > 1 or (changes and is_last_at_end):
+            first = next(path for path, is_last in known if not is_last)
+            return f"channels-last in {kept} of {total}, and not from {first} on"
+        name = "contiguous" if all(name in (CONTIGUOUS, AMBIGUOUS, *RANKS) for _, name in wrote) else "other formats"
+        return f"{name} from {(changes or [known[0][0]])[0]} on: {len(known) - kept} of {total}"
+
+    def leaves(self) -> list[TracedModule]:
+        """Return the modules that ran, except those that only call other modules."""
+        names = [module.path.split(".") for module in self.modules if module.path]
+        callers = {".".join(each[:depth]) for each in names for depth in range(len(each))}
+        return [module for module in self.modules if module.path not in callers]
+
+    def mixed_cause(self) -> str:
+        """Return the one cause of all mixed convolutions, if their activations were contiguous from the beginning."""
+        is_contiguous = [row.inputs[-2].format == CONTIGUOUS for row in self.mixed if len(row.inputs) >= 2]
+        if not self.mixed or self.losses or self.gained or not all(is_contiguous):
+            return ""
+        given = [layout for module in self.modules[:1] for layout in module.inputs]
+        why = "the input stayed contiguous"
+        if any(len(layout.shape) in CHANNELS_LAST and layout.shape[1] == 1 for layout in given):
+            why = "the input has one channel and stayed contiguous"
+        elif any(is_channels_last(layout.format) for layout in given):
+            return ""
+        return f"{why}; from {self.mixed[0].path or 'the model'} on each convolution copies"
+
+    def remarks(self) -> list[str]:
+        """Return where channels-last begins, what replaced layers restore, and the cause of mixed convolutions."""
+        remarks = []
         for gain in self.gained[:_MOST_ROWS]:
             where = gain.path or gain.source or "the model"
-            lines.append(f"channels-last from {where} on, by {gain.operator.removeprefix('aten::')}")
-        text = paragraphs(lines)
+            remarks.append(f"channels-last from {where} on, by {_bare(gain.operator)}")
+        if self.restored:
+            count, size = several(len(self.restored), "operator"), amount(sum(row.bytes for row in self.restored))
+            remarks.append(f"{count} inside of replaced layers, of {size}, by design: the layers restore the format")
+        cause = self.mixed_cause()
+        if cause:
+            remarks.append(f"{cause} ({amount(sum(row.bytes for row in self.mixed))})")
+        return remarks
+
+    def __str__(self) -> str:
+        text = paragraphs(filter(None, [f"Trace: {self.headline()}", self.verdict(), *self.remarks()]))
         if self.losses:
             counts = Counter(row.advice for row in self.losses if row.advice)
             advice = [f"{count} of {len(self.losses)}: {each}" for each, count in counts.items()]
             text += _table("loss in", self.losses, "losses") + paragraphs(advice)
-        if self.mixed:
+        if self.mixed and not self.mixed_cause():
             text += _table("mixed convolution", self.mixed, "mixed")
         if self.reorders:
             cells = [[row.kernel, f"{row.milliseconds:.2f}", str(row.count)] for row in self.reorders]
@@ -232,18 +289,24 @@ def _table(title: str, rows: Sequence[OperatorRow], name: str) -> str:
     for row in rows:
         formats = " x ".join(layout.format for layout in row.inputs) if isinstance(row, MixedConvolution) else ""
         written = "" if formats else " x ".join(map(str, row.outputs[:1]))
-        operator = row.operator.removeprefix("aten::")
+        operator = _bare(row.operator)
         where = [row.path or "(the model)", operator, row.phase, formats, written]
         cells.append([*where, amount(row.bytes), str(row.count), short_source(row.source)])
     head = [title, "operator", "phase", "formats", "written", "bytes", "times", "source"]
     return "\n" + table(cells, head, most=_MOST_ROWS, sizes=[row.bytes for row in rows], name=name)
 
 
+def _bare(operator: str) -> str:
+    return operator.removeprefix("aten::")
+
+
 def short_source(source: str | None) -> str:
     """Return a line's file relative to the working directory, or with its last folder only."""
     if source is None:
         return ""
-    file, _, line = source.rpartition(":")
+    file, colon, line = source.rpartition(":")
+    if not colon:
+        return source
     path = Path(file)
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else Path(*path.parts[-2:])
     return f"{shown}:{line}"
@@ -303,13 +366,16 @@ class TraceWriter:
         self.trace = Trace({"forward": 0, "backward": 0})
         self._rows: dict[tuple[object, ...], OperatorRow] = {}
 
-    def add(self, row: OperatorRow) -> OperatorRow:
-        """Add a row, or its amounts to those of the row that is like it; return the row that is in the trace."""
+    def add(self, row: OperatorRow, name: str | None = None) -> OperatorRow:
+        """Add a row, or its amounts to those of the row that is like it; return the row that is in the trace.
+
+        It is added to the field of the trace with a name, by default the one for its kind.
+        """
         formats = (tuple(layout.format for layout in layouts) for layouts in (row.inputs, row.outputs))
-        key = type(row), row.path, row.operator, row.phase, row.source, *formats
+        name = name or _FIELDS[type(row)]
+        key = name, row.path, row.operator, row.phase, row.source, *formats
         known = self._rows.setdefault(key, row)
         if known is row:
-            name = _FIELDS[type(row)]
             setattr(self.trace, name, (*getattr(self.trace, name), row))
         else:
             known.bytes += row.bytes
@@ -340,7 +406,7 @@ def is_channels_last(name: str | None) -> bool:
 
 def is_channels_last_like(name: str | None, tensor: Tensor) -> bool:
     """Return whether a format is channels-last of the rank of a tensor, or of the batch that it is a view of."""
-    rank = _RANKS.get(name or "")
+    rank = RANKS.get(name or "")
     return rank == tensor.dim() or (rank == tensor.dim() + 1 and _format_of_batch(tensor) is not None)
 
 

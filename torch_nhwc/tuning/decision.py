@@ -27,7 +27,7 @@ class TuningRow(NamedTuple):
 
     name: str
     seconds: float | None
-    """The time of a call, the median of the rounds; `None` where it could not be measured."""
+    """The time of a call: the contiguous model's median of its rounds, times `ratio`; `None` if it was not measured."""
     spread: float | None
     """The distance of the quartiles, in units of the median."""
     samples: int
@@ -65,6 +65,7 @@ class Tuning:
         workload: What was timed: model, mode, dtypes, shapes, optimizer, device.
         machine: What it was timed on: processor or GPU, libraries and their settings.
         compile: Whether to compile the model after the conversion. It is false unless `tune` measured that.
+        is_decided: Whether there were enough rounds: if not, the plan is the contiguous model's, in doubt.
 
     Example:
         >>> from torch_nhwc.tuning import Tuning
@@ -83,6 +84,7 @@ class Tuning:
     workload: dict[str, Any]
     machine: dict[str, Any]
     compile: bool = False
+    is_decided: bool = True
 
     def to_json(self) -> str:
         """Return the decision with its evidence as JSON text, for `from_json`."""
@@ -116,9 +118,11 @@ class Tuning:
         described = ", ".join(f"{name} {value}" for name, value in workload.items() if value)
         processor, threads, version = (self.machine[name] for name in _PRINTED)
         where = f"{processor}, {threads} threads, torch {version}"
-        title = f"Tuning: {self.choice} ({self.seconds:.0f} s; {described}; {where})"
+        title = (
+            f"Tuning: {self.choice if self.is_decided else 'not decided'} ({self.seconds:.0f} s; {described}; {where})"
+        )
         head = ["candidate", "time", "speed", "99 % interval", "regret", "error", "compile"]
-        rows = [_cells(row, row.name == self.choice) for row in self.table]
+        rows = [_cells(row, self.is_decided and row.name == self.choice) for row in self.table]
         failed = [f"{row.name}: {row.remark}." for row in self.table if row.remark]
         return paragraphs([title]) + table(rows, head) + paragraphs([*failed, *self.notes])
 

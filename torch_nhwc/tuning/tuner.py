@@ -16,7 +16,7 @@ from torch_nhwc.ops import named_dtype
 from torch_nhwc.planning import Plan
 from torch_nhwc.planning.deciding import decide
 from torch_nhwc.planning.plans import Options
-from torch_nhwc.rendering import first_line, several
+from torch_nhwc.rendering import first_line, several, warn
 from torch_nhwc.running.calls import arguments_of, copy_inputs, preserved_state
 from torch_nhwc.running.comparison import distances, magnitudes, tolerance_of
 from torch_nhwc.running.containers import tensors_in
@@ -26,7 +26,7 @@ from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
-from torch_nhwc.tuning.workload import Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
+from torch_nhwc.tuning.workload import LONG, Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
 
 CONTIGUOUS = "contiguous"
 WEIGHTS = "weights only"
@@ -57,7 +57,8 @@ def tune(
     With `compile=True`, `torch.compile` of the contiguous model and of the best converted one are candidates as well.
     If one of them wins, `tuning.compile` is true: convert by the plan, then call `torch.compile(model)`.
 
-    Deep copies are tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far.
+    Deep copies are tuned: nothing of the model changes. Ctrl-C ends the tuning with the best plan so far, once each
+    candidate was measured.
 
     Args:
         model: Any module that `convert_` takes, on its device and in its dtype.
@@ -65,7 +66,8 @@ def tune(
             the model is called with in production.
         mode: `"inference"` times calls without gradients, `"training"` forward, backward and a step of the optimizer.
             A model that is in another mode is copied and put into this one.
-        budget_seconds: How long it may take, roughly. The first two rounds are never cut short.
+        budget_seconds: How long it may take, roughly. The first two rounds are never cut short; a warning says early
+            if they take much longer.
         preserve: Whether layers that lose channels-last may be replaced.
         autocast: The dtype of the autocast region in which the model is called, or its name; `None` is that of the
             region around this call, or none.
@@ -81,7 +83,11 @@ def tune(
             and `compile` is true.
         TypeError: `model` is not a module, or a shape was given instead of tensors.
         RuntimeError: The model cannot be copied.
+        KeyboardInterrupt: The user interrupted the first round.
         Exception: What the contiguous model raises on these inputs.
+
+    Warns:
+        UserWarning: The first two rounds take much longer than the budget.
 
     Example:
         >>> model, x = torch.nn.Conv2d(3, 8, 3), torch.randn(1, 3, 8, 8)
@@ -117,6 +123,7 @@ def tune(
             plan=candidates.plans[choice],
             choice=choice,
             compile=choice in candidates.compiled,
+            is_decided=candidates.is_decided(choice),
             table=tuple(map(candidates.row, candidates.plans)),
             notes=(*candidates.reasons_for(choice), *candidates.notes),
             seconds=time.monotonic() - started,
@@ -177,10 +184,11 @@ class _Candidates:
         most half of the budget. Compiling them is not part of it.
 
         Raises:
-            KeyboardInterrupt: The user interrupted the first measurement.
+            KeyboardInterrupt: The user interrupted the first round.
         """
         try:
-            self._prepare(CONTIGUOUS, self.workload)
+            call = self._prepare(CONTIGUOUS, self.workload)
+            self._warn_if_long(call, time.monotonic() - started, budget)
             for name in list(self.plans)[1:]:
                 self.race.enter(name, partial(self._prepare, name, self.workload))
             self._run(started + (budget if copied is None else budget / 2))
@@ -193,9 +201,25 @@ class _Candidates:
             if workload.device.type == "cpu":
                 self.notes += advice(workload.page_fault_share(self.plans[choice]))
         except KeyboardInterrupt:
-            if not self.race.measured:
+            if not self.race.rounds:
                 raise
             self.notes.append("It was interrupted: this is the best so far.")
+
+    def _warn_if_long(self, call: float, prepared: float, budget: float) -> None:
+        """Warn if the preparations and the first two rounds will take much longer than the budget.
+
+        Args:
+            call: The seconds of a call of the contiguous model, which is a candidate's turn in a round if it is long.
+            prepared: The seconds that its preparation took; that of another candidate takes about as long.
+            budget: The seconds that the caller allows.
+        """
+        count = len(self.plans)
+        total = count * prepared + 2 * count * call
+        if call >= LONG and total > max(1.5 * budget, budget + 5):
+            warn(
+                f"torch_nhwc: tune: a round takes about {count * call:.0f} s: this takes about {total:.0f} s instead "
+                f"of {budget:g}, since each candidate is prepared and the first two rounds are never cut short"
+            )
 
     def _run(self, end: float) -> None:
         def is_late() -> bool:
@@ -228,16 +252,23 @@ class _Candidates:
             return TuningRow(name, None, None, 0, None, None, None, None, difference, remark, compile_seconds)
         samples, over = race.samples(name), race.compare(name, CONTIGUOUS)
         low, high = (over.low, over.high) if over.is_known else (None, None)
-        regret = max(0.0, race.compare(name, race.best()).ratio - 1)
-        median, spread = statistics.median(samples), _spread(samples)
-        values = (median, spread, len(samples), over.ratio, low, high, regret, difference)
+        regret = over.ratio / race.compare(race.best(), CONTIGUOUS).ratio - 1
+        # Of its own rounds the median would not fit the ratio: other candidates had others, on a machine that varies.
+        seconds = statistics.median(race.samples(CONTIGUOUS)) * over.ratio
+        values = (seconds, _spread(samples), len(samples), over.ratio, low, high, regret, difference)
         return TuningRow(name, *values, "", compile_seconds)
+
+    def is_decided(self, choice: str) -> bool:
+        """Return whether a plan won, or the contiguous model is certainly as fast as each that is left."""
+        return choice != CONTIGUOUS or not any(CONTIGUOUS in pair for pair in self.race.open_pairs())
 
     def reasons_for(self, choice: str) -> list[str]:
         """Return the answer in a sentence, and another one if the race ended too early for its best answer."""
         open_pairs = self.race.open_pairs()
         reason = self._reason_for(choice, is_settled=not open_pairs)
-        if not self.compiled.keys().isdisjoint([*self.race.measured, *self.race.failures]):
+        if not self.is_decided(choice):
+            reason = f"Not decided. {reason}"
+        elif not self.compiled.keys().isdisjoint([*self.race.measured, *self.race.failures]):
             reason = f"{'Compile' if choice in self.compiled else 'Do not compile'} the model: {reason}"
         if not open_pairs:
             return [reason]
@@ -271,14 +302,18 @@ class _Candidates:
     def _sample(self, name: str) -> float:
         return self.compiled.get(name, self.workload).sample(self.plans[name])
 
-    def _prepare(self, name: str, workload: Workload) -> None:
-        """Compare a candidate's output, and warm it up: the first calls of a process are slower than later ones."""
+    def _prepare(self, name: str, workload: Workload) -> float:
+        """Compare a candidate's output, and warm it up: the first calls of a process are slower than later ones.
+
+        Returns:
+            The seconds of a call.
+        """
         # In training a compiled model's output would have to be compiled for evaluation, too.
         if not workload.is_compiled or workload.mode == "inference":
             self._compare_output(name, workload)
         if workload.mode == "training":
             self._compare_gradients(name, workload)
-        workload.warm_up(self.plans[name])
+        return workload.warm_up(self.plans[name])
 
     def _compare_output(self, name: str, workload: Workload) -> None:
         """Note how far a plan's output is from the contiguous one's.

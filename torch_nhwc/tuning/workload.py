@@ -24,7 +24,7 @@ Mode = Literal["inference", "training"]
 Loss = Callable[[Any], Tensor]
 
 # A call that takes this many seconds does not depend on what the turn before has left in the caches: one is a turn.
-_LONG = 0.2
+LONG = 0.2
 # Shorter calls are repeated for about this time in each turn, within limits. The fastest one counts, because whatever
 # disturbs a call makes it longer.
 _TURN = 0.05
@@ -66,9 +66,9 @@ class Workload:
         """Return the seconds of a call or a step under a plan, a short one after another. Buffers are restored."""
         with preserved_state(self.model), self._converted(plan):
             taken = self._durations.get(id(plan), 0.0)
-            if taken < _LONG:
+            if taken < LONG:
                 taken = self._measure()  # loads the caches
-            calls = 1 if taken >= _LONG else min(max(_CALLS.start, math.ceil(_TURN / taken)), _CALLS.stop)
+            calls = 1 if taken >= LONG else min(max(_CALLS.start, math.ceil(_TURN / taken)), _CALLS.stop)
             taken = min(self._measure() for _ in range(calls))
         self._durations[id(plan)] = taken
         return taken
