@@ -144,5 +144,6 @@ def test_a_state_dict_of_another_model_raises_an_error_with_the_expected_name():
     message = "expected 'module.first.weight', got 'first.weight': add the prefix 'module.' to its names$"
     with pytest.raises(ValueError, match=message):
         checkpoint.convert_state_dict(state, plan_of_wrapper)
-    nothing_planned = nhwc.plan(on_meta(), filter_fn=lambda *_: False)
+    with pytest.warns(UserWarning, match="filter_fn returns false"):
+        nothing_planned = nhwc.plan(on_meta(), filter_fn=lambda *_: False)
     assert checkpoint.convert_state_dict({"epoch": 3}, nothing_planned) == {"epoch": 3}

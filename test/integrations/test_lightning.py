@@ -326,7 +326,8 @@ def test_plans_are_applied(tmp_path):
 
 def test_a_module_without_anything_to_convert_raises_and_is_restored(tmp_path):
     callback, module = ChannelsLast(filter_fn=lambda *_: False, input_format="channels_last"), Module()
-    with pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Module"):
+    said = pytest.warns(UserWarning, match="filter_fn returns false for all 2 of its convolutions: 'net.0', 'net.3'")
+    with said, pytest.raises(RuntimeError, match="ChannelsLast: nothing was converted in the Module"):
         fitted(tmp_path, callback, module=module)
     assert_as_before(module)
     assert callback.report is None
