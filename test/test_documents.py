@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SLOW = "#include", "aoti_compile", "diffusers", "integrations", "monai", "torchao"
+# Packages that pip may not find, or that need a torchvision, which not every torch has: `make matrix` installs them.
+OPTIONAL = "dynamic_network_architectures", "nnunetv2", "timm", "ultralytics"
 
 
 def blocks(*languages):
@@ -76,8 +78,9 @@ BOUNDS = {"AVX512_CORE_BF16": CPU_HAS_AVX512, "ALL": torch.cpu._is_amx_tile_supp
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
     """Blocks of docs/upstream.md fail where PyTorch has mended the fault: then the section and our guard can go."""
-    if "dynamic_network_architectures" in code:
-        pytest.importorskip("dynamic_network_architectures")  # pip may not find it
+    for package in OPTIONAL:
+        if re.search(rf"^(import|from) {package}\b", code, re.MULTILINE):
+            pytest.importorskip(package)
     (tmp_path / "block.py").write_text(code)  # TorchScript reads the source of what it compiles
     if bound := re.search(r'"ONEDNN_MAX_CPU_ISA"\] = "(\w+)"', code):
         if not BOUNDS[bound[1]]:

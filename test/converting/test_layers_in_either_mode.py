@@ -277,7 +277,7 @@ def test_parametrized_and_padded_layers_are_replaced():
     assert_alike(model, make(), X)
 
 
-def test_subclasses_with_code_of_their_own_stay():
+def test_subclasses_are_replaced_if_they_call_pytorch_s_function():
     class Named(nn.Conv2d):
         """Nothing of its own."""
 
@@ -289,15 +289,16 @@ def test_subclasses_with_code_of_their_own_stay():
         def forward(self, input):
             return 2 * super().forward(input)
 
-    model = nn.Sequential(Named(3, 3, 3), Standardized(3, 3, 3), Doubled(3, 3, 3), nn.Conv2d(3, 3, 3))
-    model[3]._conv_forward = lambda input, weight, bias: input  # on the layer itself
+    class Multiplied(nn.Conv2d):
+        def forward(self, input):
+            return input @ self.weight[0, 0]
+
+    layers = [layer(3, 3, 3) for layer in (Named, Standardized, Doubled, Multiplied, nn.Conv2d)]
+    model = nn.Sequential(*layers)
+    model[4]._conv_forward = lambda input, weight, bias: input  # on the layer itself
     report = nhwc.convert_(model)
-    assert replaced(model) == {"0"}
-    assert [row.reason for row in report.plan.layers] == [
-        None,
-        *[Reason.OTHER_CLASS] * 2,
-        Reason.FORWARD_REPLACED,
-    ]
+    assert replaced(model) == {"0", "1", "2"}
+    assert [row.reason for row in report.plan.layers] == [*[None] * 3, Reason.OTHER_CLASS, Reason.FORWARD_REPLACED]
 
 
 @pytest.mark.usefixtures("process_group")

@@ -138,7 +138,8 @@ def test_a_model_without_convolutions_is_said_to_have_none():
 
 def test_what_needs_a_look_is_named_below(monkeypatch):
     class Own(nn.GELU):
-        """Its forward could be anything."""
+        def forward(self, x):
+            return x.relu()
 
     monkeypatch.setenv("COLUMNS", "300")
     model = nn.ModuleDict({"stem": nn.Conv2d(3, 64, 7), "view": refused_view(), "gelu": nn.GELU(), "own": Own()})

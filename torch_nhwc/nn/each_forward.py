@@ -76,16 +76,20 @@ _CONVOLUTIONS: dict[Any, int] = {
 
 class _ConvertingWeights(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        position = _CONVOLUTIONS.get(func)
-        if position is not None:
-            groups = args[position] if len(args) > position else kwargs.get("groups", 1)
-            if "weight" in kwargs:
-                kwargs = kwargs | {"weight": weight_for(kwargs["weight"], groups)}
-            else:
-                input, weight, *others = args
-                args = input, weight_for(weight, groups), *others
+        args, kwargs = converting_weight(func, args, kwargs or {})
         return func(*args, **kwargs)
+
+
+def converting_weight(func: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments of a call, with the weight in channels-last if it is of a convolution."""
+    position = _CONVOLUTIONS.get(func)
+    if position is None:
+        return args, kwargs
+    groups = args[position] if len(args) > position else kwargs.get("groups", 1)
+    if "weight" in kwargs:
+        return args, kwargs | {"weight": weight_for(kwargs["weight"], groups)}
+    input, weight, *others = args
+    return (input, weight_for(weight, groups), *others), kwargs
 
 
 def weight_for(weight: Tensor, groups: int) -> Tensor:

@@ -15,6 +15,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from torch_nhwc import functional
 from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
+from torch_nhwc.nn.own_forward import with_our_functions
 
 
 class Preserving(Swap):
@@ -33,7 +34,9 @@ class Preserving(Swap):
         replacement = replacement_for(layer_type)
         if replacement is None:
             raise TypeError(f"torch_nhwc: {layer_type.__name__} loses nothing on channels-last")
-        return replacement.preserving
+        if has_pytorchs_methods(layer_type) or not calls_pytorchs_function(layer_type):
+            return replacement.preserving
+        return type("PreservingOwnForward", (Preserving,), {"forward": with_our_functions(layer_type)})
 
 
 def is_preserving(layer_type: type) -> bool:
@@ -347,27 +350,6 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
 }
 
 
-# Subclasses in other packages that do not override the method that a replacement overrides: each was looked at.
-# Left out, since their own forward replaces the one that is overridden, or calls it with other activations:
-# - monai: MaisiGroupNorm3D computes its statistics itself.
-# - diffusers: MiniMaxH3VideoGroupNorm makes each frame contiguous, and MiniMaxH3VideoCausalConv3d calls the function.
-# - transformers: Emu3VQVAEGroupNorm and BitGroupNormActivation call the function; PeVideoMaskedGroupNorm and those of
-#   its kind take a mask, and sequences.
-_DIFFUSERS = "diffusers.models.autoencoders.autoencoder_"
-KNOWN_SUBCLASSES = frozenset(
-    {
-        f"{_DIFFUSERS}kandinsky6_sr.Kandinsky6SRSafeConv3d",
-        f"{_DIFFUSERS}kl_cogvideox.CogVideoXSafeConv3d",
-        f"{_DIFFUSERS}kl_cosmos.CosmosCausalConv3d",
-        f"{_DIFFUSERS}kl_kvae_video.KVAESafeConv3d",
-        f"{_DIFFUSERS}kl_magvit.EasyAnimateCausalConv3d",
-        f"{_DIFFUSERS}kl_qwenimage.QwenImageCausalConv3d",
-        f"{_DIFFUSERS}kl_wan.WanCausalConv3d",
-        "diffusers.models.latent_upscaler.latent_upscaler_kandinsky6_sr.Kandinsky6SRLatentUpscalerConv3d",
-        "transformers.models.poolformer.modeling_poolformer.PoolFormerGroupNorm",
-    }
-)
-
 # The methods that a replacement may override; one that is set on the layer itself would still be called.
 _METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
 
@@ -376,10 +358,21 @@ def _methods_of(layer_type: type) -> list[object]:
     return [getattr(layer_type, name, None) for name in _METHODS]
 
 
-_WITH_PYTORCHS_METHODS = (nn.Linear, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
-
 # As PyTorch has them: a package may replace one, for all layers of a class.
 _ORIGINAL_METHODS = {layer_type: _methods_of(layer_type) for layer_type in REPLACEMENTS}
+
+# The classes of which a subclass may have a forward of its own that calls the function: what is replaced is the call.
+_FUNCTIONS: dict[type[nn.Module], str] = {
+    nn.GroupNorm: "group_norm",
+    nn.InstanceNorm2d: "instance_norm",
+    nn.InstanceNorm3d: "instance_norm",
+    nn.BatchNorm2d: "batch_norm",
+    nn.BatchNorm3d: "batch_norm",
+    nn.Conv2d: "conv2d",
+    nn.Conv3d: "conv3d",
+    nn.ConvTranspose2d: "conv_transpose2d",
+    nn.ConvTranspose3d: "conv_transpose3d",
+}
 
 
 def replacement_for(layer_type: type) -> Replacement | None:
@@ -388,14 +381,26 @@ def replacement_for(layer_type: type) -> Replacement | None:
 
 
 def is_known(layer_type: type) -> bool:
-    """Return whether a swap is right for a class: it is one of the table, or a subclass that is known to be fit.
+    """Return whether a swap is right for a class that is one of the table, or derives from one."""
+    return layer_type in REPLACEMENTS or has_pytorchs_methods(layer_type) or calls_pytorchs_function(layer_type)
 
-    A convolution's or a linear layer's is if it has PyTorch's own methods.
+
+def has_pytorchs_methods(layer_type: type) -> bool:
+    """Return whether a class has the methods that a swap may override from PyTorch."""
+    return any(_methods_of(layer_type) == _ORIGINAL_METHODS.get(base) for base in layer_type.__mro__)
+
+
+def calls_pytorchs_function(layer_type: type) -> bool:
+    """Return whether a method of a class's own names PyTorch's function, or calls the method of its base.
+
+    Those of PyTorch itself are left out: its tools for quantization know layers by their class.
     """
-    if layer_type in REPLACEMENTS or f"{layer_type.__module__}.{layer_type.__qualname__}" in KNOWN_SUBCLASSES:
-        return True
-    bases = [base for base in layer_type.__mro__ if base in _WITH_PYTORCHS_METHODS]
-    return any(_methods_of(layer_type) == _ORIGINAL_METHODS[base] for base in bases)
+    base = next((base for base in layer_type.__mro__ if base in REPLACEMENTS), None)
+    if base not in _FUNCTIONS or layer_type.__module__.startswith("torch."):
+        return False
+    own = [vars(each).get(name) for each in layer_type.__mro__[: layer_type.__mro__.index(base)] for name in _METHODS]
+    names = {name for method in own for name in getattr(getattr(method, "__code__", None), "co_names", ())}
+    return any(name in ("super", *_METHODS) or _FUNCTIONS[base] in name for name in names)
 
 
 def is_patched(layer_type: type) -> bool:

@@ -23,7 +23,7 @@ from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weigh
 from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
 from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, in_vain
-from torch_nhwc.planning.remarks import decide_input_hook, remarks_on
+from torch_nhwc.planning.remarks import decide_input_hook, remarks_on, replaced_layers
 from torch_nhwc.rendering import warn
 from torch_nhwc.sites import computed_weights, wrappers
 from torch_nhwc.sites.finding import find, is_layer
@@ -90,6 +90,10 @@ def decide(
     has_companions = with_gradients or sources.optimizers or sources.copies or options.storage == "reuse"
     companions = _decide_companions(found.sites, rows, options, sources) if has_companions else []
     layers = _decide_layers(found, options, plan)
+    replaced = replaced_layers(layers)
+    for site, row in zip(found.sites, rows):
+        if row.reason is Reason.COMPUTED_IN_FORWARD and id(site.module) in replaced:
+            row.reason = None  # a replaced layer converts what it computes
     hook = decide_input_hook(found, options, layers)
     remarks = remarks_on(found, options, rows, layers, hook)
     decisions = Decisions(found, options, sources, rows, outcomes, companions, layers, hook, remarks)

@@ -36,7 +36,7 @@ def decide_input_hook(found: Found, options: Options, layers: _Layers) -> InputH
     sites = [site for site in found.sites if site.rank in ranks]
     if not sites:
         return present
-    right = _replaced(layers)
+    right = replaced_layers(layers)
     others = [site for site in sites if id(site.module) not in right and may_be_wrong_on_one_channel(site)]
     return InputHook(_ranks_of(sites), _ranks_of(others)).joined(present)
 
@@ -103,7 +103,7 @@ def remarks_on(
 def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Iterator[Reason]:
     """Yield what to know about layers that stay as they are, and that PyTorch computes wrong."""
     if not options.preserve:
-        right = _replaced(layers)
+        right = replaced_layers(layers)
         if any(may_get_wrong_gradient(site) for site in found.sites if id(site.module) not in right):
             yield Reason.WRONG_GRADIENTS
     elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
@@ -112,7 +112,7 @@ def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Itera
             yield Reason.SCRIPTED_LAYERS
 
 
-def _replaced(layers: _Layers) -> set[int]:
+def replaced_layers(layers: _Layers) -> set[int]:
     """Return the ids of the layers that are replaced, now or already."""
     return {id(layer.module) for layer, row in layers if row.is_wanted}
 

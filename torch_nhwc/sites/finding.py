@@ -165,10 +165,10 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
         reason = Reason.REPLACED
     elif layer_type is not type(module):
         reason = Reason.LAZY_LAYER
-    elif not is_known(original):
-        reason = Reason.OTHER_CLASS
     elif is_patched(original):
         reason = Reason.FORWARD_REPLACED
+    elif not is_known(original):
+        reason = Reason.OTHER_CLASS
     return _LayerKind(*family, replacement, original.__name__, reason)
 
 

@@ -178,7 +178,7 @@ class Reason(enum.Enum):
     )
     OTHER_CLASS = (
         Kind.LAYER,
-        "its class is derived from PyTorch's, and may have a forward of its own: call torch_nhwc.functional there",
+        "its class is derived from PyTorch's, and computes in a forward of its own: call torch_nhwc.functional there",
     )
     FORWARD_REPLACED = (
         Kind.LAYER,
@@ -206,18 +206,18 @@ class Reason(enum.Enum):
     INSTANCE_NORM = (
         Kind.MODEL,
         "on a CPU, PyTorch's gradient of instance norm is wrong for a batch of 1 if it arrives in channels-last: "
-        "replace the layers by preserve=True, train with larger batches, or use GroupNorm with one group for each "
-        "channel",
+        "layers that preserve=True replaces are right, and so is torch_nhwc.functional.instance_norm. Otherwise train "
+        "with larger batches, or use GroupNorm with one group for each channel",
     )
     GROUP_NORM = (
         Kind.MODEL,
         "on a CPU, PyTorch's group norm is inaccurate for channels-last, more so the farther the means are from zero: "
-        "replace the layers by preserve=True",
+        "layers that preserve=True replaces are right, and so is torch_nhwc.functional.group_norm",
     )
     PIXEL_SHUFFLE = (
         Kind.MODEL,
-        "on a CPU, PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: replace the layers by "
-        "preserve=True, or give them x.contiguous()",
+        "on a CPU, PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: layers that "
+        "preserve=True replaces take them. Otherwise give them x.contiguous()",
     )
     BROADCAST = (
         Kind.MODEL,
