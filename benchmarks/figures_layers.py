@@ -197,9 +197,9 @@ def batches(measured: Row) -> str:
 # Whole models
 
 
-def by_case(measured: Row) -> dict[Case, Row]:
-    """Return the rows in float32 by model and mode."""
-    return {(row["model"], row["mode"]): row for row in measured["results"] if row["dtype"] == "float32"}
+def by_case(measured: Row, dtype: str = "float32") -> dict[Case, Row]:
+    """Return the rows in a dtype by model and mode."""
+    return {(row["model"], row["mode"]): row for row in measured["results"] if row["dtype"] == dtype}
 
 
 def gain(row: Row, over: str = "contiguous", of: str = "preserved") -> float:
@@ -230,21 +230,26 @@ def layouts(*machines: Row) -> str:
 
 
 def halves(*machines: Row) -> str:
-    """Return the table of the models in bfloat16."""
-    rows = [
-        {**row, "with": instructions(measured) + (" with AMX" if measured["machine"]["AMX"] else "")}
-        for measured in machines
-        for row in measured["results"]
-        if row["dtype"] == "bfloat16"
-    ]
-    return table(
-        rows,
-        "model |  | instructions | contiguous, float32, ms | converted, float32 | contiguous, bfloat16"
-        " | converted, bfloat16 | bfloat16 over float32",
-        "{model} | {mode} | {with} | {times[contiguous float32][min]:.0f} | {times[preserved float32][min]:.0f}"
-        " | {times[contiguous][min]:.0f} | {times[preserved][min]:.0f} | {gain:.2f}",
-        gain=lambda row: gain(row, "preserved", "preserved float32"),
-    )
+    """Return the table of the models in bfloat16, one machine next to the other."""
+    cases = [by_case(measured, "bfloat16") for measured in machines]
+    lines = []
+    for case in cases[0]:
+        cells = list(case)
+        for row in (of_machine.get(case) for of_machine in cases):
+            if row is None:
+                cells += [""] * 3
+                continue
+            in_float32, in_bfloat16 = (
+                " → ".join(milliseconds(row, layout) or "-" for layout in (f"contiguous{dtype}", f"preserved{dtype}"))
+                for dtype in (" float32", "")
+            )
+            cells += [in_float32, in_bfloat16, f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
+        lines.append(cells)
+    head = ["model", ""]
+    for measured in machines:
+        with_amx = " with AMX" if measured["machine"]["AMX"] else ""
+        head += [f"{instructions(measured)}{with_amx}: float32, ms", "bfloat16, ms", "bfloat16 over float32"]
+    return markdown(head, lines)
 
 
 def gains(*machines: Row) -> str:

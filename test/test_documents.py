@@ -205,8 +205,8 @@ def test_links_lead_somewhere(document):
             assert not anchor or anchor in anchors(path), (target, anchor)
 
 
-def test_safety_names_files_of_tests_and_each_hazard_once():
-    text = (ROOT / "docs/safety.md").read_text()
+def test_the_hazards_name_files_of_tests_and_each_one_once():
+    text = (ROOT / "docs/hazards.md").read_text()
     for path in re.findall(r"`(test/[\w./]+)`", text):
         assert (ROOT / path).exists(), path
     hazards = re.findall(r"^\| (h\d\d) \|", text, re.MULTILINE)
@@ -242,7 +242,7 @@ def test_the_reference_has_every_signature(room):
 
 
 def test_tables_that_a_tool_writes_are_up_to_date():
-    """The guide lists every reason, and limits.md the last result with each version of torch."""
+    """messages.md lists every reason, and limits.md the last result with each version of torch."""
     script = runpy.run_path(str(ROOT / "tools/write_documents.py"))
     for document in script["TABLES"]:
         path, text = script["written"](document)

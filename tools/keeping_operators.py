@@ -2,7 +2,7 @@
 
     python tools/keeping_operators.py [--device cuda] [--write]
 
-`--write` also writes the table into docs/seeing.md.
+`--write` also writes the table into docs/trace.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_nhwc as nhwc
 
-DOCUMENT = Path(__file__).parent.parent / "docs/seeing.md"
+DOCUMENT = Path(__file__).parent.parent / "docs/trace.md"
 BEGIN, END = "<!-- operators -->\n", "<!-- end of operators -->"
 CHANNELS = 8
 Call = Callable[[Tensor], Tensor]
