@@ -104,10 +104,13 @@ def tried(call: Call, space: int, device: str) -> str:
 
 
 def table(device: str) -> str:
-    rows = ["| operator | images | volumes |", "| --- | --- | --- |"]
+    """Return a row for each result, with the operators that have it."""
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, calls in CALLS.items():
-        cells = [tried(calls[space], space, device) if space in calls else "" for space in (2, 3)]
-        rows.append(f"| {name} | {cells[0]} | {cells[1]} |")
+        cells = tuple(tried(calls[space], space, device) if space in calls else "" for space in (2, 3))
+        names.setdefault(cells, []).append(name)
+    rows = ["| images | volumes | operators |", "| --- | --- | --- |"]
+    rows += [f"| {' | '.join(cells)} | {'; '.join(of_result)} |" for cells, of_result in names.items()]
     return "\n".join(rows) + "\n"
 
 
