@@ -65,22 +65,31 @@ def bar_title(row: Row, which: str) -> str:
     size = ""
     if row["layer"] == "group_norm" and row["dtype"] == "float32" and which == "over_contiguous":
         size = ", a sample within the second-level cache" if row["is_small"] else ", larger samples"
-    return f"{group(row)} {row['dtype']}{size}, {row['mode']}: {COMPARED[which][0]}"
+    return f"{group(row)} {row['dtype']}{size}: {COMPARED[which][0]}"
 
 
 def bars(layers: Row, *layouts: Row) -> str:
     """Return the bars of single layers, and those of whole models in float32 on each machine."""
     points = [(row, which, limit) for row in layers["results"] for which, limit in row["bars"].items()]
-    by_title = grouped(points, lambda point: (bar_title(*point[:2]), *point[1:]))
-    lines = [
-        bar(title, COMPARED[which][1], limit, [row["ratios"][which] for row, *_ in of_title])
-        for (title, which, limit), of_title in by_title.items()
-    ]
+    of_layers = []
+    for (title, which), of_title in grouped(points, lambda point: (bar_title(*point[:2]), point[1])).items():
+        cells = [title]
+        for mode in MODES:
+            chosen = [(row["ratios"][which], limit) for row, _, limit in of_title if row["mode"] == mode]
+            if not chosen:
+                cells += [""] * 3
+                continue
+            values, limits = zip(*chosen)
+            (limit,) = set(limits)
+            cells += bar(title, COMPARED[which][1], limit, values)[1:]
+        of_layers.append(cells)
+    lines = []
     ways = {"contiguous": "gain over contiguous", "full": "gain over channels-last without replaced layers"}
     for measured, (over, title) in itertools.product(layouts, ways.items()):
         case = f"whole models float32, {instructions(measured)}: {title}"
         lines.append(at_least(case, LEAST_GAIN, [gain(row, over) for row in by_case(measured).values()]))
-    return table_of_bars("case, one thread, least times", lines)
+    head = ["layer, least times", *itertools.chain(*([f"{mode}: bar", "measured", "met"] for mode in MODES))]
+    return markdown(head, of_layers) + "\n\n" + table_of_bars("case, one thread, least times", lines)
 
 
 def losses(measured: Row) -> str:
