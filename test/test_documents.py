@@ -23,7 +23,7 @@ from selection import some_of
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SLOW = "#include", "aoti_compile", "diffusers", "integrations", "monai", "torchao"
+SLOW = "#include", "diffusers", "integrations", "monai", "torchao"
 
 
 def blocks(*languages):
