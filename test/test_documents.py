@@ -205,6 +205,19 @@ def test_links_lead_somewhere(document):
             assert not anchor or anchor in anchors(path), (target, anchor)
 
 
+CONTRIBUTORS = {"hazards.md", "how-it-works.md", "measurements.md", "upstream.md"}
+
+
+def test_pages_for_users_have_no_hazard_numbers():
+    for document in DOCUMENTS:
+        assert document.name in CONTRIBUTORS or not re.search(r"\bh\d\d\b", document.read_text()), document.name
+
+
+def test_the_documents_are_short():
+    """Whoever adds to them finds what can go."""
+    assert sum(len(document.read_text().splitlines()) for document in DOCUMENTS[1:]) <= 3900
+
+
 def test_the_hazards_name_files_of_tests_and_each_one_once():
     text = (ROOT / "docs/hazards.md").read_text()
     for path in re.findall(r"`(test/[\w./]+)`", text):
