@@ -9,7 +9,7 @@ In float32 on one thread: a call in inference, and in training forward and backw
 has a process of its own. The processes take turns, so that all peers are timed in the same rounds; ratios are of
 pairs in one round, with their 99 % intervals. A peer that fails, or whose process dies, has a row with the reason.
 
-The faults of PyTorch that docs/safety.md lists are small models here, which are computed once and not timed. The file
+The faults of PyTorch that docs/hazards.md lists are small models here, which are computed once and not timed. The file
 is written after each model and mode. What is not measured again stays in it, if it was taken on such a machine with
 such a torch.
 

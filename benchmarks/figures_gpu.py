@@ -2,13 +2,16 @@
 
 from collections.abc import Callable, Iterable, Sequence
 
-from figures_weights import name, taps
-from tables import Row, at_least, at_most, bars, ratio, ratios, span, table
+from figures_weights import taps
+from tables import Row, at_least, at_most, bars, grouped, markdown, ratio, ratios, span, table
 
 LARGE = 16 << 20
 TAPS_OF_THE_BARS = (9, 25, 27, 49)
 OVER_COPY = {"float32": 0.9, "bfloat16": 0.9, "uint8": 0.75}
 OVER_MODEL_COPY = {"ResNet-50": 1.3, "Stable Diffusion": 1.15}
+Column = Callable[[Row], float | None]
+Columns = dict[str, Column]
+NOTHING = "Nothing has been measured yet."
 WALL_JOBS = ("stock", "module.to", "ours one by one", "ours fresh", "ours", "ours, listed")
 
 
@@ -70,23 +73,47 @@ def norm_bars(layers: Sequence[Row]) -> list[list[str]]:
     ]
 
 
+def size_class(row: Row) -> str:
+    return "16 MB and more" if row["bytes"] >= LARGE else "less"
+
+
+def ranges(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]], columns: Columns, head: str) -> str:
+    """Return a table with the range of each column over the rows of a key."""
+    lines = [
+        [*group, len(of_group), *(span(map(value, of_group), missing="") for value in columns.values())]
+        for group, of_group in grouped(rows, key).items()
+    ]
+    return markdown([*head.split(" | "), *columns], lines)
+
+
 def weights(points: Iterable[Row]) -> str:
     """Return the table of weights that become channels-last; TB/s are of bytes read and written."""
+    columns: Columns = {
+        "`copy_`, TB/s": speed("plain_copy"),
+        "ours, TB/s": speed("ours"),
+        "`copy_` / ours": over("plain_copy", "ours"),
+        "eager `copy_` / ours": over("eager_copy", "ours"),
+        "eager `contiguous` / `convert_weight`": over("eager_contiguous", "ours_fresh"),
+        "eager cast, then `copy_` / ours": over("eager_two_steps", "ours"),
+        "`torch.compile` of the clone / `convert_weight`": over("compiled_clone", "ours_fresh"),
+    }
+    moved = (point for point in points if not point["back"])
+    return ranges(moved, lambda point: (dtypes(point), size_class(point)), columns, "dtype | a weight | weights")
 
-    def speed(job: str) -> Callable[[Row], float]:
-        return lambda p: 2 * p["copied_bytes"] / 1e6 / p["times"][job]["median"]
 
-    return table(
-        (p for p in points if not p["back"]),
-        "weight | MB | `copy_`, TB/s | ours, TB/s | `copy_` / ours | eager `copy_` / ours"
-        " | eager `contiguous` / `convert_weight` | eager cast, then `copy_` / ours"
-        " | `torch.compile` of the clone / `convert_weight`",
-        "{name} | {bytes:.1fM} | {copied:.2f} | {converted:.2f} | {plain_copy / ours:.2f} | {eager_copy / ours:.2f}"
-        " | {eager_contiguous / ours_fresh:.2f} | {eager_two_steps / ours:.2f} | {compiled_clone / ours_fresh:.2f}",
-        name=name,
-        copied=speed("plain_copy"),
-        converted=speed("ours"),
-    )
+def dtypes(point: Row) -> str:
+    return f"{point['dtype']} to {point['to']}" if point["to"] else point["dtype"]
+
+
+def speed(job: str) -> Column:
+    def value(point: Row) -> float | None:
+        return 2 * point["copied_bytes"] / 1e6 / point["times"][job]["median"] if job in point["times"] else None
+
+    return value
+
+
+def over(slower: str, faster: str) -> Column:
+    return lambda row: ratio(row, slower, faster)
 
 
 def models(measured: Iterable[Row]) -> str:
@@ -107,14 +134,17 @@ def models(measured: Iterable[Row]) -> str:
 
 def layers(measured: Iterable[Row]) -> str:
     """Return the table of norms, without float16, which takes as long as bfloat16."""
-    return table(
-        (row for row in measured if row["dtype"] != "float16"),
-        "norm | shape | dtype | pass | MB | ours, us | bandwidth / `copy_` | PyTorch's round trip / ours"
-        " | PyTorch on contiguous / ours",
-        "`{layer}`, {arguments} | {shape} | {dtype} | {mode} | {bytes:.1fM} | {times[ours][median]:.0f}"
-        " | {bandwidth:.2f} | {stock_channels_last / ours:.2f} | {contiguous / ours:.2f}",
-        missing="fails",
-        bandwidth=norm_bandwidth,
+    columns: Columns = {
+        "bandwidth / `copy_`": norm_bandwidth,
+        "PyTorch's round trip / ours": over("stock_channels_last", "ours"),
+        "PyTorch on contiguous / ours": over("contiguous", "ours"),
+    }
+    shown = (row for row in measured if row["dtype"] != "float16")
+    return ranges(
+        shown,
+        lambda row: (f"`{row['layer']}`", size_class(row), row["dtype"], row["mode"]),
+        columns,
+        "norm | an activation | dtype | pass | cases",
     )
 
 
@@ -157,17 +187,23 @@ def origin(measured: Row) -> str:
     )
 
 
+def whole_models(measured: Row) -> str:
+    """Return the table of whole models, and where it comes from."""
+    rows = measured["results"]
+    return f"{origin(measured)}\n\n{layouts(rows)}" if rows else NOTHING
+
+
 def section(*measured: Row) -> str:
-    """Return the section of docs/performance.md, from the results on weights, models, layers and layouts."""
-    of_weights, of_models, of_layers, of_layouts = found = [each["results"] for each in measured]
+    """Return the section of docs/measurements.md, from the results on weights, models and layers."""
+    of_weights, of_models, of_layers = found = [each["results"] for each in measured]
     if not any(found):
-        return "Nothing has been measured yet."
-    jobs = [*of_weights, *of_layers, *of_layouts, *(each for m in of_models for each in m["device"].values())]
+        return NOTHING
+    jobs = [*of_weights, *of_layers, *(each for m in of_models for each in m["device"].values())]
     failures = {f"Failed: {job}: {error}" for each in jobs for job, error in each["errors"].items()}
     parts = [
         *(origin(each) for each in measured if each["results"]),
         bars("case, medians", [*weight_bars(of_weights), *model_bars(of_models), *norm_bars(of_layers)]),
         *sorted(failures),
     ]
-    tables = ((layouts, of_layouts), (layers, of_layers), (models, of_models), (weights, of_weights))
+    tables = ((layers, of_layers), (models, of_models), (weights, of_weights))
     return "\n\n".join([*parts, *(make(results) for make, results in tables if results)])

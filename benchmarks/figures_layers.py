@@ -65,22 +65,31 @@ def bar_title(row: Row, which: str) -> str:
     size = ""
     if row["layer"] == "group_norm" and row["dtype"] == "float32" and which == "over_contiguous":
         size = ", a sample within the second-level cache" if row["is_small"] else ", larger samples"
-    return f"{group(row)} {row['dtype']}{size}, {row['mode']}: {COMPARED[which][0]}"
+    return f"{group(row)} {row['dtype']}{size}: {COMPARED[which][0]}"
 
 
 def bars(layers: Row, *layouts: Row) -> str:
     """Return the bars of single layers, and those of whole models in float32 on each machine."""
     points = [(row, which, limit) for row in layers["results"] for which, limit in row["bars"].items()]
-    by_title = grouped(points, lambda point: (bar_title(*point[:2]), *point[1:]))
-    lines = [
-        bar(title, COMPARED[which][1], limit, [row["ratios"][which] for row, *_ in of_title])
-        for (title, which, limit), of_title in by_title.items()
-    ]
+    of_layers = []
+    for (title, which), of_title in grouped(points, lambda point: (bar_title(*point[:2]), point[1])).items():
+        cells = [title]
+        for mode in MODES:
+            chosen = [(row["ratios"][which], limit) for row, _, limit in of_title if row["mode"] == mode]
+            if not chosen:
+                cells += [""] * 3
+                continue
+            values, limits = zip(*chosen)
+            (limit,) = set(limits)
+            cells += bar(title, COMPARED[which][1], limit, values)[1:]
+        of_layers.append(cells)
+    lines = []
     ways = {"contiguous": "gain over contiguous", "full": "gain over channels-last without replaced layers"}
     for measured, (over, title) in itertools.product(layouts, ways.items()):
         case = f"whole models float32, {instructions(measured)}: {title}"
         lines.append(at_least(case, LEAST_GAIN, [gain(row, over) for row in by_case(measured).values()]))
-    return table_of_bars("case, one thread, least times", lines)
+    head = ["layer, least times", *itertools.chain(*([f"{mode}: bar", "measured", "met"] for mode in MODES))]
+    return markdown(head, of_layers) + "\n\n" + table_of_bars("case, one thread, least times", lines)
 
 
 def losses(measured: Row) -> str:
@@ -197,9 +206,9 @@ def batches(measured: Row) -> str:
 # Whole models
 
 
-def by_case(measured: Row) -> dict[Case, Row]:
-    """Return the rows in float32 by model and mode."""
-    return {(row["model"], row["mode"]): row for row in measured["results"] if row["dtype"] == "float32"}
+def by_case(measured: Row, dtype: str = "float32") -> dict[Case, Row]:
+    """Return the rows in a dtype by model and mode."""
+    return {(row["model"], row["mode"]): row for row in measured["results"] if row["dtype"] == dtype}
 
 
 def gain(row: Row, over: str = "contiguous", of: str = "preserved") -> float:
@@ -230,21 +239,26 @@ def layouts(*machines: Row) -> str:
 
 
 def halves(*machines: Row) -> str:
-    """Return the table of the models in bfloat16."""
-    rows = [
-        {**row, "with": instructions(measured) + (" with AMX" if measured["machine"]["AMX"] else "")}
-        for measured in machines
-        for row in measured["results"]
-        if row["dtype"] == "bfloat16"
-    ]
-    return table(
-        rows,
-        "model |  | instructions | contiguous, float32, ms | converted, float32 | contiguous, bfloat16"
-        " | converted, bfloat16 | bfloat16 over float32",
-        "{model} | {mode} | {with} | {times[contiguous float32][min]:.0f} | {times[preserved float32][min]:.0f}"
-        " | {times[contiguous][min]:.0f} | {times[preserved][min]:.0f} | {gain:.2f}",
-        gain=lambda row: gain(row, "preserved", "preserved float32"),
-    )
+    """Return the table of the models in bfloat16, one machine next to the other."""
+    cases = [by_case(measured, "bfloat16") for measured in machines]
+    lines = []
+    for case in cases[0]:
+        cells = list(case)
+        for row in (of_machine.get(case) for of_machine in cases):
+            if row is None:
+                cells += [""] * 3
+                continue
+            in_float32, in_bfloat16 = (
+                " → ".join(milliseconds(row, layout) or "-" for layout in (f"contiguous{dtype}", f"preserved{dtype}"))
+                for dtype in (" float32", "")
+            )
+            cells += [in_float32, in_bfloat16, f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
+        lines.append(cells)
+    head = ["model", ""]
+    for measured in machines:
+        with_amx = " with AMX" if measured["machine"]["AMX"] else ""
+        head += [f"{instructions(measured)}{with_amx}: float32, ms", "bfloat16, ms", "bfloat16 over float32"]
+    return markdown(head, lines)
 
 
 def gains(*machines: Row) -> str:

@@ -90,7 +90,7 @@ def bar_of_every_point(copies: list[Row]) -> list[str]:
 
 def sizes(weights: Row) -> str:
     return table(
-        threes(weights["results"]),
+        (row for row in threes(weights["results"]) if row["dtype"] in ("float32", "bfloat16")),
         "weight | MB | memcpy, us | ours / memcpy | eager `copy_` / ours"
         " | page faults: plain `clone` / memcpy | eager `clone` / `convert_weight`",
         "{name} | {bytes:.2fM} | {times[memcpy][median]:.0f} | {ours / memcpy:.2f} | {eager_copy / ours:.1f}"

@@ -136,7 +136,7 @@ def shifted_group_norm() -> nn.Module:
     return model
 
 
-# What PyTorch computes wrong on some CPU, mostly in channels-last: docs/safety.md.
+# What PyTorch computes wrong on some CPU, mostly in channels-last: docs/hazards.md.
 FAULTS = {
     "batch norm of many rows": LayoutModel(
         lambda: nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3)), (32, 3, 112, 112)

@@ -27,19 +27,31 @@ LAYOUTS = ("layouts-cpu", "layouts-avx2-cpu")
 PASSES = ("passes-cpu", "passes-avx2-cpu")
 ERRORS = ("errors-cpu", "errors-avx2-cpu")
 LARGE = ("weights-large-avx2-cpu", "weights-large-cpu")
-GPU = ("weights-cuda", "models-cuda", "layers-cuda", "layouts-cuda")
-MACHINES = [
-    ("The bars, and one weight", "weights-cpu"),
-    ("Filters larger than the first cache", "weights-large-cpu"),
-    ("The conversion of whole models", "models-cpu"),
-    ("Whole models, and half precision", "layouts-cpu"),
-    ("The same held to AVX2", "layouts-avx2-cpu"),
-    ("The passes of convolutions", "passes-cpu"),
-    ("The same held to AVX2", "passes-avx2-cpu"),
-    ("The call of a replaced layer", "overhead-cpu"),
-    ("Memory", "memory-cpu"),
-    ("The other ways to run a model", "peers-cpu"),
-]
+GPU = ("weights-cuda", "models-cuda", "layers-cuda")
+MACHINES = {
+    "docs/performance.md": [
+        ("Whole models, and half precision", "layouts-cpu"),
+        ("The same held to AVX2", "layouts-avx2-cpu"),
+        ("Memory", "memory-cpu"),
+        ("The other ways to run a model", "peers-cpu"),
+    ],
+    "docs/measurements.md": [
+        ("The passes of convolutions", "passes-cpu"),
+        ("The same held to AVX2", "passes-avx2-cpu"),
+        ("The call of a replaced layer", "overhead-cpu"),
+        ("Replaced layers", "layers-cpu"),
+        ("Decisions of `tune`", "tune-cpu"),
+        ("Where other runtimes are faster", "peers-profile-cpu"),
+        ("Batches", "collate-cpu"),
+        ("The bars, and one weight", "weights-cpu"),
+        ("Filters larger than the first cache", "weights-large-cpu"),
+        ("The conversion of whole models", "models-cpu"),
+    ],
+}
+
+
+# What makes the text of a mark, and of which results.
+Block = tuple[Callable[..., str], tuple[str, ...]]
 
 
 def commits(measured: Row) -> str:
@@ -63,55 +75,50 @@ def machine(measured: Row) -> str:
     )
 
 
-def machines(*measured: Row) -> str:
-    return "\n\n".join(f"{what}: {machine(each)}" for (what, _), each in zip(MACHINES, measured))
+def machines(*measured: Row, document: str) -> str:
+    return "\n".join(f"- {what}: {machine(each)}" for (what, _), each in zip(MACHINES[document], measured))
 
 
-# By document and mark: what makes the text, and of which results.
-Block = tuple[Callable[..., str], tuple[str, ...]]
+def machines_of(document: str) -> Block:
+    return partial(machines, document=document), tuple(name for _, name in MACHINES[document])
+
+
+# By document and mark.
 BLOCKS: dict[str, dict[str, Block]] = {
     "README.md": {
         "gains": (figures_layers.gains, LAYOUTS),
         "gpu": (figures_gpu.gains, ("layouts-cuda",)),
         "peers": (figures_peers.compared, ("peers-cpu",)),
     },
-    "docs/preserving.md": {
-        "preserving machine": (machine, ("layers-cpu",)),
-        "losses": (figures_layers.losses, ("layers-cpu",)),
-        "preserving bars": (figures_layers.bars, ("layers-cpu", *LAYOUTS)),
-    },
-    "docs/deciding.md": {
-        "tuning machine": (machine, ("tune-cpu",)),
-        "tuning bars": (figures_layers.bars_of_decisions, ("tune-cpu",)),
-        "decisions": (figures_layers.decisions, ("tune-cpu",)),
-    },
-    "docs/how-it-works.md": {
-        "causes machine": (machine, ("peers-profile-cpu",)),
-        "causes": (figures_peers.causes, ("peers-profile-cpu",)),
-    },
-    "docs/input-pipelines.md": {
-        "batching machine": (machine, ("collate-cpu",)),
-        "batches": (figures_layers.batches, ("collate-cpu",)),
-    },
     "docs/performance.md": {
-        "gain": (figures_weights.gain, ("models-cpu",)),
-        "machine": (machines, tuple(name for _, name in MACHINES)),
+        "machine": machines_of("docs/performance.md"),
         "layouts": (figures_layers.layouts, LAYOUTS),
         "halves": (figures_layers.halves, LAYOUTS),
+        "models on a gpu": (figures_gpu.whole_models, ("layouts-cuda",)),
         "conditions of peers": (figures_peers.conditions, ("peers-cpu",)),
         **{f"peers in {mode}": (partial(figures_peers.speeds, mode=mode), ("peers-cpu",)) for mode in MODES},
-        "costs of peers": (figures_peers.costs, ("peers-cpu",)),
-        "failures of peers": (figures_peers.failures, ("peers-cpu",)),
-        "faults of peers": (figures_peers.faults, ("peers-cpu",)),
+        "memory": (figures_layers.memory, ("memory-cpu",)),
+    },
+    "docs/measurements.md": {
+        "machine": machines_of("docs/measurements.md"),
         "passes": (figures_layers.passes, PASSES),
         "errors": (figures_layers.errors, ERRORS),
         "overhead": (figures_layers.overhead, ("overhead-cpu",)),
-        "memory": (figures_layers.memory, ("memory-cpu",)),
         "calls": (figures_layers.calls, ("overhead-cpu",)),
+        "losses": (figures_layers.losses, ("layers-cpu",)),
+        "preserving bars": (figures_layers.bars, ("layers-cpu", *LAYOUTS)),
+        "tuning bars": (figures_layers.bars_of_decisions, ("tune-cpu",)),
+        "decisions": (figures_layers.decisions, ("tune-cpu",)),
+        "costs of peers": (figures_peers.costs, ("peers-cpu",)),
+        "failures of peers": (figures_peers.failures, ("peers-cpu",)),
+        "faults of peers": (figures_peers.faults, ("peers-cpu",)),
+        "causes": (figures_peers.causes, ("peers-profile-cpu",)),
+        "batches": (figures_layers.batches, ("collate-cpu",)),
         "bars": (figures_weights.bars, ("weights-cpu",)),
         "sizes": (figures_weights.sizes, ("weights-cpu",)),
         "large filters": (figures_weights.large_filters, LARGE),
         "models": (figures_weights.models, ("models-cpu",)),
+        "gain": (figures_weights.gain, ("models-cpu",)),
         "cuda": (figures_gpu.section, GPU),
     },
 }

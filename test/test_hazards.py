@@ -1,4 +1,4 @@
-"""Public incidents with channels-last: what plain PyTorch does, and what we make of it; docs/safety.md lists them.
+"""Public incidents with channels-last: what plain PyTorch does, and what we make of it; docs/hazards.md lists them.
 
 The hazards of several ranks are in test/distributed/test_ranks.py, h27 is in test/ops/test_compile.py. That PyTorch is
 wrong in h35, h36 and h51 is shown in docs/upstream.md.

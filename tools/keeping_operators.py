@@ -2,7 +2,7 @@
 
     python tools/keeping_operators.py [--device cuda] [--write]
 
-`--write` also writes the table into docs/seeing.md.
+`--write` also writes the table into docs/trace.md.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import torch_nhwc as nhwc
 
-DOCUMENT = Path(__file__).parent.parent / "docs/seeing.md"
+DOCUMENT = Path(__file__).parent.parent / "docs/trace.md"
 BEGIN, END = "<!-- operators -->\n", "<!-- end of operators -->"
 CHANNELS = 8
 Call = Callable[[Tensor], Tensor]
@@ -104,10 +104,13 @@ def tried(call: Call, space: int, device: str) -> str:
 
 
 def table(device: str) -> str:
-    rows = ["| operator | images | volumes |", "| --- | --- | --- |"]
+    """Return a row for each result, with the operators that have it."""
+    names: dict[tuple[str, ...], list[str]] = {}
     for name, calls in CALLS.items():
-        cells = [tried(calls[space], space, device) if space in calls else "" for space in (2, 3)]
-        rows.append(f"| {name} | {cells[0]} | {cells[1]} |")
+        cells = tuple(tried(calls[space], space, device) if space in calls else "" for space in (2, 3))
+        names.setdefault(cells, []).append(name)
+    rows = ["| images | volumes | operators |", "| --- | --- | --- |"]
+    rows += [f"| {' | '.join(cells)} | {'; '.join(of_result)} |" for cells, of_result in names.items()]
     return "\n".join(rows) + "\n"
 
 

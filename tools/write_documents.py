@@ -21,7 +21,7 @@ def versions() -> list[str]:
     return [f"| {' | '.join(map(str, line))} |" for line in lines]
 
 
-TABLES: dict[str, Callable[[], list[str]]] = {"guide.md": reasons, "limits.md": versions}
+TABLES: dict[str, Callable[[], list[str]]] = {"messages.md": reasons, "limits.md": versions}
 
 
 def written(document: str) -> tuple[Path, str]:

@@ -60,7 +60,7 @@ class Format(NamedTuple):
     def of_filters(self, channels: int, groups: int) -> "Format":
         """Return the format for a convolution's filters: contiguous where those of one group have one channel.
 
-        PyTorch computes some of those wrong on channels-last (h42 in docs/safety.md), and the bytes are the same.
+        PyTorch computes some of those wrong on channels-last (h42 in docs/hazards.md), and the bytes are the same.
         """
         return CONTIGUOUS if channels == 1 and groups == 1 else self
 

@@ -675,16 +675,34 @@ def fsdp1_and_ddp_train_with_weights_converted_in_each_forward_before_and_after_
 
 
 @scenario
-def the_guide_s_recipes_with_a_process_group_run_on_all_ranks():
-    guide = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
-    recipes = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "init_process_group" in code]
-    recipes = [code for code in recipes if "torch.compile" not in code]  # which takes long
-    assert len(recipes) == 5
+def a_flat_buffer_trains_with_weights_converted_in_each_forward():
+    model = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3))
+    parameters = list(model.parameters())
+    sizes = [parameter.numel() for parameter in parameters]
+    buffer = nn.Parameter(torch.cat([parameter.detach().flatten() for parameter in parameters]))
+    buffer.grad = torch.zeros_like(buffer)
+    parts = zip(parameters, buffer.detach().split(sizes), buffer.grad.split(sizes))
+    for parameter, values, gradient in parts:
+        parameter.data, parameter.grad = values.view(parameter.shape), gradient.view(parameter.shape)
+
+    nhwc.convert_(model, each_forward=True, input_format="channels_last", strict=True)
+    optimizer = torch.optim.AdamW([buffer])
+    model(torch.randn(4, 3, 16, 16)).square().mean().backward()
+    dist.all_reduce(buffer.grad)
+    optimizer.step()
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in parameters]), buffer)
+
+
+@scenario
+def the_documents_programs_with_a_process_group_run_on_all_ranks():
+    page = (Path(__file__).parents[2] / "docs/distributed.md").read_text()
+    programs = [code for code in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "init_process_group" in code]
+    assert len(programs) == 2
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         patch.setattr(dist, "init_process_group", lambda *_, **__: None)  # the group that is there
         patch.setattr(dist, "destroy_process_group", lambda: None)
-        for code in recipes:
+        for code in programs:
             exec(code, {})
 
 

@@ -8,7 +8,7 @@ from convolution_cases import operands
 
 from torch_nhwc import functional
 
-# By the row of docs/safety.md. On a CPU with AMX, PyTorch computes all but the last one wrong.
+# By the row of docs/hazards.md. On a CPU with AMX, PyTorch computes all but the last one wrong.
 FAULTS = {
     "h71": ("conv2d", (2, 16, 5, 5), (9, 16, 5, 5), ((1, 4), (2, 0))),
     "h71 transposed": ("conv_transpose3d", (1, 3, 3, 10, 1), (3, 9, 5, 6, 2), ((1, 2, 2), (1, 0, 0), (0, 0, 1))),

@@ -15,4 +15,4 @@ def test_the_docs_have_the_table_that_the_script_writes():
     spec = importlib.util.spec_from_file_location("keeping_operators", ROOT / "tools/keeping_operators.py")
     tool = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(tool)
-    assert f"{tool.BEGIN}{tool.table('cpu')}{tool.END}" in (ROOT / "docs/seeing.md").read_text()
+    assert f"{tool.BEGIN}{tool.table('cpu')}{tool.END}" in (ROOT / "docs/trace.md").read_text()
