@@ -164,21 +164,6 @@ def layouts(measured: Iterable[Row]) -> str:
     return table(measured, head, "`{model}` | {shape} | {mode} | {figures}", figures=figures)
 
 
-def gains(measured: Row) -> str:
-    """Return the gains of whole models as a sentence."""
-    rows = measured["results"]
-    ours, plain, compiled = (
-        f"{span(ratios(rows, 'contiguous', layout))} times" for layout in ("preserved", "full", "compiled")
-    )
-    models = ", ".join(dict.fromkeys(f"`{row['model']}`" for row in rows))
-    on = f"{measured['gpu']['name']}, torch {measured['machine']['environment']['torch']}, bfloat16 autocast"
-    return (
-        f"On a GPU ({on}), inference and training of {models}: converted **{ours}** as fast as contiguous, plain "
-        f"channels-last {plain}, `torch.compile` of the contiguous model {compiled}. "
-        "[Details](docs/performance.md#on-a-gpu)."
-    )
-
-
 def origin(measured: Row) -> str:
     gpu, machine = measured["gpu"], measured["machine"]
     return (

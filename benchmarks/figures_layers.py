@@ -1,7 +1,6 @@
 """The figures on layers, calls, batches and whole models in channels-last, on a CPU."""
 
 import itertools
-import math
 from collections.abc import Callable
 
 from tables import Row, at_least, bar, grouped, markdown, mean, ratio, shape, span, table
@@ -27,20 +26,20 @@ COMPARED = {
 }
 DTYPES = ("float32", "bfloat16")
 MODES = ("forward", "forward with backward")
+STEPS = ("inference", "training")
 PASSES = ("forward", "input gradient", "weight gradient")
 RESULTS_OF_CALL = ("output", "input gradient", "weight gradient")
 LEAST_GAIN = 0.98
 LEAST_OF_TUNE, BUDGET_OF_TUNE = 0.97, 60
-# What the README shows: models of several kinds, in the step that people convert them for.
+# What the README shows: what people do with models of several kinds.
 SHOWN = {
-    ("mednext3d_k5", "training"): "MedNeXt with kernels of 5, 3D (monai)",
-    ("segresnet3d", "inference"): "SegResNet, 3D (monai)",
-    ("plain_conv_unet3d", "training"): "nnU-Net's PlainConvUNet, 3D",
-    ("efficientnet_b0", "training"): "EfficientNet-B0 (transformers)",
-    ("resnet50", "inference"): "ResNet-50 (transformers)",
+    ("segresnet3d", "training", "float32"): "train SegResNet of MONAI, 3D",
+    ("plain_conv_unet3d", "training", "float32"): "train PlainConvUNet of nnU-Net, 3D",
+    ("convnext_t", "training", "bfloat16"): "train ConvNeXt-T in bfloat16",
+    ("vae_kl", "inference", "float32"): "run an autoencoder of diffusers",
+    ("resnet50", "training", "float32"): "train ResNet-50",
 }
-# What gains less than this on one of the CPUs is left contiguous: so much is noise.
-WORTH = 1.03
+SHOWN_ON_A_GPU = ("dynunet3d", "training"), "train DynUNet of MONAI, 3D, in bfloat16"
 # How a call's figure is written, by what its bar is for.
 TEXTS = {"more": "{:+.1f} us", "times": "{:.2f}x", "replaced": "{:.0f} us"}
 Case = tuple[str, str]
@@ -221,11 +220,29 @@ def milliseconds(row: Row, layout: str) -> str:
     return f"{row['times'][layout]['min']:.0f}" if layout in row["times"] else ""
 
 
+def is_of_one_image(model: str) -> bool:
+    return model.endswith("px")
+
+
+def one_image(*machines: Row) -> str:
+    """Return the table of a batch of one image, by its pixels: over contiguous, and over unreplaced layers."""
+    cases = [by_case(measured) for measured in machines]
+    sizes = dict.fromkeys(model.rpartition("_")[2] for model, _ in cases[0] if is_of_one_image(model))
+    lines = []
+    for name in dict.fromkeys(model.rpartition("_")[0] for model, _ in cases[0] if is_of_one_image(model)):
+        rows = [case[f"{name}_{size}", "inference"] for case in cases for size in sizes]
+        lines.append([name, *(f"**{gain(row):.2f}x** ({gain(row, 'full'):.2f}x)" for row in rows)])
+    head = [f"{instructions(measured)}: {size}" for measured in machines for size in sizes]
+    return markdown(["model", *head], lines)
+
+
 def layouts(*machines: Row) -> str:
     """Return the table of the models in float32, one machine next to the other."""
     lines = []
     cases = [by_case(measured) for measured in machines]
     for (model, mode), first in cases[0].items():
+        if is_of_one_image(model):
+            continue
         found = [of_machine[model, mode] for of_machine in cases if (model, mode) in of_machine]
         cells = [model, shape(first), mode]
         for row in found:
@@ -242,49 +259,36 @@ def halves(*machines: Row) -> str:
     """Return the table of the models in bfloat16, one machine next to the other."""
     cases = [by_case(measured, "bfloat16") for measured in machines]
     lines = []
-    for case in cases[0]:
-        cells = list(case)
-        for row in (of_machine.get(case) for of_machine in cases):
+    for model in dict.fromkeys(model for model, _ in cases[0] if not is_of_one_image(model)):
+        cells = [model]
+        for row in (of_machine.get((model, mode)) for of_machine in cases for mode in STEPS):
             if row is None:
-                cells += [""] * 3
+                cells += [""] * 2
                 continue
-            in_float32, in_bfloat16 = (
-                " → ".join(milliseconds(row, layout) or "-" for layout in (f"contiguous{dtype}", f"preserved{dtype}"))
-                for dtype in (" float32", "")
-            )
-            cells += [in_float32, in_bfloat16, f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
+            times = " → ".join(milliseconds(row, layout) or "-" for layout in ("contiguous", "preserved"))
+            cells += [times, f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
         lines.append(cells)
-    head = ["model", ""]
+    head = ["model"]
     for measured in machines:
         with_amx = " with AMX" if measured["machine"]["AMX"] else ""
-        head += [f"{instructions(measured)}{with_amx}: float32, ms", "bfloat16, ms", "bfloat16 over float32"]
+        for mode in STEPS:
+            head += [f"{instructions(measured)}{with_amx}, {mode}: bfloat16, ms", "over float32"]
     return markdown(head, lines)
 
 
-def gains(*machines: Row) -> str:
-    """Return the README's table, the largest gain first, and last the model of all that gains least."""
-    cases = [by_case(measured) for measured in machines]
-    found = {case: [each[case] for each in cases] for case in cases[0] if all(case in each for each in cases)}
-    order = sorted(found, key=lambda case: -math.prod(map(gain, found[case])))
-    least = min((case for case in found if case not in SHOWN), key=lambda case: min(map(gain, found[case])))
+def gains(measured: Row, on_a_gpu: Row) -> str:
+    """Return the README's table, the last row of a GPU."""
     lines = []
-    for case in [*(case for case in order if case in SHOWN), least]:
-        cells = [
-            f"{milliseconds(row, 'contiguous')} → {milliseconds(row, 'preserved')} ms, **{gain(row):.2f}x** "
-            f"({gain(row, of='full'):.2f}x)"
-            for row in found[case]
-        ]
-        slow = [instructions(measured) for measured, row in zip(machines, found[case]) if gain(row) < WORTH]
-        answer = "leave it contiguous" if slow else "convert it"
-        if 0 < len(slow) < len(machines):
-            answer += f" with {slow[0]}"
-        lines.append([SHOWN.get(case, f"`{case[0]}`, the least gain of all"), case[1], *cells, answer])
-    cpus = [
-        f"{measured['machine']['processor']}{' held to' if measured['machine']['bounds'] else ','} "
-        f"{instructions(measured)}"
-        for measured in machines
-    ]
-    return markdown(["model", "", *cpus, "what to do"], lines)
+    for (model, mode, dtype), task in SHOWN.items():
+        row = by_case(measured, dtype)[model, mode]
+        before, after = (f"{milliseconds(row, layout)} ms" for layout in ("contiguous", "preserved"))
+        lines.append([task, "CPU", before, after, f"**{gain(row):.1f}x**"])
+    case, task = SHOWN_ON_A_GPU
+    row = by_case(on_a_gpu, "bfloat16 autocast")[case]
+    before, after, compiled = (f"{milliseconds(row, layout)} ms" for layout in ("contiguous", "preserved", "compiled"))
+    device = on_a_gpu["gpu"]["name"].removeprefix("NVIDIA ")
+    gained = f"**{gain(row):.1f}x** (`torch.compile` alone: {compiled})"
+    return markdown(["to", "on", "before", "after", "gain"], [*lines, [task, device, before, after, gained]])
 
 
 # What `tune` decides

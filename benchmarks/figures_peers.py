@@ -1,42 +1,14 @@
 """The figures on the other ways to run a model, by `bench_peers.py` and `profile_peers.py`."""
 
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Callable
 
 from layout_models import MODES
 from peers import CONTIGUOUS, FAULTS, PEERS
-from tables import Row, grouped, interval, markdown, mean, shape, span, table
-
-from torch_nhwc.rendering import several
+from tables import Row, grouped, interval, markdown, shape, span, table
 
 # A fault is one of a way if it is that far from float64, and that much farther than the contiguous model.
 FAR, FARTHER = 1e-4, 10
 NOTHING = "-"
-
-
-class Way(NamedTuple):
-    """What the README names as one way: its variants, the one first whose figures are shown, and facts on it."""
-
-    variants: list[str]
-    skips: str
-    report: str
-    undo: str
-
-
-GRAPH_BREAKS, UNCHANGED = "code that breaks the graph, without `fullgraph=True`", "the model is unchanged"
-NO_FUNCTIONS = "functions that are no layers"
-UNCONVERTED = "weights that are computed, layers that lose the format, optimizer state; `torch.nn.utils` gradients, too"
-WAYS = {
-    "`model.to(memory_format=...)`, `torch.nn.utils`": Way(["model.to", "torch.nn.utils"], UNCONVERTED, "no", "no"),
-    "`torch.compile`": Way([name for name in PEERS if name.startswith("compile")], GRAPH_BREAKS, "logs", UNCHANGED),
-    "OpenVINO": Way(["OpenVINO"], "nothing: what it cannot convert raises; it warns of branches", "no", UNCHANGED),
-    "ONNX Runtime": Way(["ONNX Runtime"], "nothing: what it cannot export raises", "of the export", UNCHANGED),
-    "`torch_nhwc.convert_`": Way(["ours"], NO_FUNCTIONS, "yes", "exact"),
-    "`torch_nhwc.tune`, then `convert_`": Way(["ours by tune"], NO_FUNCTIONS, "yes", "exact"),
-    "`convert_`, then `torch.compile`": Way(
-        ["ours, compiled"], f"the same, and {GRAPH_BREAKS}", "yes", "exact, of the model"
-    ),
-}
 
 
 def conditions(measured: Row) -> str:
@@ -115,13 +87,6 @@ def costs(measured: Row) -> str:
     )
 
 
-def failures(measured: Row) -> str:
-    """Return the table of the ways that failed, with the reason."""
-    failed = [row for row in measured["results"] if "failure" in row]
-    lines = table(failed, "model |  | way | reason", "{model} | {mode} | {peer} | {failure}")
-    return lines if failed else "Every way ran every model."
-
-
 def is_wrong(row: Row, base: Row | None) -> bool:
     """Return whether a way computes a fault wrong, or dies of it."""
     bases = (base or {}).get("differences", {})
@@ -155,55 +120,6 @@ def faults(measured: Row) -> str:
         first = next(iter(by_peer.values()))
         lines.append([first["model"], first["mode"], *(cell(by_peer, name) for name in names)])
     return markdown(["layers", "", *names], lines)
-
-
-def compared(measured: Row) -> str:
-    """Return the README's table: figures of each way, then what no figure says."""
-    lines = []
-    for name, way in WAYS.items():
-        first, *_ = way.variants
-        cells = [speeds_of(measured, mode, first) for mode in MODES]
-        cells += [firsts(measured, way.variants), seconds_of(measured, first), wrong_of(measured, way.variants)]
-        lines.append([name, *cells, way.skips, way.report, way.undo])
-    head = ["", *MODES, "fastest of all in", "seconds to the first result", "wrong where PyTorch has faults"]
-    return markdown([*head, "skips without a word", "report", "undo"], lines)
-
-
-def timed(rows: Iterable[Row], peer: str) -> list[Row]:
-    return [row for row in rows if row["peer"] == peer and "over" in row]
-
-
-def speeds_of(measured: Row, mode: str, peer: str) -> str:
-    """Return the mean and the span of a way over the models."""
-    values = [row["over"]["ratio"] for row in timed(measured["results"], peer) if row["mode"] == mode]
-    return f"**{mean(values):.2f}** ({span(values)}; {several(len(values), 'model')})" if values else NOTHING
-
-
-def firsts(measured: Row, names: list[str]) -> str:
-    """Return in which models some of these ways is the fastest of all."""
-    found = [
-        f"{model} ({mode})"
-        for mode in MODES
-        for model, by_peer in models_of(measured, mode).items()
-        if best(by_peer) in names
-    ]
-    return ", ".join(found) or NOTHING
-
-
-def seconds_of(measured: Row, peer: str) -> str:
-    return span((row["seconds"] for row in timed(measured["results"], peer)), ".1f", NOTHING)
-
-
-def wrong_of(measured: Row, names: list[str]) -> str:
-    """Return how many of the faults these ways have in some mode."""
-    found = [
-        (row["model"], is_wrong(row, by_peer.get(CONTIGUOUS)))
-        for by_peer in of_faults(measured)
-        for peer, row in by_peer.items()
-        if peer in names
-    ]
-    wrong, total = {model for model, is_bad in found if is_bad}, {model for model, _ in found}
-    return f"{len(wrong)} of {len(total)}" if total else NOTHING
 
 
 def causes(measured: Row) -> str:

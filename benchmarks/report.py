@@ -86,14 +86,13 @@ def machines_of(document: str) -> Block:
 # By document and mark.
 BLOCKS: dict[str, dict[str, Block]] = {
     "README.md": {
-        "gains": (figures_layers.gains, LAYOUTS),
-        "gpu": (figures_gpu.gains, ("layouts-cuda",)),
-        "peers": (figures_peers.compared, ("peers-cpu",)),
+        "gains": (figures_layers.gains, ("layouts-cpu", "layouts-cuda")),
     },
     "docs/performance.md": {
         "machine": machines_of("docs/performance.md"),
         "layouts": (figures_layers.layouts, LAYOUTS),
         "halves": (figures_layers.halves, LAYOUTS),
+        "one image": (figures_layers.one_image, LAYOUTS),
         "models on a gpu": (figures_gpu.whole_models, ("layouts-cuda",)),
         "conditions of peers": (figures_peers.conditions, ("peers-cpu",)),
         **{f"peers in {mode}": (partial(figures_peers.speeds, mode=mode), ("peers-cpu",)) for mode in MODES},
@@ -110,7 +109,6 @@ BLOCKS: dict[str, dict[str, Block]] = {
         "tuning bars": (figures_layers.bars_of_decisions, ("tune-cpu",)),
         "decisions": (figures_layers.decisions, ("tune-cpu",)),
         "costs of peers": (figures_peers.costs, ("peers-cpu",)),
-        "failures of peers": (figures_peers.failures, ("peers-cpu",)),
         "faults of peers": (figures_peers.faults, ("peers-cpu",)),
         "causes": (figures_peers.causes, ("peers-profile-cpu",)),
         "batches": (figures_layers.batches, ("collate-cpu",)),
