@@ -12,9 +12,10 @@ from contextlib import redirect_stdout
 from enum import Enum
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
-from typer import Argument, Exit, Option, Typer
+from typer import Argument, BadParameter, Exit, Option, Typer
+from typer.core import TyperGroup
 
 from torch_nhwc_cli.options import (
     MODELS,
@@ -35,7 +36,27 @@ _HELP = (
     "before the command; and with 130 after Ctrl-C."
 )
 _debug = False
-app = Typer(add_completion=False, no_args_is_help=True, help=_HELP, pretty_exceptions_enable=False)
+
+
+# The base of all errors of wrong use, which Typer does not export.
+_UsageError: Any = BadParameter.__base__
+
+
+class _Commands(TyperGroup):
+    """The commands, with an error of options in one line, as all errors."""
+
+    def main(self, *arguments: Any, **options: Any) -> NoReturn:
+        try:
+            code = super().main(*arguments, **options | {"standalone_mode": False})
+        except _UsageError as error:
+            message = " ".join(error.format_message().split())
+            if message:  # without any argument the help was printed
+                print(f"torch-nhwc: {message}", file=sys.stderr)
+            code = 2
+        sys.exit(code or 0)
+
+
+app = Typer(cls=_Commands, add_completion=False, no_args_is_help=True, help=_HELP, pretty_exceptions_enable=False)
 
 
 @app.callback()

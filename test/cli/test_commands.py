@@ -558,6 +558,12 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
     ("arguments", "message"),
     [
         (["plan"], "name one model, by --model or --factory"),
+        (["plan", "--nothing"], "No such option: --nothing"),
+        (["plan", "--mode"], "No such option: --mode"),
+        (["trace", "--mode", "both"], "'both' is not one of 'inference', 'training'"),
+        (["trace", "--max-losses", "-1"], "Invalid value for '--max-losses'"),
+        (["audit"], "Missing argument 'FILE'"),
+        (["tuna"], "No such command 'tuna'"),
         (["plan", "--model", "resnet50", *of_mine("model")], "name one model, by --model or --factory"),
         (["plan", "--model", "alexnet"], "--model: expected one of resnet50, unet3d, video-autoencoder, got 'alexnet'"),
         (["plan", "--factory", "json:nothing"], "expected module:callable, got 'json:nothing'"),
