@@ -153,6 +153,7 @@ COMMANDS = {
     "make demo": run_make_demo,
     "make test": lambda: None,  # this
     "pip install --no-build-isolation .": lambda: None,  # test_packaging.py
+    "pip install --no-build-isolation '.[cli,models]'": lambda: None,  # likewise
 }
 
 
