@@ -242,6 +242,17 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
   for_each_task(blocks.parts * shares.parts, products / shares.parts, floats * sizeof(float), compute);
 }
 
+/// Returns a convolution's results, one group after the other, by a transform of a group's weight.
+void convolve_groups(const Plane& plane, const ConvolutionSizes& sizes, const WinogradTile& tile,
+                     const at::Tensor& source, const at::Tensor& weight, decltype(transformed)& transform,
+                     const at::Tensor& bias, const at::Tensor& results) {
+  for (int64_t group = 0; group < sizes.groups; ++group) {
+    const Weight points = transform(sizes, tile, outputs_of(weight, sizes.groups, group));
+    convolve(plane, sizes.groups, tile, channels_of(source, sizes.groups, group), points,
+             outputs_of(bias, sizes.groups, group), channels_of(results, sizes.groups, group));
+  }
+}
+
 /// The gradient of the weight of a group: each of its points is a product of the gradient's and the input's, summed
 /// over tiles.
 class PointsOfWeightGradient {
@@ -371,23 +382,13 @@ class PointsOfWeightGradient {
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,
                       const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
   if (out.numel() == 0) return;
-  for (int64_t group = 0; group < sizes.groups; ++group) {
-    const at::Tensor of_group = outputs_of(weight, sizes.groups, group);
-    convolve(forward_plane(sizes), sizes.groups, tile, channels_of(input, sizes.groups, group),
-             transformed(sizes, tile, of_group), outputs_of(bias, sizes.groups, group),
-             channels_of(out, sizes.groups, group));
-  }
+  convolve_groups(forward_plane(sizes), sizes, tile, input, weight, transformed, bias, out);
 }
 
 void winograd_input_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,
                              const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& grad_input) {
   if (grad_input.numel() == 0) return;
-  for (int64_t group = 0; group < sizes.groups; ++group) {
-    const at::Tensor of_group = outputs_of(weight, sizes.groups, group);
-    convolve(gradient_plane(sizes), sizes.groups, tile, channels_of(grad, sizes.groups, group),
-             transformed_in_reverse(sizes, tile, of_group), outputs_of(bias, sizes.groups, group),
-             channels_of(grad_input, sizes.groups, group));
-  }
+  convolve_groups(gradient_plane(sizes), sizes, tile, grad, weight, transformed_in_reverse, bias, grad_input);
 }
 
 void winograd_weight_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,
