@@ -7,8 +7,6 @@ import time
 from collections.abc import Callable
 from operator import itemgetter
 
-import torch
-
 KEEP_MEMORY = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=100000000000"  # of glibc
 HUGE_PAGES = "THP_MEM_ALLOC_ENABLE=1"  # of PyTorch
 _WORTH_SAYING = 0.1  # of a call's time
@@ -38,23 +36,19 @@ def page_fault_share(job: Callable[[], object]) -> float:
     if sys.platform != "linux" or platform.libc_ver()[0] != "glibc":
         return 0.0
     runs = [_counted(job) for _ in range(2)]
-    return _seconds_of_a_fault() * min(faults / seconds if seconds else 0.0 for faults, seconds in runs)
+    return min(1.0, _seconds_of_a_fault() * min(faults / seconds if seconds else 0.0 for faults, seconds in runs))
 
 
 def _seconds_of_a_fault() -> float:
-    """Return what a page takes to come and to go, by writing to pages that exist and to others that do not."""
+    """Return what a page takes to come and to go, by a byte in each page of new memory, from one thread."""
+    once = bytes((8 << 20) // mmap.PAGESIZE)
 
-    def pages() -> torch.Tensor:
-        memory = mmap.mmap(-1, 8 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def touch_new_memory() -> None:
+        with mmap.mmap(-1, len(once) * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+            memory[:: mmap.PAGESIZE] = once
 
-    def write_to_others() -> None:
-        pages().zero_()
-
-    existing = pages().zero_()
-    faults, longer = min((_counted(write_to_others) for _ in range(3)), key=itemgetter(1))
-    _, shorter = min((_counted(existing.zero_) for _ in range(3)), key=itemgetter(1))
-    return max(0.0, longer - shorter) / max(1, faults)
+    faults, seconds = min((_counted(touch_new_memory) for _ in range(5)), key=itemgetter(1))
+    return seconds / max(1, faults)
 
 
 def _counted(job: Callable[[], object]) -> tuple[int, float]:
