@@ -83,6 +83,19 @@ TORCH_LIBRARY(nhwc, m) {
       "native_batch_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool training, "
       "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
+  // Norms in two steps, with an activation in the second one. Batch norm has no groups. Where a result cannot wait, none
+  // is returned.
+  m.def(
+      "norm_activation(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, "
+      "int groups, bool training, float eps, str activation, float parameter) -> Tensor",
+      compliant);
+  m.def(
+      "norm_waiting(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, Tensor? bias, "
+      "int groups, bool training, float momentum, float eps) -> (Tensor mean, Tensor rstd, Tensor waiting)");
+  m.def(
+      "norm_waiting_sum(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor residual, "
+      "int groups, bool training, float eps) -> Tensor");
+  m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
 

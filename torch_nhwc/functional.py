@@ -747,12 +747,12 @@ def _pass_on(name: str, *arguments: Any, **options: Any) -> Tensor:
         tensors = tuple(each for each in arguments if isinstance(each, Tensor))
         is_plain = all(_is_plain(type(each)) for each in tensors) and not _TENSORS.issuperset(map(type, tensors))
         if is_plain and has_torch_function(tensors):
-            return handle_torch_function(_keeping_class(name), tensors, *arguments, **options)
+            return handle_torch_function(keeping_class(name), tensors, *arguments, **options)
     return getattr(F, name)(*arguments, **options)
 
 
 @lru_cache(maxsize=64)
-def _keeping_class(name: str) -> Any:
+def keeping_class(name: str) -> Any:
     """Return our function of a name, whose result has the class of its first argument.
 
     PyTorch's `__torch_function__` would give the class to a view, and the backward of an in-place activation copies the

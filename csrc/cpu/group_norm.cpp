@@ -110,29 +110,53 @@ class Sums {
   std::vector<double> values_;
 };
 
-}  // namespace
+/// A pass over one piece of the input, from which a sample's statistics are made and its outputs follow.
+class Forward {
+ public:
+  Forward(const GroupNormShape& shape, const at::Tensor& input)
+      : tasks(shape),
+        shape_(shape),
+        kernels_(of_type(level_kernels().norm, input.scalar_type())),
+        input_(static_cast<const char*>(input.const_data_ptr())),
+        bytes_of_row_(shape.channels * input.element_size()) {}
 
-void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
-                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
-                const at::Tensor& variances) {
-  const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
-  const int64_t channels = shape.channels, groups = shape.groups, of_group = channels / groups;
-  const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels, 0);
+  const Tasks tasks;
+  int64_t room() const { return kernels_.scratch(shape_.channels); }
+
+  void sum(const Piece& piece, double* means, double* deviations, double* scratch) const {
+    kernels_.moments(rows_of(piece), input_ + offset_of(piece), means, deviations, scratch);
+  }
+  void normalise(const Piece& piece, const NormNumbers& numbers, ActivationKind kind, const void* residual, void* out,
+                 double* scratch) const {
+    const int64_t at = offset_of(piece);
+    kernels_.with[static_cast<int>(kind)].normalise(
+        rows_of(piece), input_ + at, residual ? static_cast<const char*>(residual) + at : nullptr,
+        static_cast<char*>(out) + at, numbers, scratch);
+  }
+
+ private:
+  NormRows rows_of(const Piece& piece) const { return {piece.rows, shape_.channels, shape_.groups}; }
+  int64_t offset_of(const Piece& piece) const {
+    return (piece.sample * shape_.rows + piece.first_row) * bytes_of_row_;
+  }
+
+  const GroupNormShape shape_;
+  const NormKernels& kernels_;
+  const char* input_;
+  int64_t bytes_of_row_;
+};
+
+/// Computes each sample's statistics, returns them, and calls `then(piece, means, rstds, scratch)` for its pieces.
+template <typename Then>
+void with_statistics(const Forward& forward, const GroupNormShape& shape, double eps, const at::Tensor& mean,
+                     const at::Tensor& rstd, const at::Tensor& variances, const Then& then) {
   const Statistics all_means(mean), all_rstds(rstd), all_variances(variances);
-  const Tasks tasks(shape);
-  const auto* from = static_cast<const char*>(input.const_data_ptr());
-  auto* to = static_cast<char*>(out.mutable_data_ptr());
-  const auto offset = [&](const Piece& piece) {
-    return (piece.sample * shape.rows + piece.first_row) * channels * input.element_size();
-  };
+  const Tasks& tasks = forward.tasks;
+  const int64_t groups = shape.groups, of_group = shape.channels / groups, room = forward.room();
   const auto elements = static_cast<double>(of_group * shape.rows);
-  const int64_t room = kernels.scratch(channels);
 
-  const auto sum = [&](const Piece& piece, double* means, double* deviations, double* scratch) {
-    kernels.moments({piece.rows, channels, groups}, from + offset(piece), means, deviations, scratch);
-  };
-  const auto normalise = [&](const Piece& piece, const double* means, const double* deviations, double* rstds,
-                             double* scratch) {
+  const auto finish = [&](const Piece& piece, const double* means, const double* deviations, double* rstds,
+                          double* scratch) {
     for (int64_t group = 0; group < groups; ++group) {
       // Rounding may make it negative; not-a-number stays.
       const double variance = (deviations[group] < 0 ? 0 : deviations[group]) / elements;
@@ -145,21 +169,20 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
       }
       rstds[group] = r;
     }
-    kernels.normalise({piece.rows, channels, groups}, from + offset(piece), to + offset(piece), means, rstds,
-                      scale.data(), shift.data(), scratch);
+    then(piece, means, rstds, scratch);
   };
 
   if (tasks.parts() == 1) {
     tasks.for_each(room + 2 * groups, [&](int64_t, const Piece& piece, double* scratch) {
       double *means = scratch + room, *deviations = means + groups;
-      sum(piece, means, deviations, scratch);
-      normalise(piece, means, deviations, deviations, scratch);
+      forward.sum(piece, means, deviations, scratch);
+      finish(piece, means, deviations, deviations, scratch);
     });
     return;
   }
   Sums moments(tasks.count(), groups);  // the mean, and the sum of squared deviations
   tasks.for_each(room, [&](int64_t task, const Piece& piece, double* scratch) {
-    sum(piece, moments.first(task), moments.second(task), scratch);
+    forward.sum(piece, moments.first(task), moments.second(task), scratch);
   });
   // Parts are merged like blocks, see `moments`.
   for (int64_t sample = 0; sample < shape.samples; ++sample) {
@@ -179,19 +202,72 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
   }
   tasks.for_each(room + groups, [&](int64_t task, const Piece& piece, double* scratch) {
     const int64_t first = task - piece.part;
-    normalise(piece, moments.first(first), moments.second(first), scratch + room, scratch);
+    finish(piece, moments.first(first), moments.second(first), scratch + room, scratch);
+  });
+}
+
+}  // namespace
+
+void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias,
+                double eps, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
+                const at::Tensor& variances) {
+  const std::vector<double> scale = doubles_of(weight, shape.channels, 1), shift = doubles_of(bias, shape.channels);
+  const Forward forward(shape, input);
+  void* to = out.mutable_data_ptr();
+  with_statistics(forward, shape, eps, mean, rstd, variances,
+                  [&](const Piece& piece, const double* means, const double* rstds, double* scratch) {
+                    forward.normalise(piece, {means, rstds, scale.data(), shift.data(), 0}, ActivationKind::none,
+                                      nullptr, to, scratch);
+                  });
+}
+
+void norm_statistics(const GroupNormShape& shape, const at::Tensor& input, double eps, const at::Tensor& mean,
+                     const at::Tensor& rstd, const at::Tensor& variance) {
+  with_statistics(Forward(shape, input), shape, eps, mean, rstd, variance, [](const auto&...) {});
+}
+
+void statistics_of(const at::Tensor& running_mean, const at::Tensor& running_var, double eps, const at::Tensor& mean,
+                   const at::Tensor& rstd) {
+  const int64_t channels = running_mean.numel();
+  write_doubles(doubles_of(running_mean, channels), mean);
+  std::vector<double> deviations = doubles_of(running_var, channels);
+  for (double& each : deviations) each = 1 / std::sqrt(each + eps);
+  write_doubles(deviations, rstd);
+}
+
+bool has_activation(at::ScalarType type, ActivationKind kind) {
+  return of_type(level_kernels().norm, type).with[static_cast<int>(kind)].normalise != nullptr;
+}
+
+void normalise(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
+               const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& residual,
+               const Activation& activation, const at::Tensor& out) {
+  const std::vector<double> scale = doubles_of(weight, shape.channels, 1), shift = doubles_of(bias, shape.channels);
+  const Forward forward(shape, input);
+  const auto *means = mean.const_data_ptr<double>(), *rstds = rstd.const_data_ptr<double>();
+  const void* others = residual.defined() ? residual.const_data_ptr() : nullptr;
+  void* to = out.mutable_data_ptr();
+  forward.tasks.for_each(forward.room(), [&](int64_t, const Piece& piece, double* scratch) {
+    const int64_t group = piece.sample * shape.groups;
+    forward.normalise(piece, {means + group, rstds + group, scale.data(), shift.data(), activation.parameter},
+                      activation.kind, others, to, scratch);
   });
 }
 
 void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, const at::Tensor& input,
                          const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& weight,
                          const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
-                         bool is_of_input) {
+                         bool is_of_input, const at::Tensor& bias, const Activation& activation) {
   const NormKernels& kernels = of_type(level_kernels().norm, input.scalar_type());
   const int64_t channels = shape.channels, groups = shape.groups, of_group = channels / groups;
-  const std::vector<double> scale = doubles_of(weight, channels, 1), zeros(is_of_input ? 0 : channels),
+  const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels),
                             means = doubles_of(mean, shape.samples * groups),
                             rstds = doubles_of(rstd, shape.samples * groups);
+  const NormPasses& passes = kernels.with[static_cast<int>(activation.kind)];
+  const auto numbers_of = [&](const Piece& piece) {
+    const int64_t group = piece.sample * groups;
+    return NormNumbers{means.data() + group, rstds.data() + group, scale.data(), shift.data(), activation.parameter};
+  };
   const Tasks tasks(shape);
   const auto* from_grad = static_cast<const char*>(grad.const_data_ptr());
   const auto* from = static_cast<const char*>(input.const_data_ptr());
@@ -205,20 +281,14 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   // Of the gradient, and of its products with the deviations from the mean.
   const auto sum = [&](const Piece& piece, double* sums, double* products, double* scratch) {
     if (!is_of_input && !grad_weight.defined() && !grad_bias.defined()) return;
-    kernels.backward_sums({piece.rows, channels, groups}, from_grad + offset(piece), from + offset(piece),
-                          means.data() + piece.sample * groups, sums, products, scratch);
+    passes.backward_sums({piece.rows, channels, groups}, from_grad + offset(piece), from + offset(piece),
+                         numbers_of(piece), sums, products, scratch);
   };
   const auto write = [&](const Piece& piece, const double* sums, const double* products, double* scratch) {
     if (!to) return;
-    const NormRows rows{piece.rows, channels, groups};
-    const int64_t at = offset(piece), group = piece.sample * groups;
-    if (is_of_input) {
-      kernels.backward(rows, from_grad + at, from + at, to + at, means.data() + group, rstds.data() + group,
-                       scale.data(), sums, products, shape.rows, scratch);
-    } else {  // the input takes no part, whatever is in it
-      kernels.normalise(rows, from_grad + at, to + at, zeros.data(), rstds.data() + group, scale.data(), zeros.data(),
-                        scratch);
-    }
+    const int64_t at = offset(piece);
+    passes.backward({piece.rows, channels, groups}, from_grad + at, from + at, to + at, numbers_of(piece),
+                    is_of_input ? sums : nullptr, products, shape.rows, scratch);
   };
   // The gradients of the parameters are sums over the samples.
   const auto add = [&](int64_t sample, const double* sums, const double* products, double* to_bias, double* to_weight) {

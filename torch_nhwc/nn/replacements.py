@@ -16,6 +16,7 @@ from torch_nhwc import functional
 from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 from torch_nhwc.nn.own_forward import with_our_functions
+from torch_nhwc.nn.pending import pending_norm
 
 
 class Preserving(Swap):
@@ -48,6 +49,10 @@ class PreservingGroupNorm(Preserving, nn.GroupNorm):
     """`GroupNorm` that is accurate on channels-last."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not is_scripting():
+            waiting = pending_norm(self, input, None, None, self.num_groups, True, 0.0)
+            if waiting is not None:
+                return waiting
         return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
@@ -55,6 +60,11 @@ class PreservingInstanceNorm2d(Preserving, nn.InstanceNorm2d):
     """`InstanceNorm2d` whose gradient is right on channels-last."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
+        if not is_scripting():
+            is_simple = self.running_mean is None and input.dim() > 3
+            waiting = pending_norm(self, input, None, None, input.shape[1], True, 0.0) if is_simple else None
+            if waiting is not None:
+                return waiting
         return functional.instance_norm(
             input,
             self.running_mean,
@@ -85,16 +95,14 @@ class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
                 factor = 1.0 / float(self.num_batches_tracked)
         has_statistics = self.running_mean is not None or self.running_var is not None
         is_tracked = self.track_running_stats or not self.training
-        return functional.batch_norm(
-            input,
-            self.running_mean if is_tracked else None,
-            self.running_var if is_tracked else None,
-            self.weight,
-            self.bias,
-            self.training or not has_statistics,
-            factor,
-            self.eps,
-        )
+        is_of_input = self.training or not has_statistics
+        mean = self.running_mean if is_tracked else None
+        variance = self.running_var if is_tracked else None
+        if not is_scripting():
+            waiting = pending_norm(self, input, mean, variance, 0, is_of_input, factor)
+            if waiting is not None:
+                return waiting
+        return functional.batch_norm(input, mean, variance, self.weight, self.bias, is_of_input, factor, self.eps)
 
 
 class PreservingBatchNorm3d(Preserving, nn.BatchNorm3d):

@@ -341,58 +341,103 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
   }
 }
 
-template <typename Element>
-void normalise(const NormRows& shape, const void* data, void* out, const double* means, const double* rstds,
-               const double* weight, const double* bias, double* scratch) {
-  using Number = Real<Element>;
-  const auto [count, channels, groups] = shape;
-  const auto* rows = static_cast<const Element*>(data);
-  auto* to = static_cast<Element*>(out);
-  const Strip<Element> strip(count, channels);
-  const std::int64_t of_group = channels / groups, step = strip.width;
-  auto* __restrict mean = reinterpret_cast<Number*>(scratch);
-  Number* __restrict scale = mean + strip.padded(), * __restrict shift = scale + strip.padded();
-  for (std::int64_t g = 0, k = 0; g < groups; ++g) {
-    const double average = means[g], r = rstds[g];
-    const auto rounded = static_cast<Number>(average);
-    const double lost = static_cast<double>(rounded) - average;
-    for (const std::int64_t end = k + of_group; k < end; ++k) {
-      const double by = r * weight[k];
-      mean[k] = rounded;
-      scale[k] = static_cast<Number>(by);
-      shift[k] = static_cast<Number>(bias[k] + lost * by);
+/// Scale and shift of each channel: a norm is (rows - mean) * scale + shift. `mean` is rounded to a number of the
+/// kernels, and what it lost is in the shift.
+template <typename Number>
+struct Affine {
+  Number *__restrict mean, *__restrict scale, *__restrict shift;
+
+  Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded)
+      : mean(reinterpret_cast<Number*>(scratch)), scale(mean + padded), shift(scale + padded) {
+    const std::int64_t of_group = shape.channels / shape.groups;
+    for (std::int64_t g = 0, k = 0; g < shape.groups; ++g) {
+      const double average = numbers.mean[g], r = numbers.rstd[g];
+      const auto rounded = static_cast<Number>(average);
+      const double lost = static_cast<double>(rounded) - average;
+      for (const std::int64_t end = k + of_group; k < end; ++k) {
+        const double by = r * numbers.weight[k];
+        mean[k] = rounded;
+        scale[k] = static_cast<Number>(by);
+        shift[k] = static_cast<Number>(numbers.bias[k] + lost * by);
+      }
     }
   }
-  if (has_few_rows<Element>(shape)) return normalise_few_rows(shape, rows, to, means, scale, shift);
-  for (Number* each : {mean, scale, shift}) strip.arrange(each);
-  for_each_written(
-      strip, count,
-      [=]<int strips>(std::int64_t at, std::int64_t slot) {
-        const auto m = load_pair(mean + slot), a = load_pair(scale + slot), b = load_pair(shift + slot);
-#pragma GCC unroll 8
-        for (int row = 0; row < strips; ++row) {
-          store_pair(to + at + row * step, (load_pair(rows + at + row * step) - m) * a + b);
-        }
-      },
-      [=](std::int64_t at, std::int64_t slot) {
-        store_one(to + at, (load_one(rows + at) - mean[slot]) * scale[slot] + shift[slot]);
-      });
+
+  Number* end(std::int64_t padded) const { return shift + padded; }
+
+  template <typename Element>
+  void arrange(const Strip<Element>& strip) const {
+    for (Number* each : {mean, scale, shift}) strip.arrange(each);
+  }
+};
+
+template <typename Activated, typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> value_of(const Activated& activation, const Pair<Number>& y) {
+  return {activation.value(y.first), activation.value(y.second)};
+}
+template <typename Activated, typename Number>
+NHWC_ALWAYS_INLINE Pair<Number> gradient_of(const Activated& activation, const Pair<Number>& grad,
+                                            const Pair<Number>& y) {
+  return {activation.gradient(grad.first, y.first), activation.gradient(grad.second, y.second)};
 }
 
-template <typename Element>
-void backward_sums(const NormRows& shape, const void* gradient, const void* data, const double* means, double* sum,
-                   double* product, double* scratch) {
+template <typename Element, cpu::ActivationKind kind>
+void normalise(const NormRows& shape, const void* data, const void* others, void* out, const cpu::NormNumbers& numbers,
+               double* scratch) {
+  using Number = Real<Element>;
+  const auto* rows = static_cast<const Element*>(data);
+  const auto* residual = static_cast<const Element*>(others);
+  auto* to = static_cast<Element*>(out);
+  const Strip<Element> strip(shape.count, shape.channels);
+  const std::int64_t step = strip.width;
+  const Affine<Number> by(shape, numbers, scratch, strip.padded());
+  const Activation<Number, kind> activation(numbers.parameter);
+  if (has_few_rows<Element>(shape)) {
+    return normalise_few_rows(shape, rows, residual, to, numbers.mean, by.scale, by.shift, activation);
+  }
+  by.arrange(strip);
+  const auto write = [&]<bool has_residual>() {
+    for_each_written(
+        strip, shape.count,
+        [=]<int strips>(std::int64_t at, std::int64_t slot) {
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
+#pragma GCC unroll 8
+          for (int row = 0; row < strips; ++row) {
+            const std::int64_t from = at + row * step;
+            auto y = (load_pair(rows + from) - m) * a + b;
+            if constexpr (has_residual) y = y + load_pair(residual + from);
+            store_pair(to + from, value_of(activation, y));
+          }
+        },
+        [=](std::int64_t at, std::int64_t slot) {
+          Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
+          if constexpr (has_residual) y += load_one(residual + at);
+          store_one(to + at, activation.value(y));
+        });
+  };
+  if (residual) {
+    write.template operator()<true>();
+  } else {
+    write.template operator()<false>();
+  }
+}
+
+template <typename Element, cpu::ActivationKind kind>
+void backward_sums(const NormRows& shape, const void* gradient, const void* data, const cpu::NormNumbers& numbers,
+                   double* sum, double* product, double* scratch) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
-  if (has_few_rows<Element>(shape)) return backward_sums_of_few_rows(shape, grad, rows, means, sum, product);
   const Strip<Element> strip(count, channels);
   const std::int64_t block = block_rows(strip), padded = strip.padded(), step = strip.width;
-  auto* mean = reinterpret_cast<Number*>(scratch);
-  Number *sums = mean + padded, *products = sums + padded, *lost = products + padded, *lost_product = lost + padded;
-  strip.fill(mean, means, groups);
-  strip.arrange(mean);
+  const Affine<Number> by(shape, numbers, scratch, padded);
+  const Activation<Number, kind> activation(numbers.parameter);
+  if (has_few_rows<Element>(shape)) {
+    return backward_sums_of_few_rows(shape, grad, rows, numbers.mean, by.scale, by.shift, activation, sum, product);
+  }
+  by.arrange(strip);
+  Number *sums = by.end(padded), *products = sums + padded, *lost = products + padded, *lost_product = lost + padded;
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
     clear(sums, lost, padded);
@@ -400,21 +445,23 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
     for_each_summed(
         strip, smaller_of(block, count - begin),
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
-          const auto m = load_pair(mean + slot);
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
           Pair<Number> s{}, p{};
 #pragma GCC unroll 8
           for (int row = 0; row < strips; ++row) {
-            const auto from = load_pair(g + at + row * step);
+            const auto centred = load_pair(x + at + row * step) - m;
+            const auto from = gradient_of(activation, load_pair(g + at + row * step), centred * a + b);
             s = s + from;
-            p = p + from * (load_pair(x + at + row * step) - m);
+            p = p + from * centred;
           }
           add(sums + slot, lost + slot, s);
           add(products + slot, lost_product + slot, p);
         },
         [=](std::int64_t at, std::int64_t slot) {
-          const Number value = load_one(g + at);
+          const Number centred = load_one(x + at) - by.mean[slot],
+                       value = activation.gradient(load_one(g + at), centred * by.scale[slot] + by.shift[slot]);
           sums[slot] += value;
-          products[slot] += value * (load_one(x + at) - mean[slot]);
+          products[slot] += value * centred;
         },
         [=](std::int64_t at, std::int64_t elements) {
           touch_lines(g + at, elements);
@@ -439,66 +486,98 @@ inline double product_of(const double* a, const double* b, std::int64_t count) {
   return sum;
 }
 
-template <typename Element>
-void backward(const NormRows& shape, const void* gradient, const void* data, void* out, const double* means,
-              const double* rstds, const double* weight, const double* sum, const double* product,
-              std::int64_t sample_rows, double* scratch) {
+template <typename Element, cpu::ActivationKind kind>
+void backward(const NormRows& shape, const void* gradient, const void* data, void* out, const cpu::NormNumbers& numbers,
+              const double* sum, const double* product, std::int64_t sample_rows, double* scratch) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const auto* grad = static_cast<const Element*>(gradient);
   const auto* rows = static_cast<const Element*>(data);
   auto* to = static_cast<Element*>(out);
   const Strip<Element> strip(count, channels);
-  const std::int64_t of_group = channels / groups, step = strip.width;
+  const std::int64_t of_group = channels / groups, padded = strip.padded(), step = strip.width;
+  const Affine<Number> by(shape, numbers, scratch, padded);
+  const Activation<Number, kind> activation(numbers.parameter);
+  if (!sum) {  // the input only tells where the activation is, and takes no other part, whatever is in it
+    by.arrange(strip);
+    for_each_written(
+        strip, count,
+        [=]<int strips>(std::int64_t at, std::int64_t slot) {
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
+#pragma GCC unroll 8
+          for (int row = 0; row < strips; ++row) {
+            const std::int64_t from = at + row * step;
+            const auto y = (load_pair(rows + from) - m) * a + b;
+            store_pair(to + from, gradient_of(activation, load_pair(grad + from), y) * a);
+          }
+        },
+        [=](std::int64_t at, std::int64_t slot) {
+          const Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
+          store_one(to + at, activation.gradient(load_one(grad + at), y) * by.scale[slot]);
+        });
+    return;
+  }
   const double share = 1 / static_cast<double>(of_group * sample_rows);
   const bool is_few = has_few_rows<Element>(shape);
-  auto* __restrict mean = reinterpret_cast<Number*>(scratch);
-  Number *__restrict by_grad = mean + strip.padded(), *__restrict by_row = by_grad + strip.padded(),
-                     *__restrict shift = by_row + strip.padded();
-  // out = grad * by_grad + (rows - mean) * by_row + shift
+  Number *__restrict by_row = by.end(padded), *__restrict by_all = by_row + padded;
+  // out = g * scale + (rows - mean) * by_row + by_all
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::int64_t first = g * of_group, end = first + of_group;
-    const double weighted_sum = product_of(weight + first, sum + first, of_group),
-                 weighted_product = product_of(weight + first, product + first, of_group);
-    const double r = rstds[g];
-    const auto center = static_cast<Number>(means[g]),
-               of_row = static_cast<Number>(-r * r * r * weighted_product * share),
+    const double weighted_sum = product_of(numbers.weight + first, sum + first, of_group),
+                 weighted_product = product_of(numbers.weight + first, product + first, of_group);
+    const double r = numbers.rstd[g];
+    const auto of_row = static_cast<Number>(-r * r * r * weighted_product * share),
                of_all = static_cast<Number>(-r * weighted_sum * share);
-    for (std::int64_t k = first; k < end; ++k) by_grad[k] = static_cast<Number>(r * weight[k]);
     if (is_few) {
-      backward_of_few_rows(shape, g, grad, rows, to, center, by_grad, of_row, of_all);
+      backward_of_few_rows(shape, g, grad, rows, to, by.mean[first], by.scale, by.shift, of_row, of_all, activation);
       continue;
     }
-    for (std::int64_t k = first; k < end; ++k) mean[k] = center, by_row[k] = of_row, shift[k] = of_all;
+    for (std::int64_t k = first; k < end; ++k) by_row[k] = of_row, by_all[k] = of_all;
   }
   if (is_few) return;
-  for (Number* each : {mean, by_grad, by_row, shift}) strip.arrange(each);
+  by.arrange(strip);
+  for (Number* each : {by_row, by_all}) strip.arrange(each);
   for_each_written(
       strip, count,
       [=]<int strips>(std::int64_t at, std::int64_t slot) {
-        const auto m = load_pair(mean + slot), a = load_pair(by_grad + slot), p = load_pair(by_row + slot),
-                   b = load_pair(shift + slot);
+        const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
+                   p = load_pair(by_row + slot), all = load_pair(by_all + slot);
 #pragma GCC unroll 8
         for (int row = 0; row < strips; ++row) {
           const std::int64_t from = at + row * step;
-          store_pair(to + from, load_pair(grad + from) * a + ((load_pair(rows + from) - m) * p + b));
+          const auto centred = load_pair(rows + from) - m;
+          const auto before = gradient_of(activation, load_pair(grad + from), centred * a + b);
+          store_pair(to + from, before * a + (centred * p + all));
         }
       },
       [=](std::int64_t at, std::int64_t slot) {
-        const auto centred = load_one(rows + at) - mean[slot];
-        store_one(to + at, load_one(grad + at) * by_grad[slot] + (centred * by_row[slot] + shift[slot]));
+        const Number centred = load_one(rows + at) - by.mean[slot],
+                     before = activation.gradient(load_one(grad + at), centred * by.scale[slot] + by.shift[slot]);
+        store_one(to + at, before * by.scale[slot] + (centred * by_row[slot] + by_all[slot]));
       });
 }
 
-/// Up to five numbers for each element of a strip, and three for each channel.
+/// Up to seven numbers for each element of a strip, and three for each channel.
 template <typename Element>
 std::int64_t norm_scratch(std::int64_t channels) {
-  return 3 * channels + 5 * Strip<Element>(1 << 20, channels).padded();
+  return 3 * channels + 7 * Strip<Element>(1 << 20, channels).padded();
+}
+
+template <typename Element, cpu::ActivationKind kind>
+constexpr cpu::NormPasses make_norm_passes() {
+  constexpr bool has_exponential = kind > cpu::ActivationKind::leaky_relu;
+  if constexpr (has_exponential && std::is_same_v<Element, double>) return {};
+  else return {normalise<Element, kind>, backward_sums<Element, kind>, backward<Element, kind>};
 }
 
 template <typename Element>
 constexpr cpu::NormKernels make_norm_kernels() {
-  return {norm_scratch<Element>, moments<Element>, normalise<Element>, backward_sums<Element>, backward<Element>};
+  using Kind = cpu::ActivationKind;
+  return {norm_scratch<Element>,
+          moments<Element>,
+          {make_norm_passes<Element, Kind::none>(), make_norm_passes<Element, Kind::relu>(),
+           make_norm_passes<Element, Kind::leaky_relu>(), make_norm_passes<Element, Kind::silu>(),
+           make_norm_passes<Element, Kind::gelu>(), make_norm_passes<Element, Kind::gelu_tanh>()}};
 }
 
 }  // namespace NHWC_CPU_LEVEL

@@ -3,7 +3,7 @@
 // registers.
 #pragma once
 
-#include "cpu/isa/vectors.h"
+#include "cpu/isa/activations.h"
 #include "cpu/norm_kernels.h"
 
 namespace nhwc {
@@ -120,10 +120,11 @@ void moments_of_few_rows(const NormRows& shape, const Element* rows, double* mea
   }
 }
 
-/// out = (rows - mean) * scale + shift, where the mean is the group's.
-template <typename Element>
-void normalise_few_rows(const NormRows& shape, const Element* rows, Element* out, const double* means,
-                        const Real<Element>* scale, const Real<Element>* shift) {
+/// out = activation((rows - mean) * scale + shift + residual), where the mean is the group's.
+template <typename Element, typename Activated>
+void normalise_few_rows(const NormRows& shape, const Element* rows, const Element* residual, Element* out,
+                        const double* means, const Real<Element>* scale, const Real<Element>* shift,
+                        const Activated& activation) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const std::int64_t elements = count * channels;
@@ -132,15 +133,19 @@ void normalise_few_rows(const NormRows& shape, const Element* rows, Element* out
     for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
       const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
       for (std::int64_t at = k; at < elements; at += channels) {
-        store_as<Value>(out + at, (load_as<Value>(rows + at) - mean) * a + b);
+        Value y = (load_as<Value>(rows + at) - mean) * a + b;
+        if (residual) y += load_as<Value>(residual + at);
+        store_as<Value>(out + at, activation.value(y));
       }
     });
   }
 }
 
-/// Adds to each channel the sums of `grad` and of `grad * (rows - mean)`.
-template <typename Element>
+/// Adds to each channel the sums of g and of g * (rows - mean), where g is the gradient before the activation of
+/// (rows - mean) * scale + shift.
+template <typename Element, typename Activated>
 void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const Element* rows, const double* means,
+                               const Real<Element>* scale, const Real<Element>* shift, const Activated& activation,
                                double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
@@ -148,11 +153,13 @@ void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const
   for (std::int64_t g = 0; g < groups; ++g) {
     const auto mean = static_cast<Number>(means[g]);
     for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t fresh) {
+      const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
       Value sums{}, products{};
       for (std::int64_t at = k; at < elements; at += channels) {
-        const auto from = load_as<Value>(grad + at);
+        const Value centred = load_as<Value>(rows + at) - mean,
+                    from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
         sums += from;
-        products += from * (load_as<Value>(rows + at) - mean);
+        products += from * centred;
       }
       add_each<Number>(sum + k, sums, fresh);
       add_each<Number>(product + k, products, fresh);
@@ -160,17 +167,18 @@ void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const
   }
 }
 
-/// out = grad * by_grad + (rows - mean) * by_row + shift for the channels of one group.
-template <typename Element>
+/// out = g * scale + (rows - mean) * by_row + by_all for the channels of one group, with the same g.
+template <typename Element, typename Activated>
 void backward_of_few_rows(const NormRows& shape, std::int64_t group, const Element* grad, const Element* rows,
-                          Element* out, Real<Element> mean, const Real<Element>* by_grad, Real<Element> by_row,
-                          Real<Element> shift) {
+                          Element* out, Real<Element> mean, const Real<Element>* scale, const Real<Element>* shift,
+                          Real<Element> by_row, Real<Element> by_all, const Activated& activation) {
   const std::int64_t elements = shape.count * shape.channels, step = shape.channels;
   for_each_register<Element>(group, shape.channels / shape.groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
-    const auto a = load_as<Value>(by_grad + k);
+    const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
     for (std::int64_t at = k; at < elements; at += step) {
-      const Value centred = load_as<Value>(rows + at) - mean;
-      store_as<Value>(out + at, load_as<Value>(grad + at) * a + (centred * by_row + shift));
+      const Value centred = load_as<Value>(rows + at) - mean,
+                  from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
+      store_as<Value>(out + at, from * a + (centred * by_row + by_all));
     }
   });
 }

@@ -1,0 +1,107 @@
+// Activations of registers of numbers, and their derivatives, for one instruction set.
+#pragma once
+
+#include "cpu/isa/exponentials.h"
+#include "cpu/norm_kernels.h"
+
+namespace nhwc {
+inline namespace NHWC_CPU_LEVEL {
+
+/// An activation has `value(y)`, and `gradient(grad, y)`, the gradient of its input `y` from that of its output. Both
+/// take a register, or a single number. What is not a number stays so. `parameter` is the one of the kind.
+template <typename Number, cpu::ActivationKind kind>
+struct Activation;
+
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::none> {
+  explicit Activation(double) {}
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    return y;
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value) const {
+    return grad;
+  }
+};
+
+/// Up to a ceiling, which is infinite for ReLU.
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::relu> {
+  Number ceiling;
+  explicit Activation(double parameter) : ceiling(static_cast<Number>(parameter)) {}
+
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    const Value zero{}, most = zero + ceiling, rectified = y < zero ? zero : y;
+    return rectified > most ? most : rectified;
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
+    const Value zero{}, most = zero + ceiling, rectified = y <= zero ? zero : grad;
+    return y >= most ? zero : rectified;
+  }
+};
+
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::leaky_relu> {
+  Number slope;
+  explicit Activation(double parameter) : slope(static_cast<Number>(parameter)) {}
+
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    return y > Value{} ? y : y * slope;
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
+    return y > Value{} ? grad : grad * slope;
+  }
+};
+
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::silu> {
+  explicit Activation(double) {}
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    return y * sigmoid(y);
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
+    const Value s = sigmoid(y);
+    return grad * (s * (1 + y * (1 - s)));
+  }
+};
+
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::gelu> {
+  explicit Activation(double) {}
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    return y * normal_distribution(y);
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
+    constexpr auto density_at_0 = static_cast<Number>(0.3989422804014327);
+    return grad * (normal_distribution(y) + y * (exponential(y * y * Number(-0.5)) * density_at_0));
+  }
+};
+
+/// GELU by a hyperbolic tangent, (1 + tanh(u)) / 2, which is the sigmoid of 2u.
+template <typename Number>
+struct Activation<Number, cpu::ActivationKind::gelu_tanh> {
+  static constexpr auto twice_root = static_cast<Number>(1.5957691216057308),  // 2 * sqrt(2 / pi)
+      cubic = static_cast<Number>(0.044715);
+  explicit Activation(double) {}
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value value(Value y) const {
+    return y * sigmoid(y * (1 + y * y * cubic) * twice_root);
+  }
+  template <typename Value>
+  NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
+    const Value square = y * y, s = sigmoid(y * (1 + square * cubic) * twice_root);
+    return grad * (s + y * s * (1 - s) * ((1 + square * (3 * cubic)) * twice_root));
+  }
+};
+
+}  // namespace NHWC_CPU_LEVEL
+}  // namespace nhwc

@@ -1,0 +1,308 @@
+// Norms in two steps: the statistics, and the pass that normalises, in which a residual and an activation are computed
+// as well. Between the steps a result may wait, as a tensor without memory.
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <array>
+#include <cmath>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "cpu/group_norm.h"
+#include "cpu/pages.h"
+#include "layout/channels_last.h"
+#include "ops/autograd_node.h"
+#include "ops/composition.h"
+#include "ops/norm.h"
+#include "torch_nhwc/ops.h"
+
+namespace nhwc {
+namespace {
+
+using cpu::ActivationKind;
+
+const std::array<const char*, cpu::activation_kinds> names = {"none", "relu", "leaky_relu",
+                                                              "silu", "gelu", "gelu_tanh"};
+
+cpu::Activation activation_of(c10::string_view name, double parameter) {
+  for (int kind = 0; kind < cpu::activation_kinds; ++kind) {
+    if (name == names[kind]) return {static_cast<ActivationKind>(kind), parameter};
+  }
+  TORCH_CHECK_VALUE(false, "nhwc::norm_activation: expected none, relu, leaky_relu, silu, gelu or gelu_tanh, got \"",
+                    name, "\"");
+}
+
+/// A norm whose statistics are known: `[samples, groups]` of double, or `[channels]`. No groups are batch norm.
+struct Known {
+  const at::Tensor &input, &mean, &rstd;
+  Optional scale, shift;
+  int64_t groups;
+  bool training;
+  double eps;
+
+  const at::Tensor& weight() const { return value_of(scale); }
+  const at::Tensor& bias() const { return value_of(shift); }
+
+  /// Refers to this. What the statistics are of makes no difference to the forward.
+  Norm norm() const {
+    return Norm("nhwc::norm_activation", input, scale, shift, none, none, /*is_batch_norm=*/groups == 0, groups,
+                /*is_of_input=*/true, eps);
+  }
+  void check() const {
+    const Norm call = norm();
+    call.check();
+    const at::SymDimVector sizes = call.sizes_of_statistics();
+    for (const at::Tensor* each : {&mean, &rstd}) {
+      TORCH_CHECK(each->sym_sizes() == sizes && each->scalar_type() == at::kDouble, call.name,
+                  ": expected statistics of double and of shape ", sizes, ", got ", each->scalar_type(), " and ",
+                  each->sym_sizes());
+    }
+  }
+};
+
+// --- In PyTorch's differentiable operators ---
+
+at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation) {
+  switch (activation.kind) {
+    case ActivationKind::relu:
+      return std::isinf(activation.parameter) ? at::relu(y) : at::hardtanh(y, 0, activation.parameter);
+    case ActivationKind::leaky_relu: return at::leaky_relu(y, activation.parameter);
+    case ActivationKind::silu: return at::silu(y);
+    case ActivationKind::gelu: return at::gelu(y);
+    case ActivationKind::gelu_tanh: return at::gelu(y, "tanh");
+    default: return y;
+  }
+}
+
+/// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`.
+at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cpu::Activation& activation) {
+  switch (activation.kind) {
+    case ActivationKind::relu:
+      return std::isinf(activation.parameter) ? at::threshold_backward(grad, y, 0)
+                                              : at::hardtanh_backward(grad, y, 0, activation.parameter);
+    case ActivationKind::leaky_relu:
+      return at::leaky_relu_backward(grad, y, activation.parameter, /*self_is_result=*/false);
+    case ActivationKind::silu: return at::silu_backward(grad, y);
+    case ActivationKind::gelu: return at::gelu_backward(grad, y);
+    case ActivationKind::gelu_tanh: return at::gelu_backward(grad, y, "tanh");
+    default: return grad;
+  }
+}
+
+/// Returns the norm alone. Statistics of the input are computed again, as part of what is differentiated.
+at::Tensor norm_alone(const Known& known) {
+  const auto& [input, mean, rstd, scale, shift, groups, training, eps] = known;
+  if (groups > 0) return at::group_norm(input, groups, scale, shift, eps);
+  if (training) return at::batch_norm(input, scale, shift, none, none, true, 0, eps, /*cudnn_enabled=*/false);
+  const at::Tensor rows = (channels_to_end(input).to(at::kDouble) - mean) * rstd;
+  const at::Tensor scaled = scale ? rows * *scale : rows;
+  return channels_from_end((shift ? scaled + *shift : scaled).to(input.scalar_type()));
+}
+
+// --- Backward ---
+
+using Gradients = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+
+/// Returns the gradients of input, weight and bias from the one before the activation, by the operators of norms,
+/// which have derivatives of every order.
+Gradients norm_backward(const Known& known, const at::Tensor& grad, const std::vector<bool>& needed) {
+  static const auto of_groups =
+      ops_detail::find<Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const Optional&, int64_t, double, std::array<bool, 3>)>(
+          "nhwc::native_group_norm_backward");
+  static const auto of_batch =
+      ops_detail::find<Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                 const Optional&, bool, double, std::array<bool, 3>)>(
+          "nhwc::native_batch_norm_backward");
+  const at::ScalarType type = known.norm().type_of_statistics();
+  const at::Tensor mean = known.mean.to(type), rstd = known.rstd.to(type);
+  const std::array<bool, 3> mask = {needed[0], needed[1], needed[2]};
+  auto gradients = known.groups > 0
+                       ? of_groups.call(grad, known.input, mean, rstd, known.scale, known.groups, known.eps, mask)
+                       : of_batch.call(grad, known.input, mean, rstd, known.scale, known.training, known.eps, mask);
+  // They give both parameters the dtype of the weight.
+  if (known.shift && std::get<2>(gradients).defined()) {
+    std::get<2>(gradients) = std::get<2>(gradients).to(known.bias().scalar_type());
+  }
+  return gradients;
+}
+
+Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
+                                   const std::vector<bool>& needed) {
+  const at::Tensor input = to_channels_last(known.input);
+  const at::Tensor grad_input = needed[0] ? empty_channels_last(input) : at::Tensor(),
+                   grad_weight = needed[1] ? at::empty_like(known.weight()) : at::Tensor(),
+                   grad_bias = needed[2] ? at::empty_like(known.bias()) : at::Tensor();
+  cpu::group_norm_backward(known.norm().shape(), to_channels_last(grad), input, known.mean, known.rstd, known.weight(),
+                           grad_input, grad_weight, grad_bias, known.groups > 0 || known.training, known.bias(),
+                           activation);
+  return {grad_input, grad_weight, grad_bias};
+}
+
+/// Saved are input, mean, rstd, weight, bias and, if there is a residual under an activation, the output.
+std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
+  const auto& [saved, constants, needed] = context;
+  at::Tensor grad = gradients[0];
+  if (!grad.defined()) return std::vector<at::Tensor>(4);
+  const Known known{saved[0], saved[1], saved[2], optional_of(saved[3]), optional_of(saved[4]), constants[0].toInt(), constants[1].toBool(),
+                    constants[2].toDouble()};
+  cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble()};
+  at::Tensor of_residual;
+  if (saved.size() > 5) grad = gradient_before(grad, saved[5], activation);
+  if (saved.size() > 5 || constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
+  const bool is_composed = at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias()});
+  if (is_composed && activation.kind != ActivationKind::none) {
+    grad = gradient_before(grad, norm_alone(known), activation);
+  }
+  auto [input, weight, bias] =
+      is_composed ? norm_backward(known, grad, needed) : norm_backward_by_kernels(known, grad, activation, needed);
+  return {input, weight, bias, of_residual};
+}
+
+const Formula norm_activation_formula = {"NhwcNormActivationBackward", all_gradients};
+
+/// Makes an output differentiable, if a gradient is needed.
+void record_if_needed(const Known& known, const at::Tensor& residual, const cpu::Activation& activation,
+                      const at::Tensor& output) {
+  const std::array<at::Tensor, 4> inputs = {known.input, known.weight(), known.bias(), residual};
+  if (!needs_gradient(inputs)) return;
+  // Of instance norm PyTorch copies what the backward reads: the parameters may change before it.
+  const bool is_instance_norm = known.groups == known.input.size(1);
+  const auto kept = [&](const at::Tensor& each) {
+    return is_instance_norm && each.defined() ? each.detach().clone() : each;
+  };
+  const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
+  record(norm_activation_formula, output, inputs, {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias())},
+         {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
+          residual.defined()},
+         saves_output);
+}
+
+// --- The operators ---
+
+bool is_like(const at::Tensor& residual, const at::Tensor& input) {
+  return !residual.defined() || (residual.sizes() == input.sizes() && residual.scalar_type() == input.scalar_type() &&
+                                 residual.is_cpu());
+}
+
+/// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the
+/// input of the activation only if that is monotonic.
+bool has_kernels(const Known& known, const at::Tensor& residual, const cpu::Activation& activation) {
+  const Norm norm = known.norm();
+  const bool is_monotonic = activation.kind <= ActivationKind::relu ||
+                            (activation.kind == ActivationKind::leaky_relu && activation.parameter > 0);
+  return norm.is_served() && norm.is_on_cpu() && known.input.numel() > 0 && is_like(residual, known.input) &&
+         is_unobserved({known.input, known.weight(), known.bias(), residual}) &&
+         cpu::has_activation(norm.type(), activation.kind) &&
+         (!residual.defined() || is_monotonic ||
+          !needs_gradient({known.input, known.weight(), known.bias(), residual}));
+}
+
+at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
+                           const Optional& weight, const Optional& bias, const Optional& residual, int64_t groups,
+                           bool training, double eps, c10::string_view name, double parameter) {
+  const cpu::HugePages requested;
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps};
+  const at::Tensor& other = value_of(residual);
+  const cpu::Activation activation = activation_of(name, parameter);
+  known.check();
+  if (!has_kernels(known, other, activation)) {
+    const at::Tensor alone = norm_alone(known);
+    return activated(other.defined() ? alone + other : alone, activation);
+  }
+  at::Tensor out;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const at::Tensor dense = to_channels_last(input);
+    out = empty_channels_last(input);
+    cpu::normalise(known.norm().shape(), dense, mean, rstd, known.weight(), known.bias(),
+                   other.defined() ? to_channels_last(other) : other, activation, out);
+  }
+  record_if_needed(known, other, activation, out);
+  return out;
+}
+
+/// Returns a tensor like an activation that has no memory: whoever reads it without asking Python gets an error.
+at::Tensor waiting_like(const at::Tensor& input) {
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), input.nbytes(),
+                                                       c10::DataPtr(nullptr, input.device()), /*allocator=*/nullptr,
+                                                       /*resizable=*/false);
+  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
+      "torch_nhwc: this is the result of a norm that waits for the activation after it, so that both are computed in "
+      "one pass, and it has no memory yet. PyTorch's functions compute it when they read it; code in C++ that reads it "
+      "without them cannot. Set the environment variable TORCH_NHWC_PENDING=0");
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), input.dtype());
+  return as_new_channels_last(std::move(tensor), input.sizes());
+}
+
+/// Returns mean, rstd and a result that waits, or nothing where a norm is not computed in two steps: what PyTorch
+/// refuses, and what our kernels do not serve.
+std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& input, const Optional& running_mean,
+                                                            const Optional& running_var, const Optional& weight,
+                                                            const Optional& bias, int64_t groups, bool training,
+                                                            double momentum, double eps) {
+  const Norm norm = groups == 0 ? batch_norm_of(input, running_mean, running_var, weight, bias, training, eps)
+                                : group_norm_of(input, groups, weight, bias, eps);
+  const bool is_served = input.is_cpu() && (input.dim() == 4 || input.dim() == 5) && eps > 0 && norm.is_served() &&
+                         is_unobserved({input, norm.weight, norm.bias}) && input.numel() > 0;
+  if (!is_served) return {};
+  const cpu::GroupNormShape shape = norm.shape();
+  if (norm.is_of_input && shape.rows * (shape.channels / shape.groups) < 2) return {};
+  at::Tensor mean, rstd;
+  {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    const auto options = input.options().dtype(at::kDouble);
+    const at::DimVector sizes = groups == 0 ? at::DimVector{shape.channels} : at::DimVector{shape.samples, groups};
+    mean = at::empty(sizes, options), rstd = at::empty(sizes, options);
+    if (norm.is_of_input) {
+      const at::Tensor variance = norm.running_var.defined() ? at::empty(sizes, options) : at::Tensor();
+      cpu::norm_statistics(shape, to_channels_last(input), eps, mean, rstd, variance);
+      if (norm.running_mean.defined()) {
+        update(norm.running_mean, mean, momentum);
+        update(norm.running_var, variance, momentum, unbiasing(shape.rows));
+      }
+    } else {
+      cpu::statistics_of(norm.running_mean, norm.running_var, eps, mean, rstd);
+    }
+  }
+  const at::Tensor waiting = waiting_like(input);
+  record_if_needed({input, mean, rstd, weight, bias, groups, training, eps}, {}, {}, waiting);
+  return {mean, rstd, waiting};
+}
+
+/// Adds a residual to a result that waits: the sum waits as well.
+at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
+                            const Optional& weight, const Optional& bias, const at::Tensor& residual, int64_t groups,
+                            bool training, double eps) {
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps};
+  if (!has_kernels(known, residual, {}) || !is_channels_last(residual)) return {};
+  const at::Tensor waiting = waiting_like(input);
+  record_if_needed(known, residual, {}, waiting);
+  return waiting;
+}
+
+/// Gives a result that waits the memory and the derivative of another tensor.
+void norm_become_(const at::Tensor& waiting, const at::Tensor& value) {
+  TORCH_CHECK(waiting.sizes() == value.sizes() && waiting.strides() == value.strides() &&
+                  waiting.scalar_type() == value.scalar_type(),
+              "nhwc::norm_become_: expected a tensor of the same sizes, strides and dtype");
+  waiting.unsafeGetTensorImpl()->set_storage_keep_dtype(value.storage());
+  if (value.grad_fn()) {
+    torch::autograd::impl::set_gradient_edge(waiting, torch::autograd::impl::gradient_edge(value));
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
+  m.impl("norm_activation", TORCH_FN(norm_activation));
+  m.impl("norm_waiting", TORCH_FN(norm_waiting));
+  m.impl("norm_waiting_sum", TORCH_FN(norm_waiting_sum));
+  m.impl("norm_become_", TORCH_FN(norm_become_));
+}
+
+}  // namespace nhwc

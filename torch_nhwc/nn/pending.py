@@ -1,0 +1,251 @@
+"""Results of norms that wait for the activation after them, so that one pass over memory computes both.
+
+A replaced norm returns a `Pending`: a tensor with the sizes, dtype, device and derivative of its result, and no memory.
+PyTorch's functions ask it before they read it, by `__torch_function__`. An activation then computes norm and activation
+in one pass, and so does a sum of a residual and the activation after it. Anything else makes the tensor compute the
+norm, once: from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number.
+A norm whose results were read by something else twice waits no more.
+"""
+
+import math
+import os
+import weakref
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor, nn
+
+from torch_nhwc import functional
+
+_FEWEST = 1 << 15  # elements: a pass over fewer takes less time than the wait
+_is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
+
+
+class Pending(Tensor):
+    """The result of a norm that is not computed yet; as soon as something has read it, its class is `Tensor`."""
+
+    waiting: "Waiting | None"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Compute what is read, alone or together with the activation that reads it."""
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        reader = _READERS.get(func)
+        if reader is not None and not _is_observed():
+            result = reader(*args, **kwargs)
+            if result is not None:
+                return result
+        _compute_among(args)
+        _compute_among(kwargs.values())
+        return func(*args, **kwargs)
+
+
+class Waiting:
+    """A call of a norm, and the residual that was added to its result."""
+
+    __slots__ = ("grad_mode", "groups", "layer", "momentum", "operands", "options", "residual", "versions")
+
+    def __init__(self, layer: nn.Module, operands: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        self.layer = layer
+        self.operands = operands
+        """Input, mean, reciprocal deviation, weight and bias."""
+        self.options = options
+        """Groups, whether the statistics are the input's, and what is added to the variance."""
+        self.residual: Tensor | None = None
+        self.grad_mode = torch.is_grad_enabled()
+        self.versions = self.current_versions()
+
+    def current_versions(self) -> list[int]:
+        """Return how often what will be read has changed; tensors of the inference mode do not count."""
+        given = (self.operands[0], *self.operands[3:], self.residual)
+        return [each._version for each in given if each is not None and not each.is_inference()]
+
+    def compute(self, activation: str = "none", parameter: float = 0.0) -> Tensor:
+        """Return the norm, with the residual and the activation, in one pass."""
+        if self.versions != self.current_versions():
+            raise RuntimeError(
+                f"torch_nhwc: what the {type(self.layer).__name__} normalises was changed in place before its result "
+                "was read. The result waits for the activation after it, so that both are computed in one pass: set "
+                "the environment variable TORCH_NHWC_PENDING=0, or convert with pending=False"
+            )
+        # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
+        return torch.ops.nhwc.norm_activation._op(*self.operands, self.residual, *self.options, activation, parameter)
+
+
+def pending_norm(
+    layer: nn.Module,
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    groups: int,
+    training: bool,
+    momentum: float,
+) -> Tensor | None:
+    """Return a result that waits, or `None` where the norm is to be computed at once. Batch norm has 0 groups.
+
+    The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait.
+    """
+    if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor or input.numel() < _FEWEST:
+        return None
+    if _early_reads.get(id(layer), 0) >= 2 or _is_observed():
+        return None
+    weight, bias = layer.weight, layer.bias
+    eps: Any = layer.eps
+    if type(eps) is not float or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+        return None
+    mean, deviation, result = torch.ops.nhwc.norm_waiting._op(
+        input, running_mean, running_var, weight, bias, groups, training, momentum, eps
+    )
+    if result is None:
+        return None
+    result.__class__ = Pending
+    result.waiting = Waiting(layer, (input, mean, deviation, weight, bias), (groups, training, eps))
+    return result  # type: ignore[no-any-return]
+
+
+def _is_observed() -> bool:
+    """Return whether something looks at each operator, or at what is saved for the backward: then nothing waits."""
+    return (
+        torch._C._is_tracing()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+    )
+
+
+# --- What reads a result ---
+
+
+def _compute_among(values: Any) -> None:
+    """Compute the results that wait among the arguments of a function."""
+    for each in values:
+        if type(each) is Pending:
+            _become(each, _early(each.waiting))
+        elif isinstance(each, list | tuple):
+            _compute_among(each)
+
+
+def _early(waiting: Any) -> Tensor:
+    """Compute a norm for something that is no activation."""
+    layer = waiting.layer
+    if id(layer) not in _early_reads:
+        weakref.finalize(layer, _early_reads.pop, id(layer), None)
+    _early_reads[id(layer)] = _early_reads.get(id(layer), 0) + 1
+    with torch.set_grad_enabled(waiting.grad_mode):
+        return waiting.compute()  # type: ignore[no-any-return]
+
+
+def _become(result: Any, value: Tensor) -> Tensor:
+    """Give a result its memory and its derivative; another thread may have done so."""
+    if type(result) is Pending:
+        result.__class__ = Tensor  # whose operators ask nobody
+        torch.ops.nhwc.norm_become_._op(result, value)
+        result.waiting = None
+    return result  # type: ignore[no-any-return]
+
+
+# How often the results of a layer were read by something else, by its id. In tens of thousands of steps, twice.
+_early_reads: dict[int, int] = {}
+
+
+def _activated(result: Any, activation: str, parameter: float, inplace: bool) -> Tensor | None:
+    """Compute a norm and the activation that reads it, unless the grad mode has changed between them."""
+    waiting = result.waiting if type(result) is Pending else None
+    if waiting is None or waiting.grad_mode != torch.is_grad_enabled():
+        return None
+    value = waiting.compute(activation, parameter)
+    return _become(result, value) if inplace else value
+
+
+def _relu(input: Tensor, inplace: bool = False) -> Tensor | None:
+    return _activated(input, "relu", math.inf, inplace)
+
+
+def _relu_(input: Tensor) -> Tensor | None:
+    return _activated(input, "relu", math.inf, True)
+
+
+def _relu6(input: Tensor, inplace: bool = False) -> Tensor | None:
+    return _activated(input, "relu", 6.0, inplace)
+
+
+def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplace: bool = False) -> Tensor | None:
+    return _activated(input, "relu", float(max_val), inplace) if min_val == 0 < max_val else None
+
+
+def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
+    return _activated(input, "leaky_relu", float(negative_slope), inplace)
+
+
+def _silu(input: Tensor, inplace: bool = False) -> Tensor | None:
+    return _activated(input, "silu", 0.0, inplace)
+
+
+def _gelu(input: Tensor, approximate: str = "none") -> Tensor | None:
+    names = {"none": "gelu", "tanh": "gelu_tanh"}
+    return _activated(input, names[approximate], 0.0, False) if approximate in names else None
+
+
+def _add(input: Any, other: Any) -> Tensor | None:
+    """Return a sum that waits as well. The sum of two that wait computes the second one."""
+    return _sum(input, other) if type(input) is Pending else _sum(other, input)
+
+
+def _add_(input: Any, other: Any) -> Tensor | None:
+    """Add to a result that waits."""
+    added = _sum(input, other)
+    if added is None:
+        return None
+    waiting, added.__class__ = added.waiting, Tensor  # type: ignore[attr-defined]
+    _become(input, added)
+    input.waiting, input.__class__ = waiting, Pending
+    return input  # type: ignore[no-any-return]
+
+
+def _sum(result: Any, residual: Any) -> Tensor | None:
+    waiting = result.waiting if type(result) is Pending else None
+    if waiting is None or waiting.residual is not None or waiting.grad_mode != torch.is_grad_enabled():
+        return None
+    if type(residual) is Pending:
+        _compute_among((residual,))
+    if type(residual) is not Tensor:
+        return None
+    input, *others = waiting.operands
+    added = torch.ops.nhwc.norm_waiting_sum._op(input, *others, residual, *waiting.options)
+    if added is None:
+        return None
+    added.__class__ = Pending
+    added.waiting = Waiting(waiting.layer, waiting.operands, waiting.options)
+    added.waiting.versions = waiting.versions + ([] if residual.is_inference() else [residual._version])
+    added.waiting.residual = residual
+    return added  # type: ignore[no-any-return]
+
+
+_PLAIN = (Tensor, nn.Parameter, type(None))
+# The functions with which one pass computes a norm.
+_READERS: dict[Any, Any] = {
+    F.relu: _relu,
+    torch.relu: _relu,
+    Tensor.relu: _relu,
+    torch.relu_: _relu_,
+    Tensor.relu_: _relu_,
+    F.relu6: _relu6,
+    F.hardtanh: _hardtanh,
+    F.leaky_relu: _leaky_relu,
+    F.silu: _silu,
+    F.gelu: _gelu,
+    functional.keeping_class("gelu"): _gelu,
+    torch.add: _add,
+    Tensor.add: _add,
+    Tensor.add_: _add_,
+}
+# What can be asked of a result without its values, and of its sizes and dtype alone.
+_WITHOUT_VALUES = {
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cpu", "is_cuda")),
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
+}
