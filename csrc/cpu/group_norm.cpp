@@ -1,6 +1,7 @@
 #include "cpu/group_norm.h"
 
 #include <ATen/Dispatch.h>
+#include <ATen/ops/empty_like.h>
 
 #include <algorithm>
 #include <cmath>
@@ -264,6 +265,11 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
                             means = doubles_of(mean, shape.samples * groups),
                             rstds = doubles_of(rstd, shape.samples * groups);
   const NormPasses& passes = kernels.with[static_cast<int>(activation.kind)];
+  // An exponential takes longer than to write the gradient before the activation, and to read it.
+  const bool is_written = activation.kind > ActivationKind::leaky_relu && grad_input.defined() && is_of_input;
+  const at::Tensor written = is_written ? at::empty_like(grad) : at::Tensor();
+  auto* before = is_written ? static_cast<char*>(written.mutable_data_ptr()) : nullptr;
+  const NormPasses& then = is_written ? kernels.with[0] : passes;
   const auto numbers_of = [&](const Piece& piece) {
     const int64_t group = piece.sample * groups;
     return NormNumbers{means.data() + group, rstds.data() + group, scale.data(), shift.data(), activation.parameter};
@@ -281,14 +287,15 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   // Of the gradient, and of its products with the deviations from the mean.
   const auto sum = [&](const Piece& piece, double* sums, double* products, double* scratch) {
     if (!is_of_input && !grad_weight.defined() && !grad_bias.defined()) return;
-    passes.backward_sums({piece.rows, channels, groups}, from_grad + offset(piece), from + offset(piece),
+    const int64_t at = offset(piece);
+    passes.backward_sums({piece.rows, channels, groups}, from_grad + at, from + at, before ? before + at : nullptr,
                          numbers_of(piece), sums, products, scratch);
   };
   const auto write = [&](const Piece& piece, const double* sums, const double* products, double* scratch) {
     if (!to) return;
     const int64_t at = offset(piece);
-    passes.backward({piece.rows, channels, groups}, from_grad + at, from + at, to + at, numbers_of(piece),
-                    is_of_input ? sums : nullptr, products, shape.rows, scratch);
+    then.backward({piece.rows, channels, groups}, (before ? before : from_grad) + at, from + at, to + at,
+                  numbers_of(piece), is_of_input ? sums : nullptr, products, shape.rows, scratch);
   };
   // The gradients of the parameters are sums over the samples.
   const auto add = [&](int64_t sample, const double* sums, const double* products, double* to_bias, double* to_weight) {

@@ -30,9 +30,10 @@ struct NormPasses {
   void (*normalise)(const NormRows& shape, const void* rows, const void* residual, void* out,
                     const NormNumbers& numbers, double* scratch);
 
-  /// Adds to each channel the sums of `g` and of `g * (rows - mean)`, where g is the gradient before the activation.
-  void (*backward_sums)(const NormRows& shape, const void* grad, const void* rows, const NormNumbers& numbers,
-                        double* sum, double* product, double* scratch);
+  /// Adds to each channel the sums of `g` and of `g * (rows - mean)`, where g is the gradient before the activation,
+  /// which it also writes unless `before` is null.
+  void (*backward_sums)(const NormRows& shape, const void* grad, const void* rows, void* before,
+                        const NormNumbers& numbers, double* sum, double* product, double* scratch);
 
   /// Computes the gradient of the input from these sums over all the rows of a sample, `sample_rows`; without them
   /// (null), as where the statistics do not depend on the input.

@@ -77,12 +77,13 @@ struct Activation<Number, cpu::ActivationKind::gelu> {
   explicit Activation(double) {}
   template <typename Value>
   NHWC_ALWAYS_INLINE Value value(Value y) const {
-    return y * normal_distribution(y);
+    return y * normal_distribution(y).probability;
   }
   template <typename Value>
   NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
     constexpr auto density_at_0 = static_cast<Number>(0.3989422804014327);
-    return grad * (normal_distribution(y) + y * (exponential(y * y * Number(-0.5)) * density_at_0));
+    const auto [probability, power] = normal_distribution(y);
+    return grad * (probability + y * (power * density_at_0));
   }
 };
 

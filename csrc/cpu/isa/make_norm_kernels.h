@@ -422,24 +422,17 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
   }
 }
 
-template <typename Element, cpu::ActivationKind kind>
-void backward_sums(const NormRows& shape, const void* gradient, const void* data, const cpu::NormNumbers& numbers,
-                   double* sum, double* product, double* scratch) {
+template <bool is_written, typename Element, typename Activated>
+void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const Element* rows, Element* before,
+                             const Strip<Element>& strip, const Affine<Real<Element>>& by, const Activated& activation,
+                             double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
-  const auto* grad = static_cast<const Element*>(gradient);
-  const auto* rows = static_cast<const Element*>(data);
-  const Strip<Element> strip(count, channels);
   const std::int64_t block = block_rows(strip), padded = strip.padded(), step = strip.width;
-  const Affine<Number> by(shape, numbers, scratch, padded);
-  const Activation<Number, kind> activation(numbers.parameter);
-  if (has_few_rows<Element>(shape)) {
-    return backward_sums_of_few_rows(shape, grad, rows, numbers.mean, by.scale, by.shift, activation, sum, product);
-  }
-  by.arrange(strip);
   Number *sums = by.end(padded), *products = sums + padded, *lost = products + padded, *lost_product = lost + padded;
   for (std::int64_t begin = 0; begin < count; begin += block) {
     const Element *g = grad + begin * channels, *x = rows + begin * channels;
+    Element* to = before + (is_written ? begin * channels : 0);
     clear(sums, lost, padded);
     clear(products, lost_product, padded);
     for_each_summed(
@@ -451,6 +444,7 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
           for (int row = 0; row < strips; ++row) {
             const auto centred = load_pair(x + at + row * step) - m;
             const auto from = gradient_of(activation, load_pair(g + at + row * step), centred * a + b);
+            if constexpr (is_written) store_pair(to + at + row * step, from);
             s = s + from;
             p = p + from * centred;
           }
@@ -460,6 +454,7 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
         [=](std::int64_t at, std::int64_t slot) {
           const Number centred = load_one(x + at) - by.mean[slot],
                        value = activation.gradient(load_one(g + at), centred * by.scale[slot] + by.shift[slot]);
+          if constexpr (is_written) store_one(to + at, value);
           sums[slot] += value;
           products[slot] += value * centred;
         },
@@ -473,6 +468,27 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
     strip.restore(products);
     fold(strip, sums, sum);
     fold(strip, products, product);
+  }
+}
+
+template <typename Element, cpu::ActivationKind kind>
+void backward_sums(const NormRows& shape, const void* gradient, const void* data, void* before,
+                   const cpu::NormNumbers& numbers, double* sum, double* product, double* scratch) {
+  using Number = Real<Element>;
+  const auto* grad = static_cast<const Element*>(gradient);
+  const auto* rows = static_cast<const Element*>(data);
+  auto* to = static_cast<Element*>(before);
+  const Strip<Element> strip(shape.count, shape.channels);
+  const Affine<Number> by(shape, numbers, scratch, strip.padded());
+  const Activation<Number, kind> activation(numbers.parameter);
+  if (has_few_rows<Element>(shape)) {
+    return backward_sums_of_few_rows(shape, grad, rows, to, numbers.mean, by.scale, by.shift, activation, sum, product);
+  }
+  by.arrange(strip);
+  if (to) {
+    backward_sums_of_blocks<true>(shape, grad, rows, to, strip, by, activation, sum, product);
+  } else {
+    backward_sums_of_blocks<false>(shape, grad, rows, to, strip, by, activation, sum, product);
   }
 }
 

@@ -142,11 +142,11 @@ void normalise_few_rows(const NormRows& shape, const Element* rows, const Elemen
 }
 
 /// Adds to each channel the sums of g and of g * (rows - mean), where g is the gradient before the activation of
-/// (rows - mean) * scale + shift.
+/// (rows - mean) * scale + shift. It is written, unless `before` is null.
 template <typename Element, typename Activated>
-void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const Element* rows, const double* means,
-                               const Real<Element>* scale, const Real<Element>* shift, const Activated& activation,
-                               double* sum, double* product) {
+void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const Element* rows, Element* before,
+                               const double* means, const Real<Element>* scale, const Real<Element>* shift,
+                               const Activated& activation, double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const std::int64_t elements = count * channels;
@@ -158,6 +158,7 @@ void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const
       for (std::int64_t at = k; at < elements; at += channels) {
         const Value centred = load_as<Value>(rows + at) - mean,
                     from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
+        if (before) store_as<Value>(before + at, from);
         sums += from;
         products += from * centred;
       }
