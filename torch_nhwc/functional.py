@@ -6,6 +6,7 @@ of `torch.Tensor` that compute as it does, such as MONAI's `MetaTensor`, keep th
 since the branches that it cannot compile are inside of `if not is_scripting()`.
 """
 
+import math
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, Optional
 
@@ -57,17 +58,49 @@ __all__ = [
 
 
 def group_norm(
-    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-5,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    negative_slope: float = 0.01,
 ) -> Tensor:
     """Stand in for `torch.nn.functional.group_norm`, whose statistics are wrong on channels-last on a CPU.
 
     As accurate there as on contiguous activations, for any mean.
 
+    Args:
+        input: As for PyTorch's function, and so are the next four arguments.
+        num_groups: The number of groups.
+        weight: One factor for each channel.
+        bias: One summand for each channel.
+        eps: Added to the variance.
+        activation: What follows in the same pass over memory: "relu", "relu6", "leaky_relu", "silu", "gelu" or
+            "gelu_tanh".
+        residual: A tensor like the input that is added before the activation.
+        negative_slope: Of "leaky_relu".
+
+    Raises:
+        ValueError: `activation` is none of these.
+
     Example:
         >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
-        >>> torch_nhwc.functional.group_norm(x, num_groups=2).stride()
+        >>> torch_nhwc.functional.group_norm(x, num_groups=2, activation="silu").stride()
         (128, 1, 32, 8)
     """
+    if activation is None and residual is None:
+        return _group_norm(input, num_groups, weight, bias, eps)
+    if not is_scripting():
+        operands = (input, None, None, weight, bias, num_groups, True, 0.0, eps)
+        fused = _in_one_pass(operands, activation, residual, negative_slope)
+        if fused is not None:
+            return fused
+    return _followed(_group_norm(input, num_groups, weight, bias, eps), activation, residual, negative_slope)
+
+
+def _group_norm(input: Tensor, num_groups: int, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     if not is_scripting():
         is_usual = type(num_groups) is int and type(eps) in _NUMBER
         if not is_usual or _is_pytorch_s(input, weight, bias) or input.dim() < 2:
@@ -88,14 +121,42 @@ def instance_norm(
     use_input_stats: bool = True,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    negative_slope: float = 0.01,
 ) -> Tensor:
     """Stand in for `torch.nn.functional.instance_norm`, whose gradient is wrong on channels-last for a batch of 1.
 
+    What follows in the same pass is as for `group_norm`.
+
     Example:
         >>> x = torch.randn(1, 8, 4, 4).to(memory_format=torch.channels_last)
-        >>> torch_nhwc.functional.instance_norm(x).stride()
+        >>> torch_nhwc.functional.instance_norm(x, activation="relu").stride()
         (128, 1, 32, 8)
     """
+    options = (use_input_stats, momentum, eps)
+    if activation is None and residual is None:
+        return _instance_norm(input, running_mean, running_var, weight, bias, *options)
+    if not is_scripting():
+        if running_mean is None and running_var is None and use_input_stats is True and input.dim() > 3:
+            operands = (input, None, None, weight, bias, input.size(1), True, 0.0, eps)
+            fused = _in_one_pass(operands, activation, residual, negative_slope)
+            if fused is not None:
+                return fused
+    normed = _instance_norm(input, running_mean, running_var, weight, bias, *options)
+    return _followed(normed, activation, residual, negative_slope)
+
+
+def _instance_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
     if not is_scripting():
         is_usual = _are((bool,), use_input_stats) and _are(_NUMBER, momentum, eps)
         tensors = (input, running_mean, running_var, weight, bias)
@@ -141,18 +202,43 @@ def batch_norm(
     training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+    negative_slope: float = 0.01,
 ) -> Tensor:
     """Stand in for `torch.nn.functional.batch_norm`, whose sums over channels-last are inaccurate on a CPU.
 
     The more rows there are, the larger PyTorch's error is: in training in everything, in evaluation in the gradients of
     weight and bias. Ours is as accurate as PyTorch's on contiguous activations. PyTorch's own kernel stays where there
-    are few rows, which are the pixels or voxels of all samples.
+    are few rows, which are the pixels or voxels of all samples. What follows in the same pass is as for `group_norm`.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
-        >>> torch_nhwc.functional.batch_norm(x, None, None, training=True).stride()
+        >>> torch_nhwc.functional.batch_norm(x, None, None, training=True, activation="relu").stride()
         (128, 1, 32, 8)
     """
+    options = (training, momentum, eps)
+    if activation is None and residual is None:
+        return _batch_norm(input, running_mean, running_var, weight, bias, *options)
+    if not is_scripting():
+        operands = (input, running_mean, running_var, weight, bias, 0, *options)
+        fused = _in_one_pass(operands, activation, residual, negative_slope)
+        if fused is not None:
+            return fused
+    normed = _batch_norm(input, running_mean, running_var, weight, bias, *options)
+    return _followed(normed, activation, residual, negative_slope)
+
+
+def _batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> Tensor:
     # Without a gradient PyTorch's is right, and sums nothing.
     if not training and not torch.is_grad_enabled():
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
@@ -169,6 +255,48 @@ def batch_norm(
     if training:
         _verify_batch_size(input.size())
     return torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
+
+
+def _in_one_pass(
+    operands: tuple[Any, ...], activation: str | None, residual: Tensor | None, negative_slope: float
+) -> Tensor | None:
+    """Return a norm and what follows it, or `None` where one pass cannot compute both."""
+    input, *_, weight, bias, groups, training, momentum, eps = operands
+    name, parameter = {"relu6": ("relu", 6.0), "leaky_relu": ("leaky_relu", negative_slope)}.get(
+        activation or "none", (activation or "none", math.inf)
+    )
+    is_usual = _are(_NUMBER, momentum, eps, negative_slope) and _are((bool,), training) and type(groups) is int
+    if name not in _IN_ONE_PASS or not is_usual or _is_tracing() or _is_pytorch_s(*operands[:5], residual):
+        return None
+    mean, deviation, waiting = torch.ops.nhwc.norm_waiting._op(*operands)
+    if waiting is None:
+        return None
+    return torch.ops.nhwc.norm_activation._op(
+        *(input, mean, deviation, weight, bias, residual, groups, training, eps, name, parameter)
+    )
+
+
+def _followed(out: Tensor, activation: str | None, residual: Tensor | None, negative_slope: float) -> Tensor:
+    """Add a residual, and compute an activation, by PyTorch's functions."""
+    if residual is not None:
+        out = out + residual
+    if activation is None:
+        return out
+    if activation == "relu":
+        return F.relu(out)
+    if activation == "relu6":
+        return F.relu6(out)
+    if activation == "leaky_relu":
+        return F.leaky_relu(out, negative_slope)
+    if activation == "silu":
+        return F.silu(out)
+    if activation == "gelu":
+        return F.gelu(out)
+    if activation == "gelu_tanh":
+        return F.gelu(out, approximate="tanh")
+    raise ValueError(
+        f"torch_nhwc: activation: expected relu, relu6, leaky_relu, silu, gelu or gelu_tanh, got '{activation}'"
+    )
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:
@@ -701,6 +829,7 @@ def _as_lists(options: tuple[Any, ...], axes: int) -> tuple[Any, ...]:
     return tuple([[each] * axes if type(each) is int and at != _GROUPS else each for at, each in enumerate(options)])
 
 
+_IN_ONE_PASS = ("none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh")
 _LISTS = (tuple, list, torch.Size)
 _NONE = type(None)
 _NUMBER = (int, float)

@@ -104,7 +104,7 @@ def pending_norm(
         return None
     result.__class__ = Pending
     result.waiting = Waiting(layer, (input, mean, deviation, weight, bias), (groups, training, eps))
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 def _is_observed() -> bool:
@@ -137,16 +137,16 @@ def _early(waiting: Any) -> Tensor:
         weakref.finalize(layer, _early_reads.pop, id(layer), None)
     _early_reads[id(layer)] = _early_reads.get(id(layer), 0) + 1
     with torch.set_grad_enabled(waiting.grad_mode):
-        return waiting.compute()  # type: ignore[no-any-return]
+        return waiting.compute()
 
 
 def _become(result: Any, value: Tensor) -> Tensor:
     """Give a result its memory and its derivative; another thread may have done so."""
     if type(result) is Pending:
-        result.__class__ = Tensor  # whose operators ask nobody
+        result.__class__ = Tensor  # type: ignore[assignment]  # whose operators ask nobody
         torch.ops.nhwc.norm_become_._op(result, value)
         result.waiting = None
-    return result  # type: ignore[no-any-return]
+    return result
 
 
 # How often the results of a layer were read by something else, by its id. In tens of thousands of steps, twice.
@@ -204,7 +204,7 @@ def _add_(input: Any, other: Any) -> Tensor | None:
     waiting, added.__class__ = added.waiting, Tensor  # type: ignore[attr-defined]
     _become(input, added)
     input.waiting, input.__class__ = waiting, Pending
-    return input  # type: ignore[no-any-return]
+    return input
 
 
 def _sum(result: Any, residual: Any) -> Tensor | None:
@@ -223,7 +223,7 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
     added.waiting = Waiting(waiting.layer, waiting.operands, waiting.options)
     added.waiting.versions = waiting.versions + ([] if residual.is_inference() else [residual._version])
     added.waiting.residual = residual
-    return added  # type: ignore[no-any-return]
+    return added
 
 
 _PLAIN = (Tensor, nn.Parameter, type(None))
