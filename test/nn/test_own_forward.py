@@ -51,7 +51,13 @@ class GroupNormAct(nn.GroupNorm):
         return self.act(self.drop(x))
 
 
+def is_half(x: torch.Tensor) -> bool:
+    return x.dtype == torch.half
+
+
 def fast_group_norm(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+    if is_half(x):
+        return F.group_norm(x, groups, eps=eps)
     return F.group_norm(x, groups, weight, bias, eps)
 
 
@@ -235,8 +241,9 @@ def test_norms_are_as_accurate_as_on_contiguous_activations(name):
 
 # By name: the modes in which the layer's own forward runs. Those of globals cost nothing.
 MODES = {
-    **dict.fromkeys(("batch_norm", "group_norm_1", "group_norm_1_no_bias", "named", "instance_norm"), 0),
-    **dict.fromkeys(("group_norm", "super", "path", "method", "property", "nested", "imported", "set_later"), 1),
+    **dict.fromkeys(("batch_norm", "group_norm", "group_norm_fast", "group_norm_1", "group_norm_1_no_bias"), 0),
+    **dict.fromkeys(("named", "instance_norm"), 0),
+    **dict.fromkeys(("super", "path", "method", "property", "nested", "imported", "set_later"), 1),
     **dict.fromkeys(CONVOLUTIONS, 1),
 }
 
@@ -296,10 +303,10 @@ def test_layers_copy_and_pickle_as_their_own_class():
         torch.testing.assert_close(copied(x), copy.deepcopy(model)(x), rtol=0, atol=0)
 
 
-# TorchScript has no `super`, and compiles other functions as they are.
+# TorchScript has no `super`, and compiles the functions that convolutions call as they are.
 SCRIPTED = {
     **dict.fromkeys(("batch_norm", "batch_norm_silu"), "nhwc::batch_norm"),
-    **dict.fromkeys(("group_norm", "group_norm_1", "group_norm_1_no_bias"), "nhwc::group_norm"),
+    **dict.fromkeys(("group_norm", "group_norm_fast", "group_norm_1", "group_norm_1_no_bias"), "nhwc::group_norm"),
     "instance_norm": "nhwc::instance_norm",
     **dict.fromkeys((name for name in CONVOLUTIONS if name != "same"), "nhwc::conv2d"),
 }
@@ -319,7 +326,9 @@ def test_scripted_and_traced_layers_keep_our_operator_and_the_format(name):
     assert is_preserving(type(model[1]))
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "named", "instance_norm", "super", "standardised"])
+@pytest.mark.parametrize(
+    "name", ["batch_norm", "group_norm", "group_norm_fast", "named", "instance_norm", "super", "standardised"]
+)
 def test_compiled_and_exported_layers_compute_the_same(name):
     model, x = made(name, training=False)
     nhwc.convert_(model)

@@ -36,6 +36,9 @@ def with_our_functions(layer_type: type) -> Callable[..., Any]:
     TorchScript compiles the source of what the result wraps, with the globals of the result.
     """
     own: Any = layer_type.forward  # type: ignore[attr-defined]
+    bound = _bound(own, layer_type)
+    if bound is not None and bound is not own:
+        return bound
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with mode(has_channels_last_weight(self)):
@@ -43,13 +46,7 @@ def with_our_functions(layer_type: type) -> Callable[..., Any]:
 
     mode, has_channels_last_weight = _CallingOurs, _has_channels_last_weight  # not globals, which are those of `own`
     names = {name: _with_ours(value) for name, value in own.__globals__.items()}
-    if not _globals_reach_all_calls(own, layer_type):
-        bound = FunctionType(forward.__code__, names, own.__name__, closure=forward.__closure__)
-    else:
-        del names["__name__"]  # torch.compile would look for the globals in the module of this name
-        bound = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
-        bound.__kwdefaults__ = own.__kwdefaults__
-    return functools.update_wrapper(bound, own)
+    return functools.update_wrapper(FunctionType(forward.__code__, names, closure=forward.__closure__), own)
 
 
 def _with_ours(value: Any) -> Any:
@@ -59,22 +56,34 @@ def _with_ours(value: Any) -> Any:
     return _F if value is F else value
 
 
-def _globals_reach_all_calls(own: Any, layer_type: type) -> bool:
-    """Return whether a forward calls our functions if its globals, as they are now, have them: not by other functions.
+def _bound(own: Any, layer_type: type, depth: int = 2) -> Any:
+    """Return a function with ours among its globals, and among those of functions that it calls; itself without any.
 
-    Those of PyTorch and Python stay what they are, while a package may set its own anew.
+    `None` where it may call PyTorch's by another way. The globals are a copy: none may be one that is set anew, as a
+    flag of a package is.
     """
-    steps = [(step.opname, step.argval) for step in dis.get_instructions(own)]
-    if own.__closure__ or any(isinstance(each, CodeType) for each in own.__code__.co_consts):
-        return False
-    found = {name: own.__globals__.get(name, vars(builtins).get(name)) for step, name in steps if step == "LOAD_GLOBAL"}
-    others = set(own.__code__.co_names) - found.keys()
-    return (
-        any(_with_ours(value) is not value for value in found.values())
-        and all(_package_of(value) in {"torch", *sys.stdlib_module_names} for value in found.values())
-        and not any(step.startswith(("IMPORT", "STORE_GLOBAL")) for step, _ in steps)
-        and not any(name == "functional" or "conv" in name or _is_method(layer_type, name) for name in others)
-    )
+    code, steps = own.__code__, [(step.opname, step.argval) for step in dis.get_instructions(own)]
+    names = {name: own.__globals__.get(name, vars(builtins).get(name)) for step, name in steps if step == "LOAD_GLOBAL"}
+    others = set(code.co_names) - names.keys()
+    if (
+        own.__closure__  # `super`, or the function that a decorator was given
+        or any(isinstance(each, CodeType) for each in code.co_consts)
+        or any(step.startswith(("IMPORT", "STORE_GLOBAL")) for step, _ in steps)
+        or any(name == "functional" or "conv" in name or _is_method(layer_type, name) for name in others)
+    ):
+        return None
+    ours = {name: _with_ours(value) for name, value in names.items()}
+    for name, value in names.items():
+        if ours[name] is value and _package_of(value) not in {"torch", *sys.stdlib_module_names}:
+            ours[name] = _bound(value, layer_type, depth - 1) if depth and isinstance(value, FunctionType) else None
+            if ours[name] is None:
+                return None
+    if all(ours[name] is value for name, value in names.items()):
+        return own
+    copied = {name: value for name, value in own.__globals__.items() if name != "__name__"}  # of a module for compilers
+    bound = FunctionType(code, copied | ours, own.__name__, own.__defaults__)
+    bound.__kwdefaults__ = own.__kwdefaults__
+    return functools.update_wrapper(bound, own)
 
 
 def _package_of(value: Any) -> str:
