@@ -107,7 +107,8 @@ wheels:
 	cd dist && sha256sum *.whl *.tar.gz > SHA256SUMS
 
 # Tests with all supported versions, likewise: of every behaviour where pip finds a CPU build of torch, and otherwise of
-# the operators on the CPU. Writes the table of docs/limits.md.
+# the operators on the CPU. With the last version, the newest, also of the real programs in docs/frameworks.md, whose
+# packages are installed for it. Writes the table of docs/limits.md.
 matrix:
 	status=0; \
 	for version in $(MATRIX); do rm -rf .matrix; $(MAKE) matrix-$$version || status=1; done; \
@@ -116,7 +117,7 @@ matrix:
 matrix-%: export TORCH_NHWC_CUDA ?= 0
 matrix-%:
 	$(MAKE) .matrix/has-test .matrix/built VENV=.matrix TORCH=$*
-	.matrix/bin/python tools/matrix.py
+	.matrix/bin/python tools/matrix.py $(if $(filter $*,$(lastword $(MATRIX))),--programs)
 
 # SSE2 on an old CPU and NEON on 64-bit Arm, under qemu; fails where qemu-user or the cross compiler are missing.
 test-emulated: $(VENV)/built

@@ -17,6 +17,7 @@ import cuda_build
 import pytest
 import torch
 from onednn import CPU_HAS_AVX512
+from programs import PROGRAMS, imported
 from public_names import public_names
 from selection import some_of
 
@@ -24,8 +25,12 @@ ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SLOW = "#include", "diffusers", "integrations", "monai", "torchao"
-# Packages that need a torchvision, which not every torch has: their programs are tests where they are installed.
-OPTIONAL = "dynamic_network_architectures", "nnunetv2", "timm", "ultralytics"
+OPTIONAL = "dynamic_network_architectures", *PROGRAMS
+
+
+def packages_in(*codes, among):
+    """Return the packages, of some, that programs import."""
+    return [each for each in among for code in codes if re.search(rf"^(import|from) {each}\b", code, re.MULTILINE)]
 
 
 def blocks(*languages):
@@ -44,6 +49,7 @@ def blocks(*languages):
                 line = text[: group[0].start()].count("\n") + 1
                 is_slow = any(word in match[2] for match in group for word in SLOW)
                 marks = [pytest.mark.exhaustive] if is_slow else []
+                marks += [pytest.mark.programs] if packages_in(*(match[2] for match in group), among=PROGRAMS) else []
                 found.append(pytest.param(*(match[2] for match in group), marks=marks, id=f"{document.name}:{line}"))
     return found
 
@@ -78,9 +84,8 @@ BOUNDS = {"AVX512_CORE_BF16": CPU_HAS_AVX512, "ALL": torch.cpu._is_amx_tile_supp
 @pytest.mark.parametrize("code", blocks("python"))
 def test_python_blocks_run(code, tmp_path):
     """Blocks of docs/upstream.md fail where PyTorch has mended the fault: then the section and our guard can go."""
-    for package in OPTIONAL:
-        if re.search(rf"^(import|from) {package}\b", code, re.MULTILINE):
-            pytest.importorskip(package)
+    for package in packages_in(code, among=OPTIONAL):
+        imported(package)
     (tmp_path / "block.py").write_text(code)  # TorchScript reads the source of what it compiles
     if bound := re.search(r'"ONEDNN_MAX_CPU_ISA"\] = "(\w+)"', code):
         if not BOUNDS[bound[1]]:

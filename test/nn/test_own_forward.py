@@ -8,6 +8,8 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from reference import canonical_strides
 from torch import nn
+from torch.nn import functional
+from torch.nn.functional import group_norm
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
@@ -49,7 +51,13 @@ class GroupNormAct(nn.GroupNorm):
         return self.act(self.drop(x))
 
 
+def is_half(x: torch.Tensor) -> bool:
+    return x.dtype == torch.half
+
+
 def fast_group_norm(x: torch.Tensor, groups: int, weight: torch.Tensor, bias: torch.Tensor, eps: float):
+    if is_half(x):
+        return F.group_norm(x, groups, eps=eps)
     return F.group_norm(x, groups, weight, bias, eps)
 
 
@@ -74,6 +82,49 @@ class NormThenAct(nn.GroupNorm):
 
     def forward(self, x):
         return super().forward(x).relu()
+
+
+class NamedGroupNorm(nn.GroupNorm):
+    """Names the function alone, and has defaults of both kinds."""
+
+    def forward(self, x, scale=1.0, *, is_checked=True):
+        if is_checked and x.dim() != 4:
+            raise ValueError("images are expected")
+        return group_norm(x, self.num_groups, self.weight, self.bias, self.eps) * scale
+
+
+class InstanceNormAct(nn.InstanceNorm2d):
+    def forward(self, x):
+        self._check_input_dim(x)
+        return torch.sigmoid(functional.instance_norm(x, weight=self.weight, bias=self.bias, eps=self.eps))
+
+
+EPSILON = 1e-5
+
+
+class OtherWays(nn.GroupNorm):
+    """Calls the function in a way that globals of the forward may not reach."""
+
+    @property
+    def normed(self):
+        return self.by_name
+
+    def by_name(self, x):
+        return F.group_norm(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def other_way(forward):
+    return type("OtherWay", (OtherWays,), {"forward": forward})(4, 16)
+
+
+def imported(self, x):
+    from torch.nn.functional import group_norm as theirs
+
+    return theirs(x, self.num_groups, self.weight, self.bias, self.eps)
+
+
+def set_later(self, x):
+    return F.group_norm(x, self.num_groups, self.weight, self.bias, EPSILON)
 
 
 class ScaledStdConv2d(nn.Conv2d):
@@ -116,6 +167,14 @@ NORMS = {
     "group_norm_1": lambda: GroupNorm1(16),
     "group_norm_1_no_bias": lambda: GroupNorm1NoBias(16),
     "super": lambda: NormThenAct(4, 16),
+    "named": lambda: NamedGroupNorm(4, 16),
+    "instance_norm": lambda: InstanceNormAct(16, affine=True),
+    "path": lambda: other_way(lambda self, x: torch.nn.functional.group_norm(x, 4, self.weight, self.bias)),
+    "method": lambda: other_way(lambda self, x: self.by_name(x) if self.affine else F.group_norm(x, 4)),
+    "property": lambda: other_way(lambda self, x: self.normed(x) if self.affine else F.group_norm(x, 4)),
+    "nested": lambda: other_way(lambda self, x: F.group_norm(x, 4, *(each for each in self.parameters()))),
+    "imported": lambda: other_way(imported),
+    "set_later": lambda: other_way(set_later),
 }
 CONVOLUTIONS = {
     "standardised": lambda: ScaledStdConv2d(16, 8, 3, 2, 1),
@@ -180,6 +239,49 @@ def test_norms_are_as_accurate_as_on_contiguous_activations(name):
     assert error() <= 1.2 * contiguous
 
 
+# By name: the modes in which the layer's own forward runs. Those of globals cost nothing.
+MODES = {
+    **dict.fromkeys(("batch_norm", "group_norm", "group_norm_fast", "group_norm_1", "group_norm_1_no_bias"), 0),
+    **dict.fromkeys(("named", "instance_norm"), 0),
+    **dict.fromkeys(("super", "path", "method", "property", "nested", "imported", "set_later"), 1),
+    **dict.fromkeys(CONVOLUTIONS, 1),
+}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_our_functions_are_globals_of_a_forward_that_calls_them_in_no_other_way(name):
+    model, x = made(name)
+    nhwc.convert_(model, input_format="channels_last")
+    pushed = []
+    with pytest.MonkeyPatch.context() as patch:
+        enter = torch.overrides.TorchFunctionMode.__enter__
+        patch.setattr(torch.overrides.TorchFunctionMode, "__enter__", lambda mode: pushed.append(mode) or enter(mode))
+        model(x)
+    assert len(pushed) == MODES[name]
+
+
+def test_what_a_package_sets_later_is_seen(monkeypatch):
+    model, x = made("set_later")
+    nhwc.convert_(model)
+    before = model(x)
+    monkeypatch.setitem(globals(), "EPSILON", 10.0)
+    assert model(x).std() < before.std() / 2
+    monkeypatch.setattr(F, "relu", torch.zeros_like)  # by a module that stands for PyTorch's
+    model, x = made("named")
+    nhwc.convert_(model)
+    assert not type(model[1]).forward.__globals__["functional"].relu(x).any()
+
+
+def test_defaults_of_a_forward_stay():
+    model, x = made("named")
+    nhwc.convert_(model)
+    norm, x = model[1], model[0](x)
+    torch.testing.assert_close(norm(x, 2.0), 2 * norm(x))
+    assert norm(x[..., 0], is_checked=False).shape == x.shape[:-1]
+    with pytest.raises(ValueError, match="images"):
+        norm(x[..., 0])
+
+
 def test_dropout_and_activation_are_the_layer_s_own():
     called = []
     model = nn.Sequential(nn.Conv2d(4, 16, 1), BatchNormAct(16, nn.Dropout))
@@ -201,10 +303,11 @@ def test_layers_copy_and_pickle_as_their_own_class():
         torch.testing.assert_close(copied(x), copy.deepcopy(model)(x), rtol=0, atol=0)
 
 
-# TorchScript has no `super`, and compiles other functions as they are.
+# TorchScript has no `super`, and compiles the functions that convolutions call as they are.
 SCRIPTED = {
     **dict.fromkeys(("batch_norm", "batch_norm_silu"), "nhwc::batch_norm"),
-    **dict.fromkeys(("group_norm", "group_norm_1", "group_norm_1_no_bias"), "nhwc::group_norm"),
+    **dict.fromkeys(("group_norm", "group_norm_fast", "group_norm_1", "group_norm_1_no_bias"), "nhwc::group_norm"),
+    "instance_norm": "nhwc::instance_norm",
     **dict.fromkeys((name for name in CONVOLUTIONS if name != "same"), "nhwc::conv2d"),
 }
 
@@ -223,7 +326,9 @@ def test_scripted_and_traced_layers_keep_our_operator_and_the_format(name):
     assert is_preserving(type(model[1]))
 
 
-@pytest.mark.parametrize("name", ["batch_norm", "group_norm", "super", "standardised"])
+@pytest.mark.parametrize(
+    "name", ["batch_norm", "group_norm", "group_norm_fast", "named", "instance_norm", "super", "standardised"]
+)
 def test_compiled_and_exported_layers_compute_the_same(name):
     model, x = made(name, training=False)
     nhwc.convert_(model)

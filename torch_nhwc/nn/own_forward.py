@@ -1,7 +1,12 @@
 """Forwards of other packages' layers, with the functions of `torch_nhwc.functional` in the place of PyTorch's."""
 
+import builtins
+import dis
+import functools
+import inspect
+import sys
 from collections.abc import Callable
-from types import FunctionType, ModuleType
+from types import BuiltinFunctionType, CodeType, FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -15,25 +20,82 @@ from torch_nhwc.nn.each_forward import converting_weight, is_in_each_forward
 
 _OURS = {getattr(F, name): getattr(functional, name) for name in functional.__all__}
 
+# `torch.nn.functional` with our functions, and with the operators of convolutions: in TorchScript, where alone they are
+# called by it, a padding by name has a type of its own.
+_F = ModuleType(F.__name__)
+vars(_F).update({name: getattr(functional, name) for name in functional.__all__})
+vars(_F).update({name: getattr(torch.ops.nhwc, name) for name in functional.__all__ if name.startswith("conv")})
+_F.__getattr__ = functools.partial(getattr, F)  # type: ignore[method-assign]
+
 
 def with_our_functions(layer_type: type) -> Callable[..., Any]:
     """Return the forward of a layer's class, which calls our functions wherever it calls PyTorch's.
 
-    A weight that it computes gets the format of the layer's own weight on its way to the convolution. TorchScript
-    compiles the source of what the result wraps, and looks its names up in the globals of the result: there, `F` has
-    our functions as well.
+    A norm's has them among its globals, which costs nothing in a call. A mode looks at all calls where that may not
+    reach one, and for convolutions: a weight that is computed gets the format of the layer's own weight on its way.
+    TorchScript compiles the source of what the result wraps, with the globals of the result.
     """
     own: Any = layer_type.forward  # type: ignore[attr-defined]
+    bound = _bound(own, layer_type)
+    if bound is not None and bound is not own:
+        return bound
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with mode(has_channels_last_weight(self)):
             return own(self, *args, **kwargs)
 
     mode, has_channels_last_weight = _CallingOurs, _has_channels_last_weight  # not globals, which are those of `own`
-    names = {name: _scripted_functions() if value is F else value for name, value in own.__globals__.items()}
-    bound = FunctionType(forward.__code__, names, own.__name__, closure=forward.__closure__)
-    bound.__wrapped__ = own  # type: ignore[attr-defined]
-    return bound
+    names = {name: _with_ours(value) for name, value in own.__globals__.items()}
+    return functools.update_wrapper(FunctionType(forward.__code__, names, closure=forward.__closure__), own)
+
+
+def _with_ours(value: Any) -> Any:
+    """Return our module or function where a value is PyTorch's."""
+    if isinstance(value, FunctionType | BuiltinFunctionType) and value in _OURS:
+        return getattr(_F, value.__name__)
+    return _F if value is F else value
+
+
+def _bound(own: Any, layer_type: type, depth: int = 2) -> Any:
+    """Return a function with ours among its globals, and among those of functions that it calls; itself without any.
+
+    `None` where it may call PyTorch's by another way. The globals are a copy: none may be one that is set anew, as a
+    flag of a package is.
+    """
+    code, steps = own.__code__, [(step.opname, step.argval) for step in dis.get_instructions(own)]
+    names = {name: own.__globals__.get(name, vars(builtins).get(name)) for step, name in steps if step == "LOAD_GLOBAL"}
+    others = set(code.co_names) - names.keys()
+    if (
+        own.__closure__  # `super`, or the function that a decorator was given
+        or any(isinstance(each, CodeType) for each in code.co_consts)
+        or any(step.startswith(("IMPORT", "STORE_GLOBAL")) for step, _ in steps)
+        or any(name == "functional" or "conv" in name or _is_method(layer_type, name) for name in others)
+    ):
+        return None
+    ours = {name: _with_ours(value) for name, value in names.items()}
+    for name, value in names.items():
+        if ours[name] is value and _package_of(value) not in {"torch", *sys.stdlib_module_names}:
+            ours[name] = _bound(value, layer_type, depth - 1) if depth and isinstance(value, FunctionType) else None
+            if ours[name] is None:
+                return None
+    if all(ours[name] is value for name, value in names.items()):
+        return own
+    copied = {name: value for name, value in own.__globals__.items() if name != "__name__"}  # of a module for compilers
+    bound = FunctionType(code, copied | ours, own.__name__, own.__defaults__)
+    bound.__kwdefaults__ = own.__kwdefaults__
+    return functools.update_wrapper(bound, own)
+
+
+def _package_of(value: Any) -> str:
+    name = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", None)
+    return str(name).partition(".")[0]
+
+
+def _is_method(layer_type: type, name: str) -> bool:
+    """Return whether a class has a method or property of a name that may call our functions."""
+    value = inspect.getattr_static(layer_type, name, None)
+    is_plain = name == "_check_input_dim" and _package_of(value) == "torch"
+    return hasattr(value, "__get__") and not is_plain and value is not vars(nn.Module).get(name)
 
 
 class _CallingOurs(TorchFunctionMode):
@@ -53,12 +115,3 @@ def _has_channels_last_weight(layer: nn.Module) -> bool:
     if is_in_each_forward(type(layer)):
         return True
     return weight is not None and weight.dim() > 3 and weight.stride() == Format(None).strides(weight.shape)
-
-
-def _scripted_functions() -> ModuleType:
-    """Return `torch.nn.functional` with our functions, for TorchScript, in which a padding by name has its own type."""
-    module = ModuleType(F.__name__)
-    vars(module).update(vars(F))
-    for name in functional.__all__:
-        setattr(module, name, getattr(torch.ops.nhwc if name.startswith("conv") else functional, name))
-    return module
