@@ -16,15 +16,17 @@ from torch.overrides import TorchFunctionMode
 
 from torch_nhwc import functional
 from torch_nhwc.layout import Format
+from torch_nhwc.nn import pending
 from torch_nhwc.nn.each_forward import converting_weight, is_in_each_forward
 
 _OURS = {getattr(F, name): getattr(functional, name) for name in functional.__all__}
 
-# `torch.nn.functional` with our functions, and with the operators of convolutions: in TorchScript, where alone they are
-# called by it, a padding by name has a type of its own.
+# `torch.nn.functional` with our functions, norms whose results wait, and the operators of convolutions: in TorchScript,
+# where alone they are called by it, a padding by name has a type of its own.
 _F = ModuleType(F.__name__)
 vars(_F).update({name: getattr(functional, name) for name in functional.__all__})
 vars(_F).update({name: getattr(torch.ops.nhwc, name) for name in functional.__all__ if name.startswith("conv")})
+vars(_F).update({name: getattr(pending, name) for name in ("batch_norm", "group_norm")})
 _F.__getattr__ = functools.partial(getattr, F)  # type: ignore[method-assign]
 
 

@@ -15,10 +15,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
 
 _FEWEST = 1 << 15  # elements: a pass over fewer takes less time than the wait
+_MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
 
@@ -47,10 +49,10 @@ class Pending(Tensor):
 class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
-    __slots__ = ("grad_mode", "groups", "layer", "momentum", "operands", "options", "residual", "versions")
+    __slots__ = ("grad_mode", "groups", "operands", "options", "owner", "residual", "versions")
 
-    def __init__(self, layer: nn.Module, operands: tuple[Any, ...], options: tuple[Any, ...]) -> None:
-        self.layer = layer
+    def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+        self.owner = owner
         self.operands = operands
         """Input, mean, reciprocal deviation, weight and bias."""
         self.options = options
@@ -68,34 +70,38 @@ class Waiting:
         """Return the norm, with the residual and the activation, in one pass."""
         if self.versions != self.current_versions():
             raise RuntimeError(
-                f"torch_nhwc: what the {type(self.layer).__name__} normalises was changed in place before its result "
+                f"torch_nhwc: what a {type(self.owner).__name__} normalises was changed in place before its result "
                 "was read. The result waits for the activation after it, so that both are computed in one pass: set "
-                "the environment variable TORCH_NHWC_PENDING=0, or convert with pending=False"
+                "the environment variable TORCH_NHWC_PENDING=0"
             )
         # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
         return torch.ops.nhwc.norm_activation._op(*self.operands, self.residual, *self.options, activation, parameter)
 
 
 def pending_norm(
-    layer: nn.Module,
+    owner: Any,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
     groups: int,
     training: bool,
     momentum: float,
+    eps: float,
 ) -> Tensor | None:
     """Return a result that waits, or `None` where the norm is to be computed at once. Batch norm has 0 groups.
 
-    The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait.
+    The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
+    is the norm's layer or weight, of which is counted how often something else reads its results.
     """
     if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor or input.numel() < _FEWEST:
         return None
-    if _early_reads.get(id(layer), 0) >= 2 or _is_observed():
+    if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
         return None
-    weight, bias = layer.weight, layer.bias
-    eps: Any = layer.eps
-    if type(eps) is not float or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+    if type(weight) not in _PLAIN or type(bias) not in _PLAIN or type(training) is not bool:
+        return None
+    if not isinstance(eps, float) or not isinstance(momentum, float) or type(groups) is not int:
         return None
     mean, deviation, result = torch.ops.nhwc.norm_waiting._op(
         input, running_mean, running_var, weight, bias, groups, training, momentum, eps
@@ -103,8 +109,37 @@ def pending_norm(
     if result is None:
         return None
     result.__class__ = Pending
-    result.waiting = Waiting(layer, (input, mean, deviation, weight, bias), (groups, training, eps))
+    result.waiting = Waiting(owner, (input, mean, deviation, weight, bias), (groups, training, eps))
     return result
+
+
+def group_norm(
+    input: Tensor, num_groups: int, weight: Tensor | None = None, bias: Tensor | None = None, eps: float = 1e-5
+) -> Tensor:
+    """Call `functional.group_norm`, or return a result that waits."""
+    if not is_scripting():
+        waiting = pending_norm(weight, input, None, None, weight, bias, num_groups, True, 0.0, eps)
+        if waiting is not None:
+            return waiting
+    return functional.group_norm(input, num_groups, weight, bias, eps)
+
+
+def batch_norm(
+    input: Tensor,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> Tensor:
+    """Call `functional.batch_norm`, or return a result that waits."""
+    if not is_scripting():
+        waiting = pending_norm(weight, input, running_mean, running_var, weight, bias, 0, training, momentum, eps)
+        if waiting is not None:
+            return waiting
+    return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
 def _is_observed() -> bool:
@@ -132,10 +167,10 @@ def _compute_among(values: Any) -> None:
 
 def _early(waiting: Any) -> Tensor:
     """Compute a norm for something that is no activation."""
-    layer = waiting.layer
-    if id(layer) not in _early_reads:
-        weakref.finalize(layer, _early_reads.pop, id(layer), None)
-    _early_reads[id(layer)] = _early_reads.get(id(layer), 0) + 1
+    owner = waiting.owner
+    if id(owner) not in _early_reads:
+        weakref.finalize(owner, _early_reads.pop, id(owner), None)
+    _early_reads[id(owner)] = _early_reads.get(id(owner), 0) + 1
     with torch.set_grad_enabled(waiting.grad_mode):
         return waiting.compute()
 
@@ -149,7 +184,7 @@ def _become(result: Any, value: Tensor) -> Tensor:
     return result
 
 
-# How often the results of a layer were read by something else, by its id. In tens of thousands of steps, twice.
+# How often the results of an owner were read by something else, by its id.
 _early_reads: dict[int, int] = {}
 
 
@@ -220,7 +255,7 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
     if added is None:
         return None
     added.__class__ = Pending
-    added.waiting = Waiting(waiting.layer, waiting.operands, waiting.options)
+    added.waiting = Waiting(waiting.owner, waiting.operands, waiting.options)
     added.waiting.versions = waiting.versions + ([] if residual.is_inference() else [residual._version])
     added.waiting.residual = residual
     return added

@@ -50,7 +50,9 @@ class PreservingGroupNorm(Preserving, nn.GroupNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_scripting():
-            waiting = pending_norm(self, input, None, None, self.num_groups, True, 0.0)
+            waiting = pending_norm(
+                self, input, None, None, self.weight, self.bias, self.num_groups, True, 0.0, self.eps
+            )
             if waiting is not None:
                 return waiting
         return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
@@ -60,11 +62,13 @@ class PreservingInstanceNorm2d(Preserving, nn.InstanceNorm2d):
     """`InstanceNorm2d` whose gradient is right on channels-last."""
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
-        if not is_scripting():
-            is_simple = self.running_mean is None and input.dim() > 3
-            waiting = pending_norm(self, input, None, None, input.shape[1], True, 0.0) if is_simple else None
-            if waiting is not None:
-                return waiting
+        if not is_scripting():  # noqa: SIM102  as TorchScript reads it
+            if self.running_mean is None and input.dim() > 3:
+                waiting = pending_norm(
+                    self, input, None, None, self.weight, self.bias, input.shape[1], True, 0.0, self.eps
+                )
+                if waiting is not None:
+                    return waiting
         return functional.instance_norm(
             input,
             self.running_mean,
@@ -99,7 +103,9 @@ class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
         mean = self.running_mean if is_tracked else None
         variance = self.running_var if is_tracked else None
         if not is_scripting():
-            waiting = pending_norm(self, input, mean, variance, 0, is_of_input, factor)
+            waiting = pending_norm(
+                self, input, mean, variance, self.weight, self.bias, 0, is_of_input, factor, self.eps
+            )
             if waiting is not None:
                 return waiting
         return functional.batch_norm(input, mean, variance, self.weight, self.bias, is_of_input, factor, self.eps)
