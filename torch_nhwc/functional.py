@@ -266,7 +266,9 @@ def _in_one_pass(
         activation or "none", (activation or "none", math.inf)
     )
     is_usual = _are(_NUMBER, momentum, eps, negative_slope) and _are((bool,), training) and type(groups) is int
-    if name not in _IN_ONE_PASS or not is_usual or _is_tracing() or _is_pytorch_s(*operands[:5], residual):
+    if name not in _IN_ONE_PASS or not is_usual or _is_pytorch_s(*operands[:5], residual):
+        return None
+    if _is_tracing() or _are_transforms_active():
         return None
     mean, deviation, waiting = torch.ops.nhwc.norm_waiting._op(*operands)
     if waiting is None:

@@ -100,7 +100,7 @@ struct Activation<Number, cpu::ActivationKind::gelu_tanh> {
   template <typename Value>
   NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
     const Value square = y * y, s = sigmoid(y * (1 + square * cubic) * twice_root);
-    return grad * (s + y * s * (1 - s) * ((1 + square * (3 * cubic)) * twice_root));
+    return grad * (s * (1 + y * (1 - s) * ((1 + square * (3 * cubic)) * twice_root)));
   }
 };
 
