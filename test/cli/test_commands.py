@@ -1,11 +1,13 @@
 """The command line: what it reads, prints and refuses."""
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -604,8 +606,8 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["convert", *of_mine("outside")], "RuntimeError: Given groups=1"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
         (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
-        (["trace", *of_mine("named")], "named comes without inputs: give a shape by --input-shape, such as 1,3,224,224"),
-        (["trace", *of_mine("volume")], "volume comes without inputs: give a shape by --input-shape, such as 1,3,32,32,32"),
+        (["trace", *of_mine("named")], "comes without inputs: give a shape by --input-shape, such as 1,3,224,224"),
+        (["trace", *of_mine("volume")], "give a shape by --input-shape, such as 1,3,32,32,32"),
         (["plan", "--factory", "nets.build_model"], "got 'nets.build_model': did you mean nets:build_model?"),
         (["trace", "--model", "resnet50", "--mode", "train"], "Invalid value for '--mode': 'train' is not one of"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
@@ -726,6 +728,19 @@ def test_a_missing_extra_is_named_in_one_sentence_and_env_works_without(missing,
     assert ran.stderr.strip().endswith(f"{missing} is missing: type `pip install 'torch-nhwc[{extra}]'`")
     assert "Traceback" not in ran.stderr
     assert in_a_process("env", env=environment).returncode == 0
+
+
+def test_what_the_package_of_a_built_in_model_warns_of_is_left_out(run, monkeypatch):
+    def noisy():
+        logging.getLogger("torchao").warning("Failed to load")
+        warnings.warn("deprecated", stacklevel=1)
+        return models.Example("noisy", nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8))
+
+    monkeypatch.setitem(models.MODELS, "resnet50", noisy)
+    code, out, error = run("plan", "--model", "resnet50")
+    assert (code, error) == (0, "")
+    assert "1 to convert" in out
+    assert logging.root.manager.disable == 0
 
 
 @pytest.mark.parametrize("name", [*map(exhaustive, models.MODELS)])

@@ -101,7 +101,12 @@ SUMMARIES = {
     ),
     "lazy": (lambda: nn.LazyConv2d(3, 3), {}, "1 weight to channels-last: 1 waiting for a shape", None),
     "refused": (lambda: three(refused_view()), {}, f"4 weights to channels-last: {TO_CONVERT}, 1 refused", None),
-    "meta": (lambda: three().to("meta"), {}, "3 weights to channels-last: 3 on the meta device (convert after loading the weights)", None),
+    "meta": (
+        lambda: three().to("meta"),
+        {},
+        "3 weights to channels-last: 3 on the meta device (convert after loading the weights)",
+        None,
+    ),
     "in each forward": (swapped, {"each_forward": True}, "3 weights to channels-last: 3 in each forward", None),
     "one channel": (
         lambda: nn.Conv2d(1, 4, 3),
