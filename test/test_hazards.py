@@ -72,7 +72,7 @@ def test_h03_the_report_names_the_state_dict_that_safetensors_and_other_models_t
 
     model, plain = nn.Sequential(nn.Conv2d(3, 4, 3)), nn.Sequential(nn.Conv2d(3, 4, 3))
     report = nhwc.convert_(model, preserve=preserve)
-    named = "save torch_nhwc.checkpoint.contiguous_state_dict(model)"
+    named = "to save, take contiguous_state_dict(model) and contiguous_state_dict(optimizer.state_dict())"
     assert " ".join(str(report).split()).count(named) == 1
     assert not any(named in remark for remark in nhwc.convert_(model, preserve=preserve).remarks)  # nothing changes
     save_file(nhwc.checkpoint.contiguous_state_dict(model), tmp_path / "model.safetensors")
@@ -241,7 +241,7 @@ def test_h23_modules_that_hold_a_memory_format_cannot_be_copied():
 def test_h24_compiled_models_recompile_or_keep_stale_addresses():
     model = torch.compile(network(), backend="eager")
     before = layout(model)
-    with pytest.warns(UserWarning, match="convert first, then make the optimizer, then wrap, then compile"):
+    with pytest.warns(UserWarning, match="convert first, then compile. From the wrapper .* take model._orig_mod"):
         report = nhwc.convert_(model)
     assert {row.reason for row in report.plan.rows} == {Reason.COMPILED}
     assert layout(model) == before

@@ -66,7 +66,9 @@ def model_options(
     if model is not None and model not in MODELS:
         raise ValueError(f"--model: expected one of {', '.join(MODELS)}, got {model!r}")
     if factory is not None and not all(factory.partition(":")):
-        raise ValueError(f"--factory: expected module:callable, got {factory!r}")
+        module, _, name = factory.rpartition(".")
+        hint = f": did you mean {module}:{name}?" if module and name.isidentifier() and name != "py" else ""
+        raise ValueError(f"--factory: expected module:callable, got {factory!r}{hint}")
     shapes = tuple(map(_shape, input_shapes or ()))
     names = [shape.name for shape in shapes]
     if names and {*names} != {None} and (None in names or len({*names}) < len(names)):

@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
         try:
             code = super().main(*arguments, **options | {"standalone_mode": False})
         except _UsageError as error:
-            message = " ".join(error.format_message().split())
+            message = " ".join(error.format_message().split()).replace("Value error, ", "")
             if message:  # without any argument the help was printed
                 print(f"torch-nhwc: {message}", file=sys.stderr)
             code = 2

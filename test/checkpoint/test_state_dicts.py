@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from guarding import unguarded
 from tied_network import converted, train
 from torch import nn
 
@@ -61,6 +62,27 @@ def test_nested_state_dicts_of_optimizers_become_contiguous_and_still_load():
             assert torch.equal(ours, tensor)
     assert not all(is_contiguous(entry) for entry in plain["state"].values())
     optimizer.load_state_dict(state["optimizer"])
+
+
+@pytest.mark.parametrize("is_saved_raw", [True, False])
+def test_a_fused_optimizer_of_a_plain_model_is_right_with_contiguous_state_alone(is_saved_raw):
+    """As in a process without this package, where nothing aligns the state."""
+    model, plain = nn.Conv2d(2, 4, 3), nn.Conv2d(2, 4, 3)
+    nhwc.convert_(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    train(model, optimizer, 2)
+    state = optimizer.state_dict() if is_saved_raw else contiguous_state_dict(optimizer.state_dict())
+    stepped = []
+    for is_fused in (True, False):
+        plain.load_state_dict(model.state_dict())
+        resumed = torch.optim.AdamW(plain.parameters(), lr=0.1, fused=is_fused)
+        given = copy.deepcopy(state)
+        given["param_groups"][0].update(fused=is_fused)
+        resumed.load_state_dict(given)
+        with unguarded():
+            train(plain, resumed, 2)
+        stepped.append(plain.weight.detach().clone())
+    assert torch.allclose(*stepped, rtol=1e-4, atol=1e-5) != is_saved_raw
 
 
 class Named(NamedTuple):

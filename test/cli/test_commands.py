@@ -1,11 +1,13 @@
 """The command line: what it reads, prints and refuses."""
 
 import json
+import logging
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import warnings
 from dataclasses import replace
 
 import pytest
@@ -52,6 +54,10 @@ class Named(nn.Module):
     def forward(self, pixel_values, input_ids):
         assert input_ids.dtype == torch.int64
         return self.end(self.layer(pixel_values)) * self.words(input_ids).mean()
+
+
+def volumes():
+    return nn.Sequential(nn.Conv3d(2, 8, 3), nn.GroupNorm(2, 8)), torch.randn(2, 2, 8, 8, 8)
 
 
 class Printing(nn.Conv2d):
@@ -214,7 +220,7 @@ class TestTrace:
     def test_says_that_a_contiguous_model_has_nothing_to_lose(self, run):
         code, out, error = run("trace", *of_mine("losing"), "--max-losses", 0, "--max-mixed", 0)
         assert code == 0
-        assert out.startswith("Trace: 3 operators forward, 0 backward: no loss, no mixed convolution")
+        assert out.startswith("Trace: 3 operators forward, 0 backward: nothing to lose, no mixed convolution")
         assert error == (
             "torch-nhwc: the model ran contiguous: --convert shows what it would still lose after a conversion, and "
             "--convert --no-preserve what it would lose without replaced layers\n"
@@ -299,7 +305,7 @@ class TestTune:
         arguments = "--mode", "training", "--optimizer", "AdamW", "--budget", 0.2, "--save", "tuning.json"
         code, out, _ = run("tune", *of_mine("losing"), *arguments)
         assert code == 0
-        for word in ("Tuning: ", "mode training", "optimizer AdamW", "contiguous", "full, preserved", "regret"):
+        for word in ("Tuning: ", "mode training", "optimizer AdamW", "contiguous", "full, preserved"):
             assert word in out
         tuning = Tuning.from_json((tmp_path / "tuning.json").read_text())
         assert tuning.workload["shapes"] == ["2x3x8x8"]
@@ -318,6 +324,28 @@ class TestTune:
         assert model[0].weight.stride() == (27, 1, 9, 3)
         assert len(model._forward_pre_hooks) == 1
 
+    @pytest.mark.parametrize("policy", ["weights only", "full", "full, preserved"])
+    @pytest.mark.parametrize("mode", ["inference", "training"])
+    def test_prints_a_call_that_needs_no_file_and_has_the_optimizer(self, mode, policy, run, monkeypatch):
+        times = dict.fromkeys(("contiguous", "weights only", "full", "full, preserved"), 0.1)
+        Machine(monkeypatch, times | {policy: 0.01})
+        _, out, _ = run("tune", *of_mine("volumes"), "--mode", mode)
+        _, code = out.split(f"Convert the model by the plan {policy!r}:\n")
+        assert ("optimizer=optimizer" in code) == (mode == "training")
+        model = nn.Sequential(nn.Conv3d(2, 8, 3), nn.GroupNorm(2, 8))
+        exec(textwrap.dedent(code), {"model": model, "optimizer": torch.optim.AdamW(model.parameters())})
+        assert model[0].weight.stride() == (54, 1, 18, 6, 2)
+        assert len(model._forward_pre_hooks) == (policy != "weights only")
+        assert (type(model[1]) is nn.GroupNorm) == (policy != "full, preserved")
+
+    def test_names_the_file_if_arguments_do_not_make_the_plan(self, run, monkeypatch):
+        """The parameter that `forward` convolves with is in the plan by the example inputs alone."""
+        times = dict.fromkeys(("contiguous", "weights only", "full", "full, preserved"), 0.1)
+        Machine(monkeypatch, times | {"full": 0.01})
+        _, out, _ = run("tune", *of_mine("tensor"))
+        assert "Run this again with --save tuning.json. Convert the model by the plan 'full':\n" in out
+        assert out.endswith('    torch_nhwc.convert_(model, plan="tuning.json")\n')
+
     def test_prints_json_and_replaces_no_layers_with_no_preserve(self, run):
         arguments = "--budget", 0.1, "--no-preserve", "--autocast", "bfloat16", "--json"
         tuning = Tuning.from_json(run("tune", *of_mine("losing"), *arguments)[1])
@@ -330,8 +358,8 @@ class TestTune:
             (
                 "full",
                 [],
-                "Convert the model by the plan 'full':\n    import torch_nhwc\n"
-                '    torch_nhwc.convert_(model, plan="tuning.json")\n(--save tuning.json writes that file.)\n',
+                "Run this again with --save tuning.json. Convert the model by the plan 'full':\n    import torch_nhwc\n"
+                '    torch_nhwc.convert_(model, plan="tuning.json")\n',
             ),
             (
                 "full, compiled",
@@ -578,7 +606,10 @@ def test_env_shows_what_a_report_of_a_problem_needs(option, run):
         (["convert", *of_mine("outside")], "RuntimeError: Given groups=1"),
         (["plan", *of_mine("model"), "--dtype", "int8"], "--dtype: expected one of float64, float32"),
         (["plan", *of_mine("model"), "--device", "abacus"], "abacus"),
-        (["trace", *of_mine("named")], "of_mine:named comes without inputs: give a shape by --input-shape"),
+        (["trace", *of_mine("named")], "comes without inputs: give a shape by --input-shape, such as 1,3,224,224"),
+        (["trace", *of_mine("volume")], "give a shape by --input-shape, such as 1,3,32,32,32"),
+        (["plan", "--factory", "nets.build_model"], "got 'nets.build_model': did you mean nets:build_model?"),
+        (["trace", "--model", "resnet50", "--mode", "train"], "Invalid value for '--mode': 'train' is not one of"),
         (["trace", *of_mine("named"), "--input-shape", "x=1", "--input-shape", "x=1"], "a different name for each"),
         (["trace", *of_mine("named"), "--input-shape", "x=1:int3"], "expected one of float64"),
         (["trace", *of_mine("named"), "--input-shape", "1,-3"], "expected sizes such as 1,3,224,224 or pixel_values="),
@@ -697,6 +728,19 @@ def test_a_missing_extra_is_named_in_one_sentence_and_env_works_without(missing,
     assert ran.stderr.strip().endswith(f"{missing} is missing: type `pip install 'torch-nhwc[{extra}]'`")
     assert "Traceback" not in ran.stderr
     assert in_a_process("env", env=environment).returncode == 0
+
+
+def test_what_the_package_of_a_built_in_model_warns_of_is_left_out(run, monkeypatch):
+    def noisy():
+        logging.getLogger("torchao").warning("Failed to load")
+        warnings.warn("deprecated", stacklevel=1)
+        return models.Example("noisy", nn.Conv2d(3, 4, 3), torch.randn(1, 3, 8, 8))
+
+    monkeypatch.setitem(models.MODELS, "resnet50", noisy)
+    code, out, error = run("plan", "--model", "resnet50")
+    assert (code, error) == (0, "")
+    assert "1 to convert" in out
+    assert logging.root.manager.disable == 0
 
 
 @pytest.mark.parametrize("name", [*map(exhaustive, models.MODELS)])

@@ -75,6 +75,11 @@ class TestArguments:
         assert [row.reason for row in report.plan.rows] == [None, *[Reason.FILTERED] * 3]
         assert sum(in_format(model).values()) == 1
 
+    @pytest.mark.parametrize("filter_fn", [lambda path, module: path.startswith("first"), lambda path: True])
+    def test_a_filter_with_other_arguments_is_told_which(self, filter_fn):
+        with pytest.raises(TypeError, match=r"^filter_fn is called as filter_fn\(module, path\), and raised: "):
+            nhwc.convert_(network(), filter_fn=filter_fn)
+
     @pytest.mark.parametrize("storage", ["auto", "fresh", "reuse", "detach"])
     def test_storage_is_that_of_the_operators(self, storage):
         model = network()

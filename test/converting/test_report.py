@@ -101,7 +101,12 @@ SUMMARIES = {
     ),
     "lazy": (lambda: nn.LazyConv2d(3, 3), {}, "1 weight to channels-last: 1 waiting for a shape", None),
     "refused": (lambda: three(refused_view()), {}, f"4 weights to channels-last: {TO_CONVERT}, 1 refused", None),
-    "meta": (lambda: three().to("meta"), {}, "3 weights to channels-last: 3 on the meta device", None),
+    "meta": (
+        lambda: three().to("meta"),
+        {},
+        "3 weights to channels-last: 3 on the meta device (convert after loading the weights)",
+        None,
+    ),
     "in each forward": (swapped, {"each_forward": True}, "3 weights to channels-last: 3 in each forward", None),
     "one channel": (
         lambda: nn.Conv2d(1, 4, 3),
@@ -155,12 +160,12 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
         f"2 with a remark, COPIED_EACH_FORWARD: {Reason.COPIED_EACH_FORWARD.value}",
         "  norm.parametrizations.weight.original0  ParametrizedConv2d  4x1x1x1",
         "  norm.parametrizations.weight.original1  ParametrizedConv2d  4x3x3x3",
-        "3 Conv2d replaced: right for every shape, and fast where PyTorch's kernels are slow on this CPU, 3x3 "
-        "with fewer multiplications",
+        "3 Conv2d replaced: right for every shape, and faster where PyTorch's kernels are slow",
         "1 GELU replaced: fast, forward and backward",
         f"1 Own kept (own): {Reason.OTHER_CLASS.value}",
         "Following their weights: 1 grad, 3 ema.",
         "37.6 kB of new storage: 1 weight (something else holds the old one).",
+        Reason.SAVED_STRIDES.value,
         Reason.SAVED_WHOLE.value,
         "(All rows: .table())",
     ]

@@ -124,6 +124,14 @@ def test_layers_inside_of_a_wrapper_are_kept_with_its_reason():
     assert reasons(model) == {"0.0": Reason.COMPILED}
 
 
+def test_a_reason_that_weights_have_too_is_printed_once():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU())
+    plan = str(nhwc.plan(torch.compile(model, backend="eager")))
+    assert plan.count("take") == 1
+    assert "1 Conv2d kept (_orig_mod.0): COMPILED, as above" in plan
+    assert "1 GELU kept (_orig_mod.1): COMPILED, as above" in plan
+
+
 def test_layers_inside_of_torchscript_are_a_remark():
     model = nn.Sequential(torch.jit.script(nn.GELU()), nn.GELU())
     report = nhwc.convert_(model, preserve=True)

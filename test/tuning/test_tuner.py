@@ -70,15 +70,33 @@ def test_in_doubt_the_model_stays_contiguous_and_the_noise_is_named(model, x, mo
 
 
 def test_a_race_that_the_budget_ends_says_so(model, x, monkeypatch):
-    ended = "The race ended before each pair of 'contiguous', 'weights only', 'full', 'full, preserved' was told apart"
+    ended = "Too few rounds to distinguish 'contiguous', 'weights only', 'full', 'full, preserved' within 3%"
     Machine(monkeypatch, TIMES, noise=0.2)
     assert ended in nhwc.tune(model, x, budget_seconds=8).notes[1]
     Machine(monkeypatch, TIMES, noise=0.01)
-    tuning = nhwc.tune(model, x)
+    tuning = nhwc.tune(model.eval(), x)
     assert tuning.choice == "contiguous"
     assert "equal within 3%, and so the model stays contiguous" in tuning.notes[0] or "Nothing was" in tuning.notes[0]
     assert len(tuning.notes) == 1
     assert tuning.seconds < 60
+    Machine(monkeypatch, TIMES | {"full": 0.02, "contiguous": 0.4}, noise=0.2)
+    assert not [note for note in nhwc.tune(model, x, budget_seconds=4).notes if "Too few" in note]  # of the others
+
+
+def test_a_model_in_training_mode_is_measured_in_inference_with_a_note(model, x, monkeypatch):
+    Machine(monkeypatch, TIMES)
+    said = "Inference was measured, and the model is in training mode: mode='training' measures steps."
+    assert nhwc.tune(model, x).notes[-1] == said
+    assert said not in nhwc.tune(model, x, mode="training").notes
+    assert said not in nhwc.tune(model.eval(), x).notes
+
+
+def test_the_table_says_what_the_candidates_convert(model, x, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    Machine(monkeypatch, TIMES)
+    meant = "weights only: convolution weights; full: weights and inputs"
+    assert f"{meant}; full, preserved: weights, inputs and replaced layers.\n" in str(nhwc.tune(model, x))
+    assert f"{meant}.\n" in str(nhwc.tune(model, x, preserve=False))
 
 
 def test_the_budget_is_kept_but_for_the_first_two_rounds(model, x, monkeypatch):
@@ -160,7 +178,7 @@ def test_the_dtype_of_autocast_may_be_a_name(model, x, monkeypatch):
 
 
 def test_if_nothing_can_change_the_notes_say_so():
-    tuning = nhwc.tune(nn.Sequential(nn.Linear(3, 3)), torch.randn(2, 3))
+    tuning = nhwc.tune(nn.Sequential(nn.Linear(3, 3)).eval(), torch.randn(2, 3))
     assert tuning.notes == ("There is nothing to decide: no plan changes anything in this model.",)
     assert tuning.choice == "contiguous"
 

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from user_code import Function
 
 import torch_nhwc as nhwc
+from torch_nhwc.rendering import several
 from torch_nhwc.running.calls import copy_model
 from torch_nhwc.verifying import Verdict, Verification
 
@@ -125,6 +126,16 @@ class TestFaults:
         assert differing(verified(model, after=after)) == {("spare", "weight")}
         assert "TORCH_NHWC_WINOGRAD=0" in one_line(verified(model, after=after))
         assert "TORCH_NHWC_WINOGRAD" not in one_line(verification)
+
+    def test_rows_of_layers_are_printed_and_those_of_the_model_counted(self):
+        model = sequence(nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3))
+        after = copy.deepcopy(model)
+        with torch.no_grad():
+            next(after.parameters())[0, 0].add_(1)
+        verification = verified(model, after=after)
+        of_model = [row for row in verification.differing if not row.path]
+        assert f"and {several(len(of_model), 'row')} of the whole model" in one_line(verification)
+        assert "the whole model" not in one_line(verified(model[0], after=after[0]))  # which has no other rows
 
     def test_wrong_running_statistics_are_found(self):
         class Wrong(nn.BatchNorm2d):

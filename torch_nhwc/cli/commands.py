@@ -75,6 +75,8 @@ def tune(
     kind = None if optimizer is None else _optimizer(optimizer)
     example = load_example(named)
     example.require_inputs()
+    if getattr(example.model, "training", is_training) != is_training:  # a frozen program has no mode
+        example.model.train(is_training)
     try:
         with _showing(f"Tuning {example.name} for {budget:g} s"), _warnings_as_lines():
             tuning = nhwc.tune(
@@ -93,7 +95,7 @@ def tune(
     if save is not None:
         with write_whole(save) as temporary:
             temporary.write_text(tuning.to_json())
-    return Answer(tuning.to_json() if json_output else f"{tuning}{_advice(tuning, save)}")
+    return Answer(tuning.to_json() if json_output else f"{tuning}{_advice(tuning, save, example.model)}")
 
 
 def verify(
@@ -224,8 +226,16 @@ def _answer_of_trace(traced: Trace, limits: Limits, json_output: bool, html: Pat
     return answer
 
 
-def _advice(tuning: Tuning, save: Path | None) -> str:
-    """Return what to do, with the lines of code that do it."""
+# The arguments of `convert_` that make the plan of a policy.
+_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "weights only": {"preserve": False},
+    "full": {"input_format": "channels_last", "preserve": False},
+    "full, preserved": {"input_format": "channels_last"},
+}
+
+
+def _advice(tuning: Tuning, save: Path | None, model: nn.Module) -> str:
+    """Return what to do, with the lines of code that do it: by the file of the decision, or else by arguments."""
     policy = tuning.choice.removesuffix(", compiled")
     if not tuning.is_decided:
         advice = "Give it a larger --budget; until then, leave the model as it is."
@@ -234,13 +244,18 @@ def _advice(tuning: Tuning, save: Path | None) -> str:
         if not tuning.compile:
             return "Leave the model as it is: no plan is certainly faster here.\n"
         return "Compile the model and convert nothing:\n    import torch\n    model = torch.compile(model)\n"
-    name = json.dumps(str(save or "tuning.json"))
-    lines = ["import torch_nhwc", f"torch_nhwc.convert_(model, plan={name})"]
+    options = _ARGUMENTS[policy]
+    # Sites that example inputs alone show are not in the plan that arguments make.
+    is_same = save is None and nhwc.plan(model, **options).digest == tuning.plan.digest
+    given = options if is_same else {"plan": str(save or "tuning.json")}
+    arguments = ["model", *(f"{name}={json.dumps(value) if value else value}" for name, value in given.items())]
+    arguments += ["optimizer=optimizer"] if tuning.workload["mode"] == "training" else []
+    lines = ["import torch_nhwc", f"torch_nhwc.convert_({', '.join(arguments)})"]
     if tuning.compile:
         lines = ["import torch", *lines, "model = torch.compile(model)"]
     text = f"Convert the model by the plan {policy!r}{', then compile it' if tuning.compile else ''}:\n"
-    text += "".join(f"    {line}\n" for line in lines)
-    return text if save else f"{text}(--save tuning.json writes that file.)\n"
+    text = text if save or is_same else f"Run this again with --save tuning.json. {text}"
+    return text + "".join(f"    {line}\n" for line in lines)
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:

@@ -1,9 +1,12 @@
 """The models of the command line: built-in ones, and those that a user's function makes."""
 
 import importlib
+import logging
 import os
 import sys
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +38,8 @@ class Example(NamedTuple):
             ValueError: There are no inputs.
         """
         if self.inputs is None:
-            raise ValueError(f"{self.name} comes without inputs: give a shape by --input-shape, such as 1,3,224,224")
+            shape = f"such as {_shape_for(self.model)}"
+            raise ValueError(f"{self.name} comes without inputs: give a shape by --input-shape, {shape}")
         if self.is_lazy:
             with torch.no_grad():
                 call(self.model, self.inputs)
@@ -123,9 +127,32 @@ MODELS: dict[str, Callable[[], Example]] = {
 
 def _built_in(name: str) -> Example:
     try:
-        return MODELS[name]()
+        with _quiet():
+            return MODELS[name]()
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing: type `pip install 'torch-nhwc[models]'`") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out what packages warn of and log while they are imported, such as extensions that fit another torch."""
+    disabled = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+
+
+def _shape_for(model: nn.Module) -> str:
+    """Return the shape of an input that a model's first convolution takes, as an example."""
+    for layer in model.modules():
+        if isinstance(layer, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+            sizes = {1: "224", 2: "224,224", 3: "32,32,32"}[len(layer.kernel_size)]
+            return f"1,{layer.in_channels or 3},{sizes}"  # a lazy layer has 0 channels
+    return "1,3,224,224"
 
 
 def _made_by(factory: str) -> Example:

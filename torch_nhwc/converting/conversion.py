@@ -182,11 +182,11 @@ def _warn_of_unknown_optimizer(decisions: Decisions) -> None:
     if not decisions.sources.is_optimizer_unknown:
         return
     if any(row.action is Action.CONVERT and tensor.grad is not None for _, row, tensor in decisions.changing):
-        steps = "is right only thanks to the step guard" if is_guarded() else "gives wrong updates, silently"
+        steps = "is right only while torch_nhwc aligns it before each step" if is_guarded() else "is silently wrong"
         _warn(
-            "the weights have gradients, and no optimizer was given: its state, if there is one, stays as it is, with "
-            f"which steps are slower, and a fused one on a CPU {steps}. Pass optimizer=..., or optimizer=() if there "
-            "is none"
+            "the weights have gradients, and no optimizer was given: pass optimizer=, so that its state follows, or "
+            "optimizer=() if there is none. With state that stays as it is, steps are slower, and that of a fused "
+            f"optimizer on a CPU {steps}"
         )
 
 

@@ -326,17 +326,15 @@ class Replacement(NamedTuple):
     """Says of a layer if it gains on this machine, where that depends on the machine."""
 
 
-_CONVOLUTION = (
-    "right for every shape, and fast where PyTorch's kernels are slow on this CPU, 3x3 with fewer multiplications"
-)
+_CONVOLUTION = "right for every shape, and faster where PyTorch's kernels are slow"
 _BATCH_NORM = "accurate for every size"
-_GROUP_NORM = "accurate, whatever the means are, and fast, above all backward"
-_INSTANCE_NORM = "in the format and fast, and its gradient is right for a batch of 1"
-_FORMAT = "in the format, forward and backward, and fast"
+_GROUP_NORM = "accurate for every mean, and fast, above all backward"
+_INSTANCE_NORM = "in channels-last and fast, and its gradient is right for a batch of 1"
+_FORMAT = "in channels-last, forward and backward, and fast"
 _FAST = "fast, forward and backward"
 _VOLUMES = "able to take volumes, too"
-_FORWARD = "in the format and fast, forward"
-_IN_FLOAT32 = "fast in half precision, in float32, which PyTorch's is not on this CPU"
+_FORWARD = "in channels-last and fast, forward"
+_IN_FLOAT32 = "fast in half precision, where PyTorch's is slow on this CPU"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
     nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _INSTANCE_NORM),
@@ -348,7 +346,7 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Softmax: Replacement(PreservingSoftmax, _FORMAT, serves=_is_over_channels),
     nn.Softmax2d: Replacement(PreservingSoftmax2d, _FORMAT),
     nn.LogSoftmax: Replacement(PreservingLogSoftmax, _FORMAT, serves=_is_over_channels),
-    nn.CrossEntropyLoss: Replacement(PreservingCrossEntropyLoss, "fast forward, and in the format backward"),
+    nn.CrossEntropyLoss: Replacement(PreservingCrossEntropyLoss, "fast forward, and in channels-last backward"),
     nn.AvgPool3d: Replacement(PreservingAvgPool3d, _FORMAT),
     nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _FORMAT),
     nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _FORMAT),

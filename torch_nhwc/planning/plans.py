@@ -346,7 +346,12 @@ class Options:
 
     def skip_reason(self, module: nn.Module, path: str) -> Reason | None:
         """Return why a layer is left out, or `None`."""
-        return None if self.filter_fn is None or self.filter_fn(module, path) else Reason.FILTERED
+        if self.filter_fn is None:
+            return None
+        try:
+            return None if self.filter_fn(module, path) else Reason.FILTERED
+        except (AttributeError, TypeError) as error:  # of arguments in the other order, or of one
+            raise TypeError(f"filter_fn is called as filter_fn(module, path), and raised: {error}") from error
 
 
 SEEN_BY_EXAMPLE = (
@@ -366,7 +371,7 @@ _BY_ACTION = {
 _BY_REASON: dict[Reason | None, str] = {
     Reason.IN_FORMAT: _IN_FORMAT,
     Reason.ONE_CHANNEL: "left contiguous (one channel)",
-    Reason.META: "on the meta device",
+    Reason.META: "on the meta device (convert after loading the weights)",
     Reason.IN_EACH_FORWARD: _IN_EACH_FORWARD,
     Reason.LAZY: "waiting for a shape",
     Reason.FILTERED: "left out by the filter",
@@ -445,7 +450,8 @@ def render(plan: Plan, is_done: bool, lines: Sequence[str] = ()) -> str:
         text += paragraphs([f"{len(some)} {fate}, {reason.name}: {reason.value}"])
         text += table(_cells(some, rows), indent="  ", most=_MOST)
     all_rows = ["(All rows: .table())"] if rows or layers else []
-    return text + paragraphs([*_layer_lines(layers, is_done), *lines, *all_rows])
+    said = {reason for _, reason in alike}
+    return text + paragraphs([*_layer_lines(layers, is_done, said), *lines, *all_rows])
 
 
 def summary(rows: Sequence[PlanRow], memory_format: str | None, is_done: bool) -> str:
@@ -510,8 +516,11 @@ def _cells(some: Sequence[PlanRow], rows: Sequence[PlanRow]) -> list[list[str]]:
     ]
 
 
-def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
-    """Return what happens to the layers that can be replaced, by their class; for layers that stay, their paths."""
+def _layer_lines(layers: Sequence[LayerRow], is_done: bool, said: Iterable[Reason]) -> Iterator[str]:
+    """Return what happens to the layers that can be replaced, by their class; for layers that stay, their paths.
+
+    Reasons that the lines above have said are only named.
+    """
     alike: dict[tuple[str, str, Action, Reason | None], list[str]] = {}
     for row in layers:
         alike.setdefault((row.layer, row.gains, row.action, row.reason), []).append(row.path or "the model itself")
@@ -522,4 +531,5 @@ def _layer_lines(layers: Sequence[LayerRow], is_done: bool) -> Iterator[str]:
         elif reason is Reason.REPLACED:
             yield f"{len(paths)} {layer} kept: {reason.value}"
         else:
-            yield f"{len(paths)} {layer} kept ({first_of(paths)}): {reason.value}"
+            why = f"{reason.name}, as above" if reason in said else reason.value
+            yield f"{len(paths)} {layer} kept ({first_of(paths)}): {why}"

@@ -90,13 +90,12 @@ def remarks_on(
     if options.input_format and (hook is not None or not found.sites):
         remarks.append(_remark_on_input_hook(found.model, hook))
     is_hook_new = hook not in (None, input_hook(found.model))
-    needs_package = is_hook_new or each_forward or any(row.action is Action.REPLACE for _, row in layers)
-    if needs_package:
-        remarks.append(Reason.SAVED_WHOLE.value)
     if options.format.is_channels_last:
         remarks += [reason.value for reason in _remarks_on_layers(found, options, layers)]
-    if has_strides and not needs_package and any(row.changes for row in rows):
+    if has_strides and any(row.changes for row in rows):
         remarks.append(Reason.SAVED_STRIDES.value)
+    if is_hook_new or each_forward or any(row.action is Action.REPLACE for _, row in layers):
+        remarks.append(Reason.SAVED_WHOLE.value)
     return remarks
 
 

@@ -7,7 +7,6 @@ from torch_nhwc.ops import sentence
 
 ORDER = "convert first, then make the optimizer, then wrap, then compile"
 _EACH_FORWARD = "each_forward=True works without changing it"
-_SAVE = "save torch_nhwc.checkpoint.contiguous_state_dict(model)"
 
 
 class Kind(enum.Enum):
@@ -103,7 +102,11 @@ class Reason(enum.Enum):
         Kind.REFUSED,
         f"a training engine has wrapped it, which may keep its weight in flat buffers: {ORDER}; or {_EACH_FORWARD}",
     )
-    COMPILED = Kind.REFUSED, f"it is compiled, and compiled code may hold its weight as a constant: {ORDER}"
+    COMPILED = (
+        Kind.REFUSED,
+        "it is compiled, and compiled code may hold its weight as a constant: convert first, then compile. From the "
+        "wrapper that torch.compile returns, take model._orig_mod: convert that, and compile it again",
+    )
     OFFLOADED = (
         Kind.REFUSED,
         "its values are kept elsewhere and restored before each forward: convert before offloading to the CPU, and "
@@ -227,17 +230,18 @@ class Reason(enum.Enum):
     )
     SCRIPTED_LAYERS = (
         Kind.MODEL,
-        "layers inside of a TorchScript module cannot be replaced: convert with preserve=True before scripting",
+        "layers inside of a TorchScript module cannot be replaced: convert before scripting",
     )
     SAVED_WHOLE = (
         Kind.MODEL,
-        "a whole model that torch.save writes with replaced layers, or with a hook for its inputs, needs torch_nhwc "
-        f"where it is loaded: {_SAVE}, which safetensors and every model take, or revert first",
+        "torch.save(model) would need torch_nhwc where it is loaded, for replaced layers or the hook for inputs: save "
+        "the state dict, or revert first",
     )
     SAVED_STRIDES = (
         Kind.MODEL,
-        "its state dict has tensors in channels-last: safetensors refuses them, and load_state_dict(assign=True) gives "
-        f"them to any model as they are: {_SAVE}",
+        "to save, take contiguous_state_dict(model) and contiguous_state_dict(optimizer.state_dict()) of "
+        "torch_nhwc.checkpoint: without torch_nhwc, a fused CPU optimizer that loads channels-last state gives wrong "
+        "updates, silently, and safetensors refuses channels-last weights",
     )
 
 

@@ -203,7 +203,9 @@ class Trace:
         """Return how many operators ran, and what was lost in all."""
         ran = f"{self.operators['forward']} operators forward, {self.operators['backward']} backward"
         total = amount(sum(row.bytes for row in self.losses))
-        lost = f"{len(self.losses)} loss{'es' * (len(self.losses) != 1)} of {total}" if self.losses else "no loss"
+        layouts = [layout.format for module in self.modules for layout in (*module.inputs, *module.outputs)]
+        none = "nothing to lose" if CONTIGUOUS in layouts and not any(map(is_channels_last, layouts)) else "no loss"
+        lost = f"{len(self.losses)} loss{'es' * (len(self.losses) != 1)} of {total}" if self.losses else none
         mixed = several(len(self.mixed), "mixed convolution") if self.mixed else "no mixed convolution"
         return f"{ran}: {lost}, {mixed}"
 

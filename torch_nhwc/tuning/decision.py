@@ -13,6 +13,12 @@ from torch_nhwc.serialization import from_data, to_data
 
 # What of a machine is printed.
 _PRINTED = ("device", "threads", "torch")
+# What the candidates convert, other than the contiguous one.
+_MEANINGS = {
+    "weights only": "convolution weights",
+    "full": "weights and inputs",
+    "full, preserved": "weights, inputs and replaced layers",
+}
 
 
 class TuningRow(NamedTuple):
@@ -121,21 +127,23 @@ class Tuning:
         title = (
             f"Tuning: {self.choice if self.is_decided else 'not decided'} ({self.seconds:.0f} s; {described}; {where})"
         )
-        head = ["candidate", "time", "speed", "99 % interval", "regret", "error", "compile"]
+        head = ["candidate", "time", "speed", "99 % interval", "error", "compile"]
         rows = [_cells(row, self.is_decided and row.name == self.choice) for row in self.table]
         failed = [f"{row.name}: {row.remark}." for row in self.table if row.remark]
-        return paragraphs([title]) + table(rows, head) + paragraphs([*failed, *self.notes])
+        named = [f"{name}: {what}" for name, what in _MEANINGS.items() if any(row.name == name for row in self.table)]
+        meanings = [f"{'; '.join(named)}."] if named else []
+        return paragraphs([title]) + table(rows, head) + paragraphs([*meanings, *failed, *self.notes])
 
 
 def _cells(row: TuningRow, is_chosen: bool) -> list[str]:
     name = f"* {row.name}" if is_chosen else row.name
     compiling = "" if row.compile_seconds is None else _duration(row.compile_seconds)
-    if row.seconds is None or not row.ratio or row.regret is None:
-        return [name, "failed", *[""] * 4, compiling]
+    if row.seconds is None or not row.ratio:
+        return [name, "failed", *[""] * 3, compiling]
     limits = f"{1 / row.high:.2f} to {1 / row.low:.2f}" if row.low and row.high else "unknown"
     speed = ("1", "") if row.ratio == 1 and row.low == row.high else (f"{1 / row.ratio:.2f}x", limits)
     difference = "" if row.difference is None else f"{row.difference:.0e}" if row.difference else "0"
-    return [name, _duration(row.seconds), *speed, f"{row.regret:.1%}", difference, compiling]
+    return [name, _duration(row.seconds), *speed, difference, compiling]
 
 
 def _duration(seconds: float) -> str:

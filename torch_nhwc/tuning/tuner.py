@@ -119,13 +119,15 @@ def tune(
         candidates.measure(started, budget_seconds, workload_of_a_copy if compile else None)
         choice = candidates.race.winner()
         name = getattr(optimizer, "__name__", type(optimizer).__name__)
+        is_other = mode == "inference" and getattr(model, "training", False)  # a frozen program has no mode
+        measured = ["Inference was measured, and the model is in training mode: mode='training' measures steps."]
         return Tuning(
             plan=candidates.plans[choice],
             choice=choice,
             compile=choice in candidates.compiled,
             is_decided=candidates.is_decided(choice),
             table=tuple(map(candidates.row, candidates.plans)),
-            notes=(*candidates.reasons_for(choice), *candidates.notes),
+            notes=(*candidates.reasons_for(choice), *candidates.notes, *(measured if is_other else ())),
             seconds=time.monotonic() - started,
             workload={
                 "model": type(model).__name__,
@@ -270,13 +272,14 @@ class _Candidates:
             reason = f"Not decided. {reason}"
         elif not self.compiled.keys().isdisjoint([*self.race.measured, *self.race.failures]):
             reason = f"{'Compile' if choice in self.compiled else 'Do not compile'} the model: {reason}"
-        if not open_pairs:
+        of_choice = [pair for pair in open_pairs if choice in pair]
+        if not of_choice:
             return [reason]
-        names = ", ".join(repr(name) for name in self.race.running if any(name in pair for pair in open_pairs))
+        names = ", ".join(repr(name) for name in self.race.running if any(name in pair for pair in of_choice))
         return [
             reason,
-            f"The race ended before each pair of {names} was told apart or equal within {_CLOSE:.0%}: the answer has "
-            f"the best lower bound of the speed over contiguous.",
+            f"Too few rounds to distinguish {names} within {_CLOSE:.0%}: the answer has the best lower bound of the "
+            "speed over contiguous.",
         ]
 
     def _reason_for(self, choice: str, *, is_settled: bool) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_nhwc import serialization
-from torch_nhwc.rendering import first_of, paragraphs, table
+from torch_nhwc.rendering import first_of, paragraphs, several, table
 
 _SHOWN_ROWS = 20
 _BEFORE_DIFFERS = (
@@ -148,10 +148,14 @@ class Verification:
 
     def __str__(self) -> str:
         """Return a summary and a table of the rows that are not equal, or on which the reference is wrong."""
-        cells = [[row.path, row.layer, row.what, *_errors(row), row.inputs] for row in self._remarkable()]
+        remarkable = self._remarkable()
+        shown = [row for row in remarkable if row.path] or remarkable  # a fault of a layer is one of the model, too
+        cells = [[row.path, row.layer, row.what, *_errors(row), row.inputs] for row in shown]
         columns = ["layer", "class", "compared", "error", "reference's", "allowed", "inputs"]
         body = table(cells, columns, most=_SHOWN_ROWS, name="rows") if cells else ""
-        return paragraphs([self._summary()]) + body + paragraphs(self._notes())
+        count = len(remarkable) - len(shown)
+        others = [f"and {several(count, 'row')} of the whole model"] if count else []
+        return paragraphs([self._summary()]) + body + paragraphs([*others, *self._notes()])
 
     def _remarkable(self) -> list[VerificationRow]:
         """Return the rows that are not equal, first those that differ, and those on which the reference is wrong."""
