@@ -77,7 +77,8 @@ at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation) {
   }
 }
 
-/// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`.
+/// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`. In
+/// operators that take batches of gradients.
 at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cpu::Activation& activation) {
   switch (activation.kind) {
     case ActivationKind::relu:
@@ -85,9 +86,19 @@ at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cp
                                               : at::hardtanh_backward(grad, y, 0, activation.parameter);
     case ActivationKind::leaky_relu:
       return at::leaky_relu_backward(grad, y, activation.parameter, /*self_is_result=*/false);
-    case ActivationKind::silu: return at::silu_backward(grad, y);
-    case ActivationKind::gelu: return at::gelu_backward(grad, y);
-    case ActivationKind::gelu_tanh: return at::gelu_backward(grad, y, "tanh");
+    case ActivationKind::silu: {
+      const at::Tensor sigmoid = at::sigmoid(y);
+      return grad * (sigmoid * (1 + y * (1 - sigmoid)));
+    }
+    case ActivationKind::gelu: {
+      const at::Tensor probability = (1 + at::erf(y * M_SQRT1_2)) * 0.5, power = at::exp(y * y * -0.5);
+      return grad * (probability + y * power * (M_2_SQRTPI * M_SQRT1_2 / 2));
+    }
+    case ActivationKind::gelu_tanh: {
+      constexpr double twice_root = M_2_SQRTPI * M_SQRT2, cubic = 0.044715;
+      const at::Tensor square = y * y, sigmoid = at::sigmoid(y * (1 + square * cubic) * twice_root);
+      return grad * (sigmoid + y * sigmoid * (1 - sigmoid) * (1 + square * (3 * cubic)) * twice_root);
+    }
     default: return grad;
   }
 }
@@ -172,7 +183,7 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
   // Of instance norm PyTorch copies what the backward reads: the parameters may change before it.
   const bool is_instance_norm = known.groups == known.input.size(1);
   const auto kept = [&](const at::Tensor& each) {
-    return is_instance_norm && each.defined() ? each.detach().clone() : each;
+    return is_instance_norm && each.defined() ? each.clone() : each;
   };
   const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
   record(norm_activation_formula, output, inputs, {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias())},
@@ -184,7 +195,7 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
 // --- The operators ---
 
 bool is_like(const at::Tensor& residual, const at::Tensor& input) {
-  return !residual.defined() || (residual.sizes() == input.sizes() && residual.scalar_type() == input.scalar_type() &&
+  return !residual.defined() || (residual.sym_sizes() == input.sym_sizes() && residual.scalar_type() == input.scalar_type() &&
                                  residual.is_cpu());
 }
 
@@ -194,8 +205,8 @@ bool has_kernels(const Known& known, const at::Tensor& residual, const cpu::Acti
   const Norm norm = known.norm();
   const bool is_monotonic = activation.kind <= ActivationKind::relu ||
                             (activation.kind == ActivationKind::leaky_relu && activation.parameter > 0);
-  return norm.is_served() && norm.is_on_cpu() && known.input.numel() > 0 && is_like(residual, known.input) &&
-         is_unobserved({known.input, known.weight(), known.bias(), residual}) &&
+  return norm.is_served() && norm.is_on_cpu() && is_like(residual, known.input) &&
+         is_unobserved({known.input, known.weight(), known.bias(), residual}) && known.input.numel() > 0 &&
          cpu::has_activation(norm.type(), activation.kind) &&
          (!residual.defined() || is_monotonic ||
           !needs_gradient({known.input, known.weight(), known.bias(), residual}));

@@ -226,14 +226,16 @@ def _gelu(input: Tensor, approximate: str = "none") -> Tensor | None:
     return _activated(input, names[approximate], 0.0, False) if approximate in names else None
 
 
-def _add(input: Any, other: Any) -> Tensor | None:
+def _add(input: Any, other: Any, alpha: Any = 1, out: Any = None) -> Tensor | None:
     """Return a sum that waits as well. The sum of two that wait computes the second one."""
+    if alpha != 1 or out is not None:
+        return None
     return _sum(input, other) if type(input) is Pending else _sum(other, input)
 
 
-def _add_(input: Any, other: Any) -> Tensor | None:
+def _add_(input: Any, other: Any, alpha: Any = 1) -> Tensor | None:
     """Add to a result that waits."""
-    added = _sum(input, other)
+    added = _sum(input, other) if alpha == 1 else None
     if added is None:
         return None
     waiting, added.__class__ = added.waiting, Tensor  # type: ignore[attr-defined]

@@ -63,12 +63,12 @@ struct Activation<Number, cpu::ActivationKind::silu> {
   explicit Activation(double) {}
   template <typename Value>
   NHWC_ALWAYS_INLINE Value value(Value y) const {
-    return y * sigmoid(y);
+    return y * sigmoid(y).value;
   }
   template <typename Value>
   NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
-    const Value s = sigmoid(y);
-    return grad * (s * (1 + y * (1 - s)));
+    const auto [s, rest] = sigmoid(y);
+    return grad * (s * (1 + y * rest));
   }
 };
 
@@ -95,12 +95,13 @@ struct Activation<Number, cpu::ActivationKind::gelu_tanh> {
   explicit Activation(double) {}
   template <typename Value>
   NHWC_ALWAYS_INLINE Value value(Value y) const {
-    return y * sigmoid(y * (1 + y * y * cubic) * twice_root);
+    return y * sigmoid(y * (1 + y * y * cubic) * twice_root).value;
   }
   template <typename Value>
   NHWC_ALWAYS_INLINE Value gradient(Value grad, Value y) const {
-    const Value square = y * y, s = sigmoid(y * (1 + square * cubic) * twice_root);
-    return grad * (s * (1 + y * (1 - s) * ((1 + square * (3 * cubic)) * twice_root)));
+    const Value square = y * y;
+    const auto [s, rest] = sigmoid(y * (1 + square * cubic) * twice_root);
+    return grad * (s * (1 + y * rest * ((1 + square * (3 * cubic)) * twice_root)));
   }
 };
 

@@ -52,11 +52,16 @@ NHWC_ALWAYS_INLINE Vector<float> logarithm(Vector<float> x) {
 /// The same of one number.
 NHWC_ALWAYS_INLINE float exponential(float x) { return exponential(broadcast(x))[0]; }
 
-/// Returns 1 / (1 + e^-y).
+/// 1 / (1 + e^-y), and what is missing to 1.
 template <typename Value>
-NHWC_ALWAYS_INLINE Value sigmoid(Value y) {
-  const Value power = exponential(y > Value{} ? -y : y), whole = 1 / (1 + power);
-  return y < Value{} ? power * whole : whole;
+struct Sigmoid {
+  Value value, rest;
+};
+
+template <typename Value>
+NHWC_ALWAYS_INLINE Sigmoid<Value> sigmoid(Value y) {
+  const Value power = exponential(y > Value{} ? -y : y), larger = 1 / (1 + power), smaller = power * larger;
+  return {y < Value{} ? smaller : larger, y < Value{} ? larger : smaller};
 }
 
 /// The standard normal distribution at a number: the probability of less, and e^(-y^2 / 2).
