@@ -29,6 +29,9 @@ def tensors_of(shape, arguments):
     return torch.randn(shape), given
 
 
+NORMS = ("batch_norm", "group_norm", "instance_norm")
+
+
 @pytest.mark.parametrize("name", functional.__all__)
 def test_signatures_are_pytorch_s(name):
     ours = inspect.signature(getattr(functional, name)).parameters.values()
@@ -45,7 +48,9 @@ def test_signatures_are_pytorch_s(name):
     if [each.name for each in expected] == ["args", "kwargs"]:
         assert [each.name for each in ours] == ["input", "output_size", "return_indices"]
         return
-    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in expected]
+    # What follows a norm in the same pass comes after PyTorch's arguments.
+    following = [("activation", None), ("residual", None), ("negative_slope", 0.01)] if name in NORMS else []
+    assert [(each.name, each.default) for each in ours] == [(each.name, each.default) for each in expected] + following
 
 
 class Noting:

@@ -5,7 +5,7 @@ from types import FunctionType
 import pytest
 import torch
 from activations import channels_last, sliced
-from calls import ANSWERS, CALLS, LACKS, OTHER_FORMATS
+from calls import ANSWERS, CALLS, IN_STEPS, LACKS, OTHER_FORMATS
 from selection import some_of
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -98,7 +98,7 @@ def test_every_operator_and_every_function_has_a_row():
         for each in schemas
     }
     functions = {getattr(functional, name) for name in functional.__all__}
-    assert operators | functions == {call.of for call in CALLS.values()} | {*ANSWERS}
+    assert operators | functions == {call.of for call in CALLS.values()} | {*ANSWERS} | IN_STEPS
 
 
 def assert_in_format(out):

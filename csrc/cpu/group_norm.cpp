@@ -130,16 +130,14 @@ class Forward {
   void normalise(const Piece& piece, const NormNumbers& numbers, ActivationKind kind, const void* residual, void* out,
                  double* scratch) const {
     const int64_t at = offset_of(piece);
-    kernels_.with[static_cast<int>(kind)].normalise(
-        rows_of(piece), input_ + at, residual ? static_cast<const char*>(residual) + at : nullptr,
-        static_cast<char*>(out) + at, numbers, scratch);
+    kernels_.with[static_cast<int>(kind)].normalise(rows_of(piece), input_ + at,
+                                                    residual ? static_cast<const char*>(residual) + at : nullptr,
+                                                    static_cast<char*>(out) + at, numbers, scratch);
   }
 
  private:
   NormRows rows_of(const Piece& piece) const { return {piece.rows, shape_.channels, shape_.groups}; }
-  int64_t offset_of(const Piece& piece) const {
-    return (piece.sample * shape_.rows + piece.first_row) * bytes_of_row_;
-  }
+  int64_t offset_of(const Piece& piece) const { return (piece.sample * shape_.rows + piece.first_row) * bytes_of_row_; }
 
   const GroupNormShape shape_;
   const NormKernels& kernels_;

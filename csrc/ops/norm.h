@@ -148,19 +148,20 @@ struct Norm {
   }
 };
 
-inline Norm group_norm_of(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias, double eps) {
+inline Norm group_norm_of(const at::Tensor& input, int64_t groups, const Optional& weight, const Optional& bias,
+                          double eps) {
   return Norm("nhwc::native_group_norm", input, weight, bias, none, none, false, groups, true, eps);
 }
 
 inline Norm instance_norm_of(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
-                      const Optional& weight, const Optional& bias, bool use_input_stats, double eps) {
+                             const Optional& weight, const Optional& bias, bool use_input_stats, double eps) {
   const int64_t groups = input.dim() > 1 ? input.size(1) : 0;
   return Norm("nhwc::native_instance_norm", input, weight, bias, running_mean, running_var, false, groups,
               use_input_stats, eps, true);
 }
 
 inline Norm batch_norm_of(const at::Tensor& input, const Optional& running_mean, const Optional& running_var,
-                   const Optional& weight, const Optional& bias, bool training, double eps) {
+                          const Optional& weight, const Optional& bias, bool training, double eps) {
   return Norm("nhwc::native_batch_norm", input, weight, bias, running_mean, running_var, true, 0, training, eps);
 }
 

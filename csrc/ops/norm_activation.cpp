@@ -56,8 +56,8 @@ struct Known {
     call.check();
     const at::SymDimVector sizes = call.sizes_of_statistics();
     for (const at::Tensor* each : {&mean, &rstd}) {
-      TORCH_CHECK(each->sym_sizes() == sizes && each->scalar_type() == at::kDouble, call.name,
-                  ": expected statistics of double and of shape ", sizes, ", got ", each->scalar_type(), " and ",
+      TORCH_CHECK(each->sym_sizes() == sizes && each->scalar_type() == at::kDouble && each->is_contiguous(), call.name,
+                  ": expected dense statistics of double and of shape ", sizes, ", got ", each->scalar_type(), " and ",
                   each->sym_sizes());
     }
   }
@@ -158,13 +158,20 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
   const auto& [saved, constants, needed] = context;
   at::Tensor grad = gradients[0];
   if (!grad.defined()) return std::vector<at::Tensor>(4);
-  const Known known{saved[0], saved[1], saved[2], optional_of(saved[3]), optional_of(saved[4]), constants[0].toInt(), constants[1].toBool(),
+  const Known known{saved[0],
+                    saved[1],
+                    saved[2],
+                    optional_of(saved[3]),
+                    optional_of(saved[4]),
+                    constants[0].toInt(),
+                    constants[1].toBool(),
                     constants[2].toDouble()};
   cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble()};
   at::Tensor of_residual;
   if (saved.size() > 5) grad = gradient_before(grad, saved[5], activation);
   if (saved.size() > 5 || constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
-  const bool is_composed = at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias()});
+  const bool is_composed =
+      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias()});
   if (is_composed && activation.kind != ActivationKind::none) {
     grad = gradient_before(grad, norm_alone(known), activation);
   }
@@ -182,11 +189,10 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
   if (!needs_gradient(inputs)) return;
   // Of instance norm PyTorch copies what the backward reads: the parameters may change before it.
   const bool is_instance_norm = known.groups == known.input.size(1);
-  const auto kept = [&](const at::Tensor& each) {
-    return is_instance_norm && each.defined() ? each.clone() : each;
-  };
+  const auto kept = [&](const at::Tensor& each) { return is_instance_norm && each.defined() ? each.clone() : each; };
   const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
-  record(norm_activation_formula, output, inputs, {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias())},
+  record(norm_activation_formula, output, inputs,
+         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias())},
          {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
           residual.defined()},
          saves_output);
@@ -195,8 +201,8 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
 // --- The operators ---
 
 bool is_like(const at::Tensor& residual, const at::Tensor& input) {
-  return !residual.defined() || (residual.sym_sizes() == input.sym_sizes() && residual.scalar_type() == input.scalar_type() &&
-                                 residual.is_cpu());
+  return !residual.defined() || (residual.sym_sizes() == input.sym_sizes() &&
+                                 residual.scalar_type() == input.scalar_type() && residual.is_cpu());
 }
 
 /// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the

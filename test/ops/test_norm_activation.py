@@ -183,9 +183,9 @@ def test_the_operators_check_their_arguments():
     options = (None, None, None, 2, True, 1e-5)
     with pytest.raises(ValueError, match='got "tanh"'):
         torch.ops.nhwc.norm_activation(x, mean, deviation, *options, "tanh", 0.0)
-    with pytest.raises(RuntimeError, match="expected statistics of double"):
+    with pytest.raises(RuntimeError, match="expected dense statistics of double"):
         torch.ops.nhwc.norm_activation(x, mean.float(), deviation, *options, "relu", 0.0)
-    with pytest.raises(RuntimeError, match=r"expected statistics of double and of shape \[2, 2\]"):
+    with pytest.raises(RuntimeError, match=r"expected dense statistics of double and of shape \[2, 2\]"):
         torch.ops.nhwc.norm_activation(x, mean[:1], deviation, *options, "relu", 0.0)
     with pytest.raises(RuntimeError, match="same sizes, strides and dtype"):
         torch.ops.nhwc.norm_become_(waiting, x[:1])

@@ -331,6 +331,14 @@ CALLS = {
         lambda: [leaf(2, 6, 5, 8), [1, 2, 0, 1]],
     ),
 }
+# The steps of a norm in two: results have no memory, and statistics are those of one input. Their tests are those of
+# norms with activations, and of results that wait.
+IN_STEPS = {
+    nhwc.norm_waiting.default,
+    nhwc.norm_waiting_sum.default,
+    nhwc.norm_become_.default,
+    nhwc.norm_activation.default,
+}
 # Operators whose results have no gradient: the arguments and the options of a call.
 ANSWERS: dict[Any, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
     # opcheck copies weights into larger memory, which only "fresh" may leave.

@@ -70,8 +70,8 @@ struct Normal {
   Value probability, power;
 };
 
-/// The error function is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions (1964), whose error
-/// is at most 1.5e-7. oneDNN computes GELU by it, too.
+/// The error function is formula 7.1.26 of Abramowitz and Stegun, Handbook of Mathematical Functions (1964), whose
+/// error is at most 1.5e-7. oneDNN computes GELU by it, too.
 template <typename Value>
 NHWC_ALWAYS_INLINE Normal<Value> normal_distribution(Value y) {
   const Value x = (y < Value{} ? -y : y) * 0.70710678118654752f, t = 1 / (1 + x * 0.3275911f),

@@ -345,7 +345,7 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
 /// kernels, and what it lost is in the shift.
 template <typename Number>
 struct Affine {
-  Number *__restrict mean, *__restrict scale, *__restrict shift;
+  Number* __restrict mean, * __restrict scale, * __restrict shift;
 
   Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded)
       : mean(reinterpret_cast<Number*>(scratch)), scale(mean + padded), shift(scale + padded) {
@@ -535,7 +535,7 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
   }
   const double share = 1 / static_cast<double>(of_group * sample_rows);
   const bool is_few = has_few_rows<Element>(shape);
-  Number *__restrict by_row = by.end(padded), *__restrict by_all = by_row + padded;
+  Number* __restrict by_row = by.end(padded), * __restrict by_all = by_row + padded;
   // out = g * scale + (rows - mean) * by_row + by_all
   for (std::int64_t g = 0; g < groups; ++g) {
     const std::int64_t first = g * of_group, end = first + of_group;
@@ -582,8 +582,10 @@ std::int64_t norm_scratch(std::int64_t channels) {
 template <typename Element, cpu::ActivationKind kind>
 constexpr cpu::NormPasses make_norm_passes() {
   constexpr bool has_exponential = kind > cpu::ActivationKind::leaky_relu;
-  if constexpr (has_exponential && std::is_same_v<Element, double>) return {};
-  else return {normalise<Element, kind>, backward_sums<Element, kind>, backward<Element, kind>};
+  if constexpr (has_exponential && std::is_same_v<Element, double>)
+    return {};
+  else
+    return {normalise<Element, kind>, backward_sums<Element, kind>, backward<Element, kind>};
 }
 
 template <typename Element>
