@@ -171,7 +171,11 @@ def test_an_activation_takes_the_result_and_anything_else_makes_it_a_tensor():
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
-@pytest.mark.parametrize("read", [repr, copy.copy, lambda y: y.detach().numpy(), lambda y: y.tolist(), bool], ids=str)
+@pytest.mark.parametrize(
+    "read",
+    [repr, copy.copy, lambda y: y.detach().numpy(), lambda y: y.tolist(), bool],
+    ids=["repr", "copy", "numpy", "tolist", "bool"],
+)
 def test_what_shows_or_copies_a_result_reads_it(read):
     _, ours = pair()
     with torch.no_grad():
