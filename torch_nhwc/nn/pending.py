@@ -95,7 +95,9 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor or input.numel() < _FEWEST:
+    if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor:
+        return None
+    if input.numel() < _FEWEST or not input.is_cpu:
         return None
     if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
         return None

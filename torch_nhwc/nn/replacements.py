@@ -327,9 +327,9 @@ class Replacement(NamedTuple):
 
 
 _CONVOLUTION = "right for every shape, and faster where PyTorch's kernels are slow"
-_BATCH_NORM = "accurate for every size"
-_GROUP_NORM = "accurate for every mean, and fast, above all backward"
-_INSTANCE_NORM = "in channels-last and fast, and its gradient is right for a batch of 1"
+_BATCH_NORM = "accurate for every size, and one pass with the activation after it"
+_GROUP_NORM = "accurate for every mean, fast, and one pass with the activation after it"
+_INSTANCE_NORM = "in channels-last and fast, right for a batch of 1, and one pass with the activation after it"
 _FORMAT = "in channels-last, forward and backward, and fast"
 _FAST = "fast, forward and backward"
 _VOLUMES = "able to take volumes, too"
