@@ -17,7 +17,14 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import torch_nhwc as nhwc
+from torch_nhwc.nn import pending
 from torch_nhwc.nn.pending import Pending
+
+
+@pytest.fixture(autouse=True)
+def smaller_group_norms_wait(monkeypatch):
+    monkeypatch.setattr(pending, "_FEWEST_IN_GROUPS", pending._FEWEST)
+
 
 NORMS = {
     "batch": lambda: nn.BatchNorm2d(16),

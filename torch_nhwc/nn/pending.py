@@ -9,6 +9,7 @@ A norm whose results were read by something else twice waits no more.
 
 import math
 import os
+import threading
 import weakref
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
 
-_FEWEST = 1 << 15  # elements: a pass over fewer takes less time than the wait
+# Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches.
+_FEWEST, _FEWEST_IN_GROUPS = 1 << 15, 1 << 18
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
@@ -97,7 +99,7 @@ def pending_norm(
     """
     if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor:
         return None
-    if input.numel() < _FEWEST or not input.is_cpu:
+    if input.numel() < (_FEWEST_IN_GROUPS if groups else _FEWEST) or not input.is_cpu:
         return None
     if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
         return None
@@ -162,7 +164,9 @@ def _compute_among(values: Any) -> None:
     """Compute the results that wait among the arguments of a function."""
     for each in values:
         if type(each) is Pending:
-            _become(each, _early(each.waiting))
+            waiting = each.waiting
+            if waiting is not None:  # otherwise another thread has just computed it
+                _become(each, _early(waiting))
         elif isinstance(each, list | tuple):
             _compute_among(each)
 
@@ -178,14 +182,17 @@ def _early(waiting: Any) -> Tensor:
 
 
 def _become(result: Any, value: Tensor) -> Tensor:
-    """Give a result its memory and its derivative; another thread may have done so."""
-    if type(result) is Pending:
-        result.__class__ = Tensor  # type: ignore[assignment]  # whose operators ask nobody
-        torch.ops.nhwc.norm_become_._op(result, value)
-        result.waiting = None
+    """Give a result its memory and its derivative, once: other threads may compute it, and then read that memory."""
+    with _lock:
+        if type(result) is Pending:
+            with torch._C.DisableTorchFunctionSubclass():
+                torch.ops.nhwc.norm_become_._op(result, value)
+            result.__class__ = Tensor  # type: ignore[assignment]  # whose operators ask nobody
+            result.waiting = None
     return result
 
 
+_lock = threading.Lock()
 # How often the results of an owner were read by something else, by its id.
 _early_reads: dict[int, int] = {}
 
@@ -240,9 +247,9 @@ def _add_(input: Any, other: Any, alpha: Any = 1) -> Tensor | None:
     added = _sum(input, other) if alpha == 1 else None
     if added is None:
         return None
-    waiting, added.__class__ = added.waiting, Tensor  # type: ignore[attr-defined]
-    _become(input, added)
-    input.waiting, input.__class__ = waiting, Pending
+    with _lock, torch._C.DisableTorchFunctionSubclass():
+        torch.ops.nhwc.norm_become_._op(input, added)
+    input.waiting = added.waiting  # type: ignore[attr-defined]
     return input
 
 
