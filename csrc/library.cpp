@@ -83,8 +83,8 @@ TORCH_LIBRARY(nhwc, m) {
       "native_batch_norm_backward(Tensor grad, Tensor input, Tensor mean, Tensor rstd, Tensor? weight, bool training, "
       "float eps, bool[3] output_mask) -> (Tensor, Tensor, Tensor)",
       compliant);
-  // Norms in two steps, with an activation in the second one. Batch norm has no groups. Where a result cannot wait, none
-  // is returned.
+  // Norms in two steps, with an activation in the second one. Batch norm has no groups. Where a result cannot wait,
+  // none is returned.
   m.def(
       "norm_activation(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, "
       "int groups, bool training, float eps, str activation, float parameter) -> Tensor",
