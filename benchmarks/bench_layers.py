@@ -1,6 +1,7 @@
 """Every layer that preserves channels-last: ours and PyTorch's on channels-last, and PyTorch's on contiguous.
 
-    python benchmarks/bench_layers.py [--device cpu|cuda] [--case NAME ...] [--threads N] [--seconds S] [--out FILE]
+    python benchmarks/bench_layers.py [--device cpu|cuda] [--operators] [--case NAME ...] [--threads N] [--seconds S]
+        [--out FILE]
 
 The three take turns in one process: forward, and forward with backward, which computes the gradients of the input and
 of the parameters from a gradient in the output's format. Milliseconds, minimum and median; ratios and bars are of
@@ -9,7 +10,8 @@ minima. A layer that fails has the text of its error in place of a time.
 On a GPU, norms alone, forward and backward by itself, next to a copy of the activation: device times in microseconds.
 The calls of a job go through so many sets of memory that no cache holds them, in a CUDA graph (stopwatch.py). PyTorch's
 norm on channels-last includes what restores the format of its output, where it loses it. The bandwidth of a norm is
-that of the bytes that must move: two reads and a write forward, four reads and a write backward.
+that of the bytes that must move: two reads and a write forward, four reads and a write backward. With `--operators`,
+PyTorch's other operators that follow convolutions, in bfloat16, next to a copy of their input.
 """
 
 import math
@@ -26,6 +28,7 @@ from layer_cases import (
     FORWARD,
     FUNCTIONS,
     MODES,
+    OPERATORS_ON_GPU,
     OVER_CONTIGUOUS,
     STOCK_OVER_OURS,
     Case,
@@ -132,16 +135,22 @@ def measure(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[s
 def measure_on_gpu(case: Case, dtype: torch.dtype, mode: str, seconds: float) -> dict[str, object]:
     stopwatch = STOPWATCHES["cuda"]()
     nbytes = math.prod(case.shape) * dtype.itemsize
-    makers = {way: partial(job, case, dtype, way, mode, stopwatch.device, True) for way in FUNCTIONS}
+    makers = {way: partial(job, case, dtype, way, mode, stopwatch.device, True) for way in case.ways}
     makers["copy"] = partial(copy, case, dtype, stopwatch.device)
     number = sets_beyond_cache(stopwatch, 2 * nbytes)
+    jobs: dict[str, list[Call]] = {}
+    refused: dict[str, str] = {}
     with stopwatch.on_stream():
-        jobs = {name: [make() for _ in range(number)] for name, make in makers.items()}
-        off = differences({way: jobs[way][0] for way in FUNCTIONS})
+        for name, make in makers.items():
+            try:
+                jobs[name] = [make() for _ in range(number)]
+            except RuntimeError as error:
+                refused[name] = str(error).strip().split("\n")[0]
+        off = differences({way: jobs[way][0] for way in case.ways if way in jobs})
         rounds = samples(stopwatch, jobs, seconds)
     times, errors = interleaved(stopwatch, jobs, rounds)
     figures = {"bytes": nbytes, "moves": MOVES[mode], "sets": number}
-    return {**case.row(dtype, mode), **figures, "times": times, "differences": off, "errors": errors}
+    return {**case.row(dtype, mode), **figures, "times": times, "differences": off, "errors": refused | errors}
 
 
 def show(row: dict) -> None:
@@ -159,7 +168,7 @@ def run(cases: Sequence[Case], seconds: float, out: Path, device: str = "cpu", t
         how = {"gpu": machine.gpu()}
     results = []
     for case in cases:
-        for dtype in DTYPES[device]:
+        for dtype in case.dtypes or DTYPES[device]:
             for mode in modes:
                 results.append(measured(case, dtype, mode, seconds))
                 show(results[-1])
@@ -169,6 +178,7 @@ def run(cases: Sequence[Case], seconds: float, out: Path, device: str = "cpu", t
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--operators", action="store_true", help="PyTorch's, on a GPU")
     parser.add_argument("--case", nargs="*", default=[], metavar="NAME", help="a part of the names of cases")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement; 0 is for a look")
@@ -176,10 +186,11 @@ def main() -> None:
     cases = CASES
     if arguments.device == "cuda":
         machine.switch_norms_on()
-        cases = CASES_ON_GPU
+        cases = OPERATORS_ON_GPU if arguments.operators else CASES_ON_GPU
     torch.set_num_threads(arguments.threads)
     chosen = [case for case in cases if not arguments.case or any(part in case.name for part in arguments.case)]
-    out = arguments.out or machine.RESULTS / f"layers-{arguments.device}.json"
+    kind = "operators" if arguments.operators else "layers"
+    out = arguments.out or machine.RESULTS / f"{kind}-{arguments.device}.json"
     run(chosen, arguments.seconds, out, arguments.device, arguments.threads)
 
 

@@ -11,9 +11,9 @@ whose library is missing is left out.
 Rows of bfloat16 also have the model in float32. Where oneDNN does not take bfloat16, PyTorch's convolutions take
 minutes in it, so only the model with replaced layers is measured in bfloat16.
 
-On a GPU, models of the size that people train run in bfloat16 autocast, also contiguous under `torch.compile`, with the
-memory in use beyond the model and its input at its highest. cuDNN chooses among its kernels by their time
-(`cudnn.benchmark`).
+On a GPU, models of the size that people train or run, in bfloat16 autocast or bfloat16: contiguous, channels-last,
+converted, and the first and the last of these under `torch.compile`, with the memory in use beyond the model and its
+input at its highest. cuDNN chooses among its kernels by their time (`cudnn.benchmark`). cuda_layouts.py has them.
 
 To measure a machine with AVX-512 as one without, name another file and set what bounds each library:
 
@@ -27,56 +27,24 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import cuda_layouts
 import layout_models
 import machine
 import torch
 from layout_models import CONTIGUOUS, ONE_IMAGE, PRESERVED, STEPS, Copies, LayoutModel, difference, layouts, replaced
-from stopwatch import STOPWATCHES, Stopwatch, in_turns, summary
-from torch import Tensor, nn
+from stopwatch import Stopwatch, in_turns, summary
 
 MODELS = {**layout_models.MODELS, **ONE_IMAGE}
 IN_FLOAT32 = {f"{layout} float32": layout for layout in (CONTIGUOUS, PRESERVED)}
-COMPILED, AUTOCAST = "compiled", "bfloat16 autocast"
-# The fewest and the most samples on each device.
-SAMPLES = {"cpu": (3, 15), "cuda": (5, 50)}
+SAMPLES = range(3, 15)
 
 
-def sized(name: str, *shape: int) -> LayoutModel:
-    """Return a model of the CPU's with an input of another shape."""
-    return layout_models.MODELS[name]._replace(shape=shape)
-
-
-MODELS_ON_GPU = {
-    "dynunet3d": LayoutModel(layout_models.dynunet(32, 64, 128, 256, 320), (2, 1, 128, 128, 128)),
-    "residual_encoder_unet3d": sized("residual_encoder_unet3d", 2, 1, 128, 128, 128),
-    "resnet50": sized("resnet50", 64, 3, 224, 224),
-    "vae_kl": sized("vae_kl", 8, 3, 256, 256),
-}
-
-
-class Autocast(nn.Module):
-    """A model whose forward runs in bfloat16 autocast, and not its backward, as PyTorch advises."""
-
-    def __init__(self, model: nn.Module, device: str) -> None:
-        super().__init__()
-        self.model, self.device = model, device
-
-    def forward(self, x: Tensor) -> object:
-        with torch.autocast(self.device, torch.bfloat16):
-            return self.model(x)
-
-
-def copies(measured: LayoutModel, dtype: str, mode: str, device: str = "cpu") -> Copies:
+def copies(measured: LayoutModel, dtype: str, mode: str) -> Copies:
     """Return what is measured in a dtype, the reference for differences first."""
     torch.manual_seed(0)
-    model = measured.make().to(device).train(mode == "training")
-    x = torch.randn(measured.shape, device=device)
+    model = measured.make().train(mode == "training")
+    x = torch.randn(measured.shape)
     made = layouts(measured, model, x)
-    if dtype == AUTOCAST:
-        made[COMPILED] = (copy.deepcopy(model), x)
-        casting = {layout: (Autocast(each, device), given) for layout, (each, given) in made.items()}
-        casting[COMPILED][0].compile()
-        return casting
     if dtype == "float32":
         return made
     halves = layouts(measured, copy.deepcopy(model).to(torch.bfloat16), x.to(torch.bfloat16))
@@ -93,20 +61,18 @@ def measure(
     stopwatch: Stopwatch, name: str, measured: LayoutModel, dtype: str, mode: str, budget: float
 ) -> dict[str, object]:
     """Measure every layout of a model, and the largest difference of its results; what fails is among the errors."""
-    made = copies(measured, dtype, mode, stopwatch.device)
+    made = copies(measured, dtype, mode)
     steps = {layout: partial(STEPS[mode], measured, *each) for layout, each in made.items()}
-    computed, extra, errors, took = {}, {}, {}, 0.0
+    computed, errors, took = {}, {}, 0.0
     for layout, step in steps.items():
         try:
             torch.manual_seed(0)
             computed[layout] = step().float()
-            extra[layout] = stopwatch.extra_bytes(step)  # compiled, and with the choices of cuDNN
             took += stopwatch.wall(step) * 1e-6
         except RuntimeError as error:
             errors[layout] = str(error).strip().split("\n")[0]
-    fewest, most = SAMPLES[stopwatch.device]
-    samples = min(most, max(fewest, int(budget / max(took, 1e-3))))
-    taken = in_turns({layout: partial(stopwatch.wall, steps[layout]) for layout in extra}, samples, warm_up=0)
+    samples = min(SAMPLES.stop, max(SAMPLES.start, int(budget / max(took, 1e-3))))
+    taken = in_turns({layout: partial(stopwatch.wall, steps[layout]) for layout in computed}, samples, warm_up=0)
     reference = next(iter(made))
     return {
         "model": name,
@@ -116,7 +82,6 @@ def measure(
         "samples": samples,
         "replaced": replaced(made[reference][0], made[PRESERVED][0]),
         "times": {layout: summary([each / 1e3 for each in values]) for layout, values in taken.items()},
-        "extra_bytes": extra,
         "differences": {layout: difference(each, computed[reference]) for layout, each in computed.items()}
         if reference in computed
         else {},
@@ -134,46 +99,41 @@ def default_dtypes() -> list[str]:
     return ["float32", "bfloat16"] if takes_bfloat16() else ["float32"]
 
 
-def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path, device: str = "cpu") -> None:
+def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path) -> None:
     """Measure models, and write the file after each of them. One without its library is left out."""
     torch.set_num_threads(1)
-    script, models, how = "bench_layouts.py", MODELS, {"quick": budget == 0, "threads": 1}
-    if device == "cuda":
-        torch.backends.cudnn.benchmark = True
-        script, models, how = f"{script} --device cuda", MODELS_ON_GPU, {"gpu": machine.gpu()}
-    stopwatch, order = STOPWATCHES[device](), list(models)
+    stopwatch, order = Stopwatch(), list(MODELS)
     for name in names:
-        cases = [(dtype, mode) for dtype in dtypes for mode in models[name].modes]
+        cases = [(dtype, mode) for dtype in dtypes for mode in MODELS[name].modes]
         try:
-            rows = [measure(stopwatch, name, models[name], *case, budget) for case in cases]
+            rows = [measure(stopwatch, name, MODELS[name], *case, budget) for case in cases]
         except ModuleNotFoundError as error:
             print(f"{name} is left out: {error}", flush=True)
             continue
         for row in rows:
             show(row)
         machine.add(
-            *(out, script, rows),
+            *(out, "bench_layouts.py", rows),
             order=lambda row: (order.index(row["model"]), row["dtype"] != "float32", row["mode"]),
-            **how,
-            seconds=budget,
+            **{"quick": budget == 0, "threads": 1, "seconds": budget},
         )
 
 
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--model", nargs="*", choices=list(MODELS), help="all of the device by default")
+    parser.add_argument("--model", nargs="*", choices=list(MODELS | cuda_layouts.MODELS), help="all by default")
     parser.add_argument("--dtype", nargs="*", default=default_dtypes(), choices=["float32", "bfloat16"])
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each model, dtype and mode; 0 is for a look at what comes out"
     )
     arguments = parser.parse_args()
     out = arguments.out or machine.RESULTS / f"layouts-{arguments.device}.json"
-    models, dtypes = MODELS, arguments.dtype
     if arguments.device == "cuda":
         machine.switch_norms_on()
-        models, dtypes = MODELS_ON_GPU, [AUTOCAST]
-    run(arguments.model or list(models), dtypes, arguments.seconds, out, arguments.device)
+        cuda_layouts.run(arguments.model or cuda_layouts.CHOSEN, arguments.seconds, out)
+    else:
+        run(arguments.model or list(MODELS), arguments.dtype, arguments.seconds, out)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,13 @@ class Case(NamedTuple):
     call: Call
     parameters: tuple[tuple[int, ...], ...] = ()
     target: str | None = None
+    dtypes: tuple[torch.dtype, ...] = ()  # all that are measured on the device, if it names none
+    is_ours: bool = True
+
+    @property
+    def ways(self) -> dict[str, ModuleType]:
+        """The functions that are measured, by name."""
+        return {way: functions for way, functions in FUNCTIONS.items() if self.is_ours or functions is stock}
 
     @property
     def name(self) -> str:
@@ -192,6 +199,68 @@ def norm_cases_on_gpu() -> Iterator[Case]:
         yield Case("instance_norm", "affine", shape, instance_norm, affine)
 
 
+def operator_cases_on_gpu() -> Iterator[Case]:
+    """Yield what follows convolutions in networks, and convolutions that are slow in one of the formats, in bfloat16.
+
+    Ours are among them only where a GPU has a kernel of ours.
+    """
+    half = (torch.bfloat16,)
+    plane, volume = (32, 128, 64, 64), (2, 64, 64, 64, 64)
+
+    def one(layer: str, arguments: str, shape: tuple[int, ...], call: Call, *parameters: tuple[int, ...]) -> Case:
+        return Case(layer, arguments, shape, call, parameters, dtypes=half, is_ours=False)
+
+    for shape in (plane, volume):
+        of_channels, axes = (shape[1],), len(shape) - 2
+        yield one("batch_norm", "training", shape, batch_norm, of_channels, of_channels)
+        yield one("batch_norm", "evaluation", shape, batch_norm_in_evaluation, of_channels, of_channels)
+        yield one("prelu", "", shape, lambda functions, x, slope: functions.prelu(x, slope), of_channels)
+        yield one("add", "bias", shape, add_bias, of_channels)
+        yield one("cat", "two", shape, lambda functions, x: torch.cat([x, x], 1))
+        for mode in ("constant", "reflect", "replicate", "circular"):
+            yield one("pad", f'1, "{mode}"', shape, partial(padded, mode))
+        smaller = (*shape[:2], *(side // 2 for side in shape[2:]))
+        for mode in ("nearest", "trilinear" if axes == 3 else "bilinear"):
+            yield one("interpolate", f'2, "{mode}"', smaller, partial(enlarged, mode))
+        for kernel in (3, 7) if axes == 2 else (3, 5, 7):
+            weight = (shape[1], 1, *[kernel] * axes)
+            yield one(f"conv{axes}d", f"depthwise {kernel}", shape, partial(convolution, shape[1]), weight)
+        transposed = (shape[1], shape[1] // 2, *[2] * axes)
+        yield one(f"conv_transpose{axes}d", "2, stride 2", smaller, enlarging, transposed)
+        yield one("cross_entropy", "classes", (2, 21, *shape[2:]), cross_entropy)._replace(target="classes")
+    for channels in (1, 32, 320):
+        side = 64 if channels < 320 else 16
+        wide = (max(32, channels), channels, 3, 3, 3)
+        yield one("conv3d", "3", (2, channels, side, side, side), partial(convolution, 1), wide)
+
+
+def batch_norm_in_evaluation(functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return functions.batch_norm(x, torch.zeros_like(weight), torch.ones_like(weight), weight, bias)
+
+
+def add_bias(functions: ModuleType, x: Tensor, bias: Tensor) -> Tensor:
+    return x + bias.view(-1, *[1] * (x.dim() - 2))
+
+
+def padded(mode: str, functions: ModuleType, x: Tensor) -> Tensor:
+    return functions.pad(x, (1,) * 2 * (x.dim() - 2), mode)
+
+
+def enlarged(mode: str, functions: ModuleType, x: Tensor) -> Tensor:
+    return functions.interpolate(x, scale_factor=2, mode=mode)
+
+
+def convolution(groups: int, functions: ModuleType, x: Tensor, weight: Tensor) -> Tensor:
+    axes = x.dim() - 2
+    padding = [size // 2 for size in weight.shape[2:]]
+    return getattr(functions, f"conv{axes}d")(x, weight, None, 1, padding, 1, groups)
+
+
+def enlarging(functions: ModuleType, x: Tensor, weight: Tensor) -> Tensor:
+    return getattr(functions, f"conv_transpose{x.dim() - 2}d")(x, weight, stride=2)
+
+
 CASES_ON_GPU = list(norm_cases_on_gpu())
+OPERATORS_ON_GPU = list(operator_cases_on_gpu())
 CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *other_cases()]
 FUNCTIONS = {"ours": ours, "stock_channels_last": stock, "contiguous": stock}

@@ -18,10 +18,10 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_convolutions
-import bench_layouts
 import bench_models
 import bench_peers
 import bench_weights
+import cuda_layouts
 import cuda_models
 import figures_peers
 import layer_cases
@@ -89,7 +89,7 @@ RUNS = {
 }
 ON_GPU = {
     "bench_layers": ("layers-cuda", {"CASES_ON_GPU": of_each_layer(layer_cases.CASES_ON_GPU)}, ["--seconds", 0]),
-    "bench_layouts": ("layouts-cuda", {"MODELS_ON_GPU": {"tiny": VOLUME}}, ["--seconds", 0]),
+    "bench_layouts": ("layouts-cuda", {}, ["--seconds", 0, "--model", cuda_layouts.LOOK]),
     "bench_models": ("models-cuda", {"MODELS": {"tiny": tiny}}, ["--rounds", 1, "--models", "tiny"]),
     "bench_weights": ("weights-cuda", {"points_on_gpu": lambda *_: POINTS}, ["--samples", 1, "--without-compile"]),
 }
@@ -279,15 +279,17 @@ def test_every_model_of_the_layouts_is_made(name):
 
 
 def test_a_model_of_a_gpu_is_compiled_as_a_whole():
-    model = bench_layouts.Autocast(with_norms(), "cpu")
+    model = cuda_layouts.Called(cuda_layouts.MODELS[cuda_layouts.LOOK], with_norms(), x := torch.randn(1, 1, 8, 8, 8))
     model.compile(fullgraph=True, backend="aot_eager")
-    assert model(torch.randn(1, 1, 8, 8, 8)).dtype == torch.bfloat16
+    assert model(x).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("name", bench_layouts.MODELS_ON_GPU)
+@pytest.mark.parametrize("name", cuda_layouts.CHOSEN)
 def test_the_models_of_a_gpu_take_their_inputs(name):
-    if name == "residual_encoder_unet3d":
+    if name in ("residual_encoder_unet3d", "plain_conv_unet3d"):
         pytest.importorskip("dynamic_network_architectures")
-    measured = bench_layouts.MODELS_ON_GPU[name]
+    if name == "r3d_18":
+        pytest.importorskip("torchvision")
+    measured = cuda_layouts.MODELS[name].model
     with torch.device("meta"):
         assert measured.call(measured.make(), torch.empty(measured.shape)).dim() in (2, 4, 5)

@@ -54,7 +54,8 @@ struct Known {
   void check() const {
     const Norm call = norm();
     call.check();
-    const at::SymDimVector sizes = call.sizes_of_statistics();
+    const at::SymDimVector statistics = call.sizes_of_statistics();
+    const c10::SymIntArrayRef sizes = statistics;
     for (const at::Tensor* each : {&mean, &rstd}) {
       TORCH_CHECK(each->sym_sizes() == sizes && each->scalar_type() == at::kDouble && each->is_contiguous(), call.name,
                   ": expected dense statistics of double and of shape ", sizes, ", got ", each->scalar_type(), " and ",
