@@ -30,10 +30,11 @@ COMPILING = 170.0  # seconds; who needs more is left out
 
 
 class GpuModel(NamedTuple):
-    """A model of the size that people train or run, and in which dtype it runs."""
+    """A model of the size that people train or run, in which dtype it runs, and whether it compiles within minutes."""
 
     model: LayoutModel
     dtype: str = AUTOCAST
+    compiles: bool = True
 
 
 def sized(name: str, *shape: int) -> GpuModel:
@@ -73,8 +74,8 @@ MODELS = {
     "resnet50": sized("resnet50", 64, 3, 224, 224),
     "r3d_18": GpuModel(LayoutModel(network("torchvision.models.video", "r3d_18"), (8, 3, 16, 112, 112))),
     "vae_decoder": decoder("AutoencoderKL", (1, 4, 128, 128), **autoencoder),
-    "wan_decoder": decoder("AutoencoderKLWan", (1, 16, 3, 60, 104)),
-    "hunyuan_decoder": decoder("AutoencoderKLHunyuanVideo", (1, 16, 5, 32, 32)),
+    "wan_decoder": decoder("AutoencoderKLWan", (1, 16, 3, 60, 104))._replace(compiles=False),
+    "hunyuan_decoder": decoder("AutoencoderKLHunyuanVideo", (1, 16, 5, 32, 32))._replace(compiles=False),
     "unet2d_condition": GpuModel(LayoutModel(unet2d_condition, (4, 4, 64, 64), text_condition, trains=False), BFLOAT16),
     "mednext3d_k3": sized("mednext3d_k3", 1, 1, 128, 128, 128),
     "convnext_t": sized("convnext_t", 64, 3, 224, 224),
@@ -108,10 +109,11 @@ def ways(measured: GpuModel, mode: str, device: str) -> dict[str, tuple[nn.Modul
     model = measured.model.make().to(device, dtype).train(mode == "training")
     x = torch.randn(measured.model.shape, device=device, dtype=dtype)
     made = layouts(measured.model, model, x)
-    for compiled, plain in ((COMPILED, CONTIGUOUS), (BOTH, PRESERVED)):
+    compiling = {COMPILED: CONTIGUOUS, BOTH: PRESERVED} if measured.compiles else {}
+    for compiled, plain in compiling.items():
         made[compiled] = copy.deepcopy(made[plain][0]), made[plain][1]
     called = {way: (Called(measured, each, given), given) for way, (each, given) in made.items()}
-    for way in (COMPILED, BOTH):
+    for way in compiling:
         called[way][0].compile(backend="inductor" if device == "cuda" else "aot_eager")
     return called
 

@@ -199,6 +199,29 @@ def norm_cases_on_gpu() -> Iterator[Case]:
         yield Case("instance_norm", "affine", shape, instance_norm, affine)
 
 
+def passes_on_gpu() -> Iterator[Case]:
+    """Yield batch norm, and norms with the activation after them, of 64 MB and less, in bfloat16."""
+    half = (torch.bfloat16,)
+    for shape in ((32, 128, 64, 64), (32, 256, 14, 14), (2, 64, 64, 64, 64), (2, 32, 128, 128, 128)):
+        of_channels = ((shape[1],),) * 2
+        yield Case("batch_norm", "training", shape, batch_norm, of_channels, dtypes=half)
+        yield Case("batch_norm", "training, relu", shape, partial(followed, "batch", "relu"), of_channels, dtypes=half)
+        for kind, activation in (("instance", "leaky_relu"), ("group", "silu")):
+            call = partial(followed, kind, activation)
+            yield Case(f"{kind}_norm", activation, shape, call, of_channels, dtypes=half)
+
+
+def followed(kind: str, activation: str, functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    options = {"activation": activation} if functions is ours else {}
+    calls: dict[str, Callable[[], Tensor]] = {
+        "batch": lambda: functions.batch_norm(x, None, None, weight, bias, training=True, **options),
+        "instance": lambda: functions.instance_norm(x, weight=weight, bias=bias, **options),
+        "group": lambda: functions.group_norm(x, 32, weight, bias, **options),
+    }
+    out = calls[kind]()
+    return out if options else getattr(stock, activation)(out)
+
+
 def operator_cases_on_gpu() -> Iterator[Case]:
     """Yield what follows convolutions in networks, and convolutions that are slow in one of the formats, in bfloat16.
 
@@ -260,7 +283,7 @@ def enlarging(functions: ModuleType, x: Tensor, weight: Tensor) -> Tensor:
     return getattr(functions, f"conv_transpose{x.dim() - 2}d")(x, weight, stride=2)
 
 
-CASES_ON_GPU = list(norm_cases_on_gpu())
+CASES_ON_GPU = [*norm_cases_on_gpu(), *passes_on_gpu()]
 OPERATORS_ON_GPU = list(operator_cases_on_gpu())
 CASES = [*norm_cases(), *channel_cases(), *pool_cases(), *other_cases()]
 FUNCTIONS = {"ours": ours, "stock_channels_last": stock, "contiguous": stock}

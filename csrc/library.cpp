@@ -87,14 +87,15 @@ TORCH_LIBRARY(nhwc, m) {
   // none is returned.
   m.def(
       "norm_activation(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, "
-      "int groups, bool training, float eps, str activation, float parameter) -> Tensor",
+      "int groups, bool training, float eps, bool is_float, str activation, float parameter) -> Tensor",
       compliant);
   m.def(
       "norm_waiting(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, Tensor? bias, "
-      "int groups, bool training, float momentum, float eps) -> (Tensor mean, Tensor rstd, Tensor waiting)");
+      "int groups, bool training, float momentum, float eps, bool is_float) -> (Tensor mean, Tensor rstd, Tensor "
+      "waiting)");
   m.def(
       "norm_waiting_sum(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor residual, "
-      "int groups, bool training, float eps) -> Tensor");
+      "int groups, bool training, float eps, bool is_float) -> Tensor");
   m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);

@@ -270,11 +270,11 @@ def _in_one_pass(
         return None
     if _is_tracing() or _are_transforms_active():
         return None
-    mean, deviation, waiting = torch.ops.nhwc.norm_waiting._op(*operands)
+    mean, deviation, waiting = torch.ops.nhwc.norm_waiting._op(*operands, False)
     if waiting is None:
         return None
     return torch.ops.nhwc.norm_activation._op(
-        *(input, mean, deviation, weight, bias, residual, groups, training, eps, name, parameter)
+        *(input, mean, deviation, weight, bias, residual, groups, training, eps, False, name, parameter)
     )
 
 

@@ -63,6 +63,77 @@ struct NormElement {
   }
 };
 
+/// The lanes of a thread's vector, in parts of at most 16 bytes.
+template <typename Element, unsigned lanes>
+struct Lanes {
+  static constexpr unsigned bytes = Element::bytes * lanes, parts = bytes > 16 ? bytes / 16 : 1;
+  static constexpr unsigned lanes_of_part = lanes / parts;
+  using Part = Bits<bytes / parts>;
+  Part of[parts];
+
+  NHWC_HOST_DEVICE typename Element::Real operator[](unsigned lane) const {
+    if constexpr (lanes == 1) {
+      return Element::to_real(of[0]);
+    } else {
+      return Element::to_real(extract<Element::bytes>(as_quad(of[lane / lanes_of_part]), lane % lanes_of_part));
+    }
+  }
+  NHWC_HOST_DEVICE void set(unsigned lane, typename Element::Real value) {
+    if constexpr (lanes == 1) {
+      of[0] = Element::to_bits(value);
+    } else {
+      insert<Element::bytes>(of[lane / lanes_of_part], lane % lanes_of_part, Element::to_bits(value));
+    }
+  }
+};
+
+/// What follows a norm, on its result and for the gradient.
+template <typename Real>
+struct Following {
+  NormActivation activation;
+  Real parameter;
+
+  template <Follower follower>
+  NHWC_HOST_DEVICE Real apply(Real y) const {
+    if constexpr (follower == Follower::lines) {
+      if (activation == NormActivation::none) return y;
+      // Written so that what is undefined stays so.
+      if (activation == NormActivation::leaky_relu) return y > 0 ? y : y * parameter;
+      return y <= 0 ? Real{0} : y > parameter ? parameter : y;
+    }
+    if constexpr (follower == Follower::exponentials) return y * gate(y);
+    return y;
+  }
+  /// Returns the gradient of the norm's result, from that of what follows.
+  template <Follower follower>
+  NHWC_HOST_DEVICE Real gradient(Real grad, Real y) const {
+    if constexpr (follower == Follower::lines) {
+      if (activation == NormActivation::none) return grad;
+      if (activation == NormActivation::leaky_relu) return y > 0 ? grad : grad * parameter;
+      return y <= 0 || y >= parameter ? Real{0} : grad;
+    }
+    if constexpr (follower == Follower::exponentials) {
+      const Real g = gate(y);
+      if (activation == NormActivation::gelu) {
+        return grad * (g + y * std::exp(y * y * Real(-0.5)) * Real(0.39894228040143267794));
+      }
+      if (activation == NormActivation::silu) return grad * (g + y * g * (1 - g));
+      return grad * (g + y * g * (1 - g) * (1 + y * y * Real(3 * 0.044715)) * Real(twice_root));
+    }
+    return grad;
+  }
+
+ private:
+  static constexpr double twice_root = 1.5957691216057307117;  // 2 sqrt(2 / pi)
+
+  /// The factor by which an activation multiplies its argument. That of GELU by tanh is a logistic function, too.
+  NHWC_HOST_DEVICE Real gate(Real y) const {
+    if (activation == NormActivation::gelu) return Real(0.5) * (1 + std::erf(y * Real(0.70710678118654752440)));
+    const Real inner = activation == NormActivation::silu ? y : y * (1 + y * y * Real(0.044715)) * Real(twice_root);
+    return 1 / (1 + std::exp(-inner));
+  }
+};
+
 /// The mean of `count` numbers, which is `shift + offset`, and the sum of their squared deviations from it.
 template <typename Real>
 struct Moments {
@@ -172,7 +243,8 @@ class SharedValues {
 template <NormType type, typename Access>
 class NormBlock {
  public:
-  using Element = detail::NormElement<type>;
+  using Element = detail::NormElement<input_type(type)>;
+  using Result = detail::NormElement<result_type(type)>;
   using Real = typename Element::Real;
 
  protected:
@@ -187,6 +259,32 @@ class NormBlock {
   }
   NHWC_HOST_DEVICE void set(void* numbers, std::uint64_t index, Real value) const {
     access_.store(static_cast<Real*>(numbers) + index, value);
+  }
+  /// Statistics are float or double, and computed with in double where they are stored so.
+  NHWC_HOST_DEVICE double statistic(const void* statistics, std::uint64_t group) const {
+    if (!norm_.has_double_statistics) return number(statistics, group);
+    return access_.template load<double>(static_cast<const double*>(statistics) + group);
+  }
+  NHWC_HOST_DEVICE void set_statistic(void* statistics, std::uint64_t group, double value) const {
+    if (!norm_.has_double_statistics) return set(statistics, group, static_cast<Real>(value));
+    access_.store(static_cast<double*>(statistics) + group, value);
+  }
+  /// The output is `(input - mean) * scale + shift`; what the rounded mean is off by is in the shift.
+  struct Coefficients {
+    Real mean, scale, shift;
+  };
+  NHWC_HOST_DEVICE Coefficients coefficients_of(std::uint64_t group, std::uint32_t channel) const {
+    const double exact = statistic(norm_.mean, group);
+    const Real mean = static_cast<Real>(exact);
+    const Real scale = static_cast<Real>(statistic(norm_.rstd, group)) * parameter(norm_.weight, channel, 1);
+    return {mean, scale, parameter(norm_.bias, channel, 0) + static_cast<Real>(mean - exact) * scale};
+  }
+  NHWC_HOST_DEVICE void set_parameter(void* parameters, std::uint32_t channel, Real value) const {
+    if (norm_.has_float_parameters) {
+      access_.store(static_cast<float*>(parameters) + channel, static_cast<float>(value));
+    } else {
+      access_.store(static_cast<char*>(parameters) + channel * bytes, Element::to_bits(value));
+    }
   }
   NHWC_HOST_DEVICE Real parameter(const void* parameters, std::uint32_t channel, Real otherwise) const {
     if (!parameters) return otherwise;
@@ -213,9 +311,10 @@ class NormChunk : public NormBlock<type, Access> {
   using Base = NormBlock<type, Access>;
   using Element = typename Base::Element;
   using Real = typename Base::Real;
-  using Element_ = typename Base::Element_;
+  using Result = typename Base::Result;
   using Base::access_, Base::bytes, Base::norm_, Base::plan_;
-  using Vector = detail::Bits<bytes * lanes>;
+  using Vector = detail::Lanes<Element, lanes>;
+  using ResultVector = detail::Lanes<Result, lanes>;
 
   NHWC_HOST_DEVICE NormChunk(const NormArguments& arguments, std::uint32_t block, Access access)
       : Base(arguments, access),
@@ -239,44 +338,56 @@ class NormChunk : public NormBlock<type, Access> {
   NHWC_HOST_DEVICE std::uint32_t channel(std::uint32_t index) const {
     return (index + lanes * plan_.channels - skew_) % plan_.channels;
   }
+  /// The group of a channel of the block's sample.
+  NHWC_HOST_DEVICE std::uint64_t group_of(std::uint32_t channel) const {
+    return sample_ * plan_.groups + channel / this->channels_of_group();
+  }
   NHWC_HOST_DEVICE std::uint64_t place(std::uint32_t vector) const {
-    return (begin_ - skew_ + std::uint64_t{vector} * lanes) * bytes;
+    return begin_ - skew_ + std::uint64_t{vector} * lanes;
+  }
+  template <typename Vector_>
+  NHWC_HOST_DEVICE Vector_ load_as(const void* tensor, std::uint32_t vector) const {
+    using Part = typename Vector_::Part;
+    const char* first = static_cast<const char*>(tensor) + place(vector) * (Vector_::bytes / lanes);
+    Vector_ loaded;
+    NHWC_UNROLL
+    for (unsigned i = 0; i < Vector_::parts; ++i) {
+      loaded.of[i] = access_.template load<Part>(first + i * sizeof(Part));
+    }
+    return loaded;
   }
   NHWC_HOST_DEVICE Vector load(const void* tensor, std::uint32_t vector) const {
-    return access_.template load<Vector>(static_cast<const char*>(tensor) + place(vector));
+    return load_as<Vector>(tensor, vector);
+  }
+  template <typename Element_>
+  NHWC_HOST_DEVICE Real load_edge(const void* tensor, std::uint32_t vector, unsigned lane) const {
+    const char* element = static_cast<const char*>(tensor) + (place(vector) + lane) * Element_::bytes;
+    return Element_::to_real(access_.template load<detail::Bits<Element_::bytes>>(element));
   }
   NHWC_HOST_DEVICE Real load(const void* tensor, std::uint32_t vector, unsigned lane) const {
-    const char* element = static_cast<const char*>(tensor) + place(vector) + lane * bytes;
-    return Element::to_real(access_.template load<Element_>(element));
+    return load_edge<Element>(tensor, vector, lane);
   }
   /// What the backward reads.
   struct Both {
-    Vector grad, input;
+    ResultVector grad;
+    Vector input;
   };
   NHWC_HOST_DEVICE Both load_both(std::uint32_t vector) const {
-    return {load(norm_.grad, vector), load(norm_.input, vector)};
+    return {load_as<ResultVector>(norm_.grad, vector), load(norm_.input, vector)};
   }
-  NHWC_HOST_DEVICE void store(std::uint32_t vector, unsigned lane, Real value) const {
-    access_.store(static_cast<char*>(norm_.out) + place(vector) + lane * bytes, Element::to_bits(value));
-  }
-  NHWC_HOST_DEVICE static Real lane_of(const Vector& vector, unsigned lane) {
-    if constexpr (lanes == 1) {
-      return Element::to_real(vector);
-    } else {
-      return Element::to_real(detail::extract<bytes>(vector, lane));
-    }
+  template <typename Element_>
+  NHWC_HOST_DEVICE void store_edge(std::uint32_t vector, unsigned lane, Real value) const {
+    access_.store(static_cast<char*>(norm_.out) + (place(vector) + lane) * Element_::bytes, Element_::to_bits(value));
   }
   /// Stores a vector of numbers by lane.
-  template <typename Number>
+  template <typename Element_, typename Number>
   NHWC_HOST_DEVICE void store(std::uint32_t vector, const Number& number) const {
-    Vector out;
-    if constexpr (lanes == 1) {
-      out = Element::to_bits(number(0));
-    } else {
-      NHWC_UNROLL
-      for (unsigned lane = 0; lane < lanes; ++lane) detail::insert<bytes>(out, lane, Element::to_bits(number(lane)));
-    }
-    access_.store(static_cast<char*>(norm_.out) + place(vector), out);
+    detail::Lanes<Element_, lanes> out;
+    NHWC_UNROLL
+    for (unsigned lane = 0; lane < lanes; ++lane) out.set(lane, number(lane));
+    char* first = static_cast<char*>(norm_.out) + place(vector) * Element_::bytes;
+    NHWC_UNROLL
+    for (unsigned i = 0; i < out.parts; ++i) access_.store(first + i * sizeof(out.of[0]), out.of[i]);
   }
 
   /// Calls `first(loaded)` for the thread's first whole vector, `use(vector, loaded)` for the others, of which
@@ -387,7 +498,7 @@ class ChunkMoments : NormChunk<type, lanes, Access> {
         [&](std::uint32_t, const Vector& loaded) {
           count = 1;
           NHWC_UNROLL
-          for (unsigned lane = 0; lane < lanes; ++lane) shift[lane] = this->lane_of(loaded, lane);
+          for (unsigned lane = 0; lane < lanes; ++lane) shift[lane] = loaded[lane];
           // An infinite or undefined deviation of the first value from itself counts as well.
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) add(lane, shift[lane]);
@@ -395,7 +506,7 @@ class ChunkMoments : NormChunk<type, lanes, Access> {
         [&](std::uint32_t, const Vector& loaded) {
           ++count;
           NHWC_UNROLL
-          for (unsigned lane = 0; lane < lanes; ++lane) add(lane, this->lane_of(loaded, lane));
+          for (unsigned lane = 0; lane < lanes; ++lane) add(lane, loaded[lane]);
         },
         [&](std::uint32_t vector, unsigned edge) {
           const Real value = this->load(norm_.input, vector, edge);
@@ -420,11 +531,11 @@ class ChunkMoments : NormChunk<type, lanes, Access> {
 };
 
 /// Backward: the sums of each channel of a chunk.
-template <NormType type, unsigned lanes, typename Access = DirectAccess>
+template <NormType type, unsigned lanes, Follower follower, typename Access = DirectAccess>
 class ChunkProducts : NormChunk<type, lanes, Access> {
   using Base = NormChunk<type, lanes, Access>;
-  using Base::norm_, Base::plan_, Base::sample_;
-  using typename Base::Real;
+  using Base::norm_;
+  using typename Base::Real, typename Base::Result;
   using Value = detail::Products<Real>;
 
  public:
@@ -443,28 +554,37 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
 
  private:
   NHWC_HOST_DEVICE void accumulate(std::uint32_t thread, Value (&of_lanes)[lanes]) const {
-    Real mean[lanes];
+    Real mean[lanes], scale[lanes], shift[lanes];
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
-      mean[lane] = this->number(norm_.mean, sample_ * plan_.groups + channel / this->channels_of_group());
+      if constexpr (follower == Follower::nothing) {
+        mean[lane] = static_cast<Real>(this->statistic(norm_.mean, this->group_of(channel)));
+      } else {
+        const auto found = this->coefficients_of(this->group_of(channel), channel);
+        mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
+      }
     }
+    const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto add = [&](unsigned lane, Real grad, Real value) {
+      const Real deviation = value - mean[lane];
+      if constexpr (follower != Follower::nothing) {
+        grad = following.template gradient<follower>(grad, deviation * scale[lane] + shift[lane]);
+      }
       of_lanes[lane].sum += grad;
-      of_lanes[lane].product += grad * (value - mean[lane]);
+      of_lanes[lane].product += grad * deviation;
     };
     const auto use = [&](std::uint32_t, const typename Base::Both& loaded) {
       NHWC_UNROLL
-      for (unsigned lane = 0; lane < lanes; ++lane) {
-        add(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
-      }
+      for (unsigned lane = 0; lane < lanes; ++lane) add(lane, loaded.grad[lane], loaded.input[lane]);
     };
     this->template walk<2>(
         thread, [&](std::uint32_t vector) { return this->load_both(vector); }, use, use,
         [&](std::uint32_t vector, unsigned edge) {
+          const Real grad = this->template load_edge<Result>(norm_.grad, vector, edge);
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) {
-            if (lane == edge) add(lane, this->load(norm_.grad, vector, edge), this->load(norm_.input, vector, edge));
+            if (lane == edge) add(lane, grad, this->load(norm_.input, vector, edge));
           }
         });
   }
@@ -472,12 +592,17 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
   char* shared_;
 };
 
-/// Forward: the output, `(input - mean) * scale + shift`.
-template <NormType type, unsigned lanes, typename Access = DirectAccess>
+/// Forward: the output, `(input - mean) * scale + shift`, and what follows.
+template <NormType type, unsigned lanes, Follower follower, typename Access = DirectAccess>
 class NormaliseChunk : NormChunk<type, lanes, Access> {
   using Base = NormChunk<type, lanes, Access>;
   using Base::norm_;
-  using typename Base::Real, typename Base::Vector;
+  using typename Base::Real, typename Base::Result;
+
+  struct Loaded {
+    typename Base::Vector input;
+    typename Base::ResultVector residual;
+  };
 
  public:
   NHWC_HOST_DEVICE NormaliseChunk(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
@@ -496,32 +621,56 @@ class NormaliseChunk : NormChunk<type, lanes, Access> {
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
-      mean[lane] = this->coefficient(0, 3, channel);
-      scale[lane] = this->coefficient(1, 3, channel);
-      shift[lane] = this->coefficient(2, 3, channel);
+      if constexpr (follower == Follower::nothing) {
+        mean[lane] = this->coefficient(0, 3, channel);
+        scale[lane] = this->coefficient(1, 3, channel);
+        shift[lane] = this->coefficient(2, 3, channel);
+      } else {
+        const auto found = this->coefficients_of(this->group_of(channel), channel);
+        mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
+      }
     }
-    const auto normal = [&](unsigned lane, Real value) { return (value - mean[lane]) * scale[lane] + shift[lane]; };
-    const auto use = [&](std::uint32_t vector, const Vector& loaded) {
-      this->store(vector, [&](unsigned lane) { return normal(lane, this->lane_of(loaded, lane)); });
+    const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
+    const auto result = [&](unsigned lane, Real value, Real residual) {
+      return following.template apply<follower>((value - mean[lane]) * scale[lane] + shift[lane] + residual);
     };
-    this->template walk<(lanes > 4 ? 3 : 4)>(
-        thread, [&](std::uint32_t vector) { return this->load(norm_.input, vector); }, use, use,
+    const bool has_residual = follower != Follower::nothing && norm_.residual;
+    const auto use = [&](std::uint32_t vector, const Loaded& loaded) {
+      this->template store<Result>(vector, [&](unsigned lane) {
+        return result(lane, loaded.input[lane], has_residual ? loaded.residual[lane] : Real{0});
+      });
+    };
+    this->template walk<(lanes <= 4                      ? 4
+                         : follower == Follower::nothing ? 3
+                                                         : 2)>(
+        thread,
+        [&](std::uint32_t vector) {
+          Loaded loaded{};
+          loaded.input = this->load(norm_.input, vector);
+          if (has_residual) {
+            loaded.residual = this->template load_as<typename Base::ResultVector>(norm_.residual, vector);
+          }
+          return loaded;
+        },
+        use, use,
         [&](std::uint32_t vector, unsigned edge) {
           const Real value = this->load(norm_.input, vector, edge);
+          const Real residual = has_residual ? this->template load_edge<Result>(norm_.residual, vector, edge) : Real{0};
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) {
-            if (lane == edge) this->store(vector, lane, normal(lane, value));
+            if (lane == edge) this->template store_edge<Result>(vector, lane, result(lane, value, residual));
           }
         });
   }
 };
 
-/// Backward: the input's gradient, `of_grad * grad + of_input * (input - mean) + shift`.
-template <NormType type, unsigned lanes, typename Access = DirectAccess>
+/// Backward: the input's gradient, `of_grad * grad + of_input * (input - mean) + shift`, where `of_grad` is the scale
+/// of the forward.
+template <NormType type, unsigned lanes, Follower follower, typename Access = DirectAccess>
 class GradientChunk : NormChunk<type, lanes, Access> {
   using Base = NormChunk<type, lanes, Access>;
   using Base::norm_;
-  using typename Base::Real;
+  using typename Base::Real, typename Base::Element, typename Base::Result;
 
  public:
   NHWC_HOST_DEVICE GradientChunk(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
@@ -536,7 +685,7 @@ class GradientChunk : NormChunk<type, lanes, Access> {
 
  private:
   NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
-    Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes];
+    Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes], of_output[lanes];
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
@@ -544,22 +693,30 @@ class GradientChunk : NormChunk<type, lanes, Access> {
       of_grad[lane] = this->coefficient(1, 4, channel);
       of_input[lane] = this->coefficient(2, 4, channel);
       shift[lane] = this->coefficient(3, 4, channel);
+      if constexpr (follower != Follower::nothing) {
+        of_output[lane] = this->coefficients_of(this->group_of(channel), channel).shift;
+      }
     }
+    const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto gradient = [&](unsigned lane, Real grad, Real value) {
-      return of_grad[lane] * grad + (of_input[lane] * (value - mean[lane]) + shift[lane]);
+      const Real deviation = value - mean[lane];
+      if constexpr (follower != Follower::nothing) {
+        grad = following.template gradient<follower>(grad, deviation * of_grad[lane] + of_output[lane]);
+      }
+      return of_grad[lane] * grad + (of_input[lane] * deviation + shift[lane]);
     };
     const auto use = [&](std::uint32_t vector, const typename Base::Both& loaded) {
-      this->store(vector, [&](unsigned lane) {
-        return gradient(lane, this->lane_of(loaded.grad, lane), this->lane_of(loaded.input, lane));
-      });
+      this->template store<Element>(
+          vector, [&](unsigned lane) { return gradient(lane, loaded.grad[lane], loaded.input[lane]); });
     };
     this->template walk<2>(
         thread, [&](std::uint32_t vector) { return this->load_both(vector); }, use, use,
         [&](std::uint32_t vector, unsigned edge) {
-          const Real grad = this->load(norm_.grad, vector, edge), value = this->load(norm_.input, vector, edge);
+          const Real grad = this->template load_edge<Result>(norm_.grad, vector, edge);
+          const Real value = this->load(norm_.input, vector, edge);
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) {
-            if (lane == edge) this->store(vector, lane, gradient(lane, grad, value));
+            if (lane == edge) this->template store_edge<Element>(vector, lane, gradient(lane, grad, value));
           }
         });
   }
@@ -605,8 +762,8 @@ class MergeBlock : public NormBlock<type, Access> {
 
 /// Forward: the statistics, and the coefficients of the output.
 template <NormType type, typename Access = DirectAccess>
-class MergeMoments : MergeBlock<type, detail::Moments<typename detail::NormElement<type>::Real>, Access> {
-  using Value = detail::Moments<typename detail::NormElement<type>::Real>;
+class MergeMoments : MergeBlock<type, detail::Moments<typename NormBlock<type, Access>::Real>, Access> {
+  using Value = detail::Moments<typename NormBlock<type, Access>::Real>;
   using Base = MergeBlock<type, Value, Access>;
   using Base::norm_, Base::plan_, Base::values_, Base::columns_, Base::slices_, Base::channels_, Base::groups_,
       Base::sample_;
@@ -639,12 +796,23 @@ class MergeMoments : MergeBlock<type, detail::Moments<typename detail::NormEleme
       const Real mean = value.shift + value.offset, variance = value.deviations / value.count;
       const Real rstd = 1 / std::sqrt(variance + static_cast<Real>(norm_.eps));
       const std::uint64_t group = this->group_of(thread);
-      this->set(norm_.mean, group, mean);
-      this->set(norm_.rstd, group, rstd);
+      this->set_statistic(norm_.mean, group, static_cast<double>(value.shift) + value.offset);
+      this->set_statistic(norm_.rstd, group,
+                          norm_.has_double_statistics ? 1 / std::sqrt(variance + norm_.eps) : double{rstd});
       if (norm_.variance) this->set(norm_.variance, group, variance);
+      if (norm_.running_mean) {  // of batch norm, whose groups are the channels
+        const auto update = [&](void* running, Real of_input) {
+          const auto channel = static_cast<std::uint32_t>(group);
+          const Real before = this->parameter(running, channel, 0), momentum = static_cast<Real>(norm_.momentum);
+          this->set_parameter(running, channel, momentum * of_input + (1 - momentum) * before);
+        };
+        update(norm_.running_mean, mean);
+        update(norm_.running_var, value.deviations / (value.count - 1));
+      }
       // What the rounded mean is off by goes into the shift.
       values_.store(thread * of_group, {mean, rstd, (mean - value.shift) - value.offset, 0});
     });
+    if (!norm_.coefficients) return;
     all([&](std::uint32_t thread) {
       for (std::uint32_t index = thread; index < channels_; index += norm_threads) {
         const Value value = values_.load(index / this->channels_of_group() * of_group);
@@ -663,8 +831,8 @@ class MergeMoments : MergeBlock<type, detail::Moments<typename detail::NormEleme
 
 /// Backward: the sums of the sample's channels, and the coefficients of the input's gradient.
 template <NormType type, typename Access = DirectAccess>
-class MergeProducts : MergeBlock<type, detail::Products<typename detail::NormElement<type>::Real>, Access> {
-  using Value = detail::Products<typename detail::NormElement<type>::Real>;
+class MergeProducts : MergeBlock<type, detail::Products<typename NormBlock<type, Access>::Real>, Access> {
+  using Value = detail::Products<typename NormBlock<type, Access>::Real>;
   using Base = MergeBlock<type, Value, Access>;
   using Base::norm_, Base::plan_, Base::values_, Base::columns_, Base::slices_, Base::channels_, Base::groups_,
       Base::sample_;
@@ -702,13 +870,15 @@ class MergeProducts : MergeBlock<type, detail::Products<typename detail::NormEle
         const std::uint32_t in_block = index / this->channels_of_group();
         const Value value = values_.load(in_block * of_group);
         const Real elements = static_cast<Real>(plan_.rows) * static_cast<Real>(this->channels_of_group());
-        const Real rstd = this->number(norm_.rstd, this->group_of(in_block));
+        const std::uint64_t group = this->group_of(in_block);
+        const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, group));
+        const Real of_all = norm_.is_of_input ? -rstd / elements : Real{0};  // by way of the statistics
         const std::uint32_t channel = this->channel(index);
         const std::uint64_t place = sample_ * 4 * plan_.channels + channel, next = plan_.channels;
-        this->set(norm_.coefficients, place, this->number(norm_.mean, this->group_of(in_block)));
+        this->set(norm_.coefficients, place, static_cast<Real>(this->statistic(norm_.mean, group)));
         this->set(norm_.coefficients, place + next, rstd * this->parameter(norm_.weight, channel, 1));
-        this->set(norm_.coefficients, place + 2 * next, -rstd * rstd * rstd * (value.product / elements));
-        this->set(norm_.coefficients, place + 3 * next, -rstd * (value.sum / elements));
+        this->set(norm_.coefficients, place + 2 * next, of_all * rstd * rstd * value.product);
+        this->set(norm_.coefficients, place + 3 * next, of_all * value.sum);
       }
     });
   }
@@ -717,7 +887,7 @@ class MergeProducts : MergeBlock<type, detail::Products<typename detail::NormEle
   // Writes a channel's sums for the gradients of the parameters, and returns its part of the group's sums.
   NHWC_HOST_DEVICE Value weighted(std::uint32_t index, const Value& value) const {
     const std::uint32_t channel = this->channel(index);
-    const Real rstd = this->number(norm_.rstd, this->group_of(index / this->channels_of_group()));
+    const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, this->group_of(index / this->channels_of_group())));
     const std::uint64_t place = sample_ * 2 * plan_.channels + channel;
     this->set(norm_.sample_sums, place, value.sum);
     this->set(norm_.sample_sums, place + plan_.channels, value.product * rstd);
@@ -730,8 +900,8 @@ class MergeProducts : MergeBlock<type, detail::Products<typename detail::NormEle
 template <NormType type, typename Access = DirectAccess>
 class ParameterGradients : NormBlock<type, Access> {
   using Base = NormBlock<type, Access>;
-  using Base::norm_, Base::plan_, Base::access_, Base::bytes;
-  using typename Base::Element, typename Base::Real;
+  using Base::norm_, Base::plan_;
+  using typename Base::Real;
   using Value = detail::Products<Real>;
   static constexpr unsigned columns = channels_of_parameter_block, slices = norm_threads / columns;
 
@@ -756,22 +926,39 @@ class ParameterGradients : NormBlock<type, Access> {
     all([&](std::uint32_t thread) {
       if (thread >= columns || first_ + thread >= plan_.channels) return;
       const Value value = values_.load(thread);
-      if (norm_.grad_weight) store(norm_.grad_weight, first_ + thread, value.product);
-      if (norm_.grad_bias) store(norm_.grad_bias, first_ + thread, value.sum);
+      if (norm_.grad_weight) this->set_parameter(norm_.grad_weight, first_ + thread, value.product);
+      if (norm_.grad_bias) this->set_parameter(norm_.grad_bias, first_ + thread, value.sum);
     });
   }
 
  private:
-  NHWC_HOST_DEVICE void store(void* gradients, std::uint32_t channel, Real value) const {
-    if (norm_.has_float_parameters) {
-      access_.store(static_cast<float*>(gradients) + channel, static_cast<float>(value));
-    } else {
-      access_.store(static_cast<char*>(gradients) + channel * bytes, Element::to_bits(value));
-    }
-  }
-
   std::uint32_t first_;
   detail::SharedValues<Value, Real, Access> values_;
+};
+
+/// The statistics that running ones are for batch norm in evaluation: mean and reciprocal deviation.
+template <NormType type, typename Access = DirectAccess>
+class KnownStatistics : NormBlock<type, Access> {
+  using Base = NormBlock<type, Access>;
+  using Base::norm_, Base::plan_;
+
+ public:
+  NHWC_HOST_DEVICE KnownStatistics(const NormArguments& arguments, std::uint32_t block, char*, Access access = {})
+      : Base(arguments, access), first_(block * norm_threads) {}
+
+  template <typename All>
+  NHWC_HOST_DEVICE void run(const All& all) const {
+    all([&](std::uint32_t thread) {
+      const std::uint32_t channel = first_ + thread;
+      if (channel >= plan_.channels) return;
+      const double variance = this->parameter(norm_.running_var, channel, 1);
+      this->set_statistic(norm_.mean, channel, this->parameter(norm_.running_mean, channel, 0));
+      this->set_statistic(norm_.rstd, channel, 1 / std::sqrt(variance + norm_.eps));
+    });
+  }
+
+ private:
+  std::uint32_t first_;
 };
 
 /// A block that does all steps for a tile of whole groups: their sums, in runs of groups that are merged, and the pass
@@ -802,15 +989,17 @@ class WholeBlock {
 };
 
 /// The class of a kernel's blocks.
-template <NormStep step, NormType type, unsigned lanes, typename Access = DirectAccess>
+template <NormStep step, NormType type, unsigned lanes, Follower follower, typename Access = DirectAccess>
 using BlockOfStep = std::tuple_element_t<
     static_cast<int>(step),
-    std::tuple<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>, NormaliseChunk<type, lanes, Access>,
-               ChunkProducts<type, lanes, Access>, MergeProducts<type, Access>, GradientChunk<type, lanes, Access>,
+    std::tuple<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>,
+               NormaliseChunk<type, lanes, follower, Access>, ChunkProducts<type, lanes, follower, Access>,
+               MergeProducts<type, Access>, GradientChunk<type, lanes, follower, Access>,
                ParameterGradients<type, Access>,
                WholeBlock<ChunkMoments<type, lanes, Access>, MergeMoments<type, Access>,
-                          NormaliseChunk<type, lanes, Access>, Access>,
-               WholeBlock<ChunkProducts<type, lanes, Access>, MergeProducts<type, Access>,
-                          GradientChunk<type, lanes, Access>, Access>>>;
+                          NormaliseChunk<type, lanes, follower, Access>, Access>,
+               WholeBlock<ChunkProducts<type, lanes, follower, Access>, MergeProducts<type, Access>,
+                          GradientChunk<type, lanes, follower, Access>, Access>,
+               KnownStatistics<type, Access>>>;
 
 }  // namespace nhwc::cuda

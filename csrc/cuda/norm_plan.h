@@ -14,10 +14,25 @@
 
 namespace nhwc::cuda {
 
-enum class NormType : std::uint8_t { float32, bfloat16, float16, float64 };
-constexpr int norm_types = 4;
+/// The type of an activation, and of the result if that has another one, as under autocast.
+enum class NormType : std::uint8_t { float32, bfloat16, float16, float64, bfloat16_to_float32, float16_to_float32 };
+constexpr int norm_types = 6;
 
+constexpr NormType input_type(NormType type) {
+  return type == NormType::bfloat16_to_float32  ? NormType::bfloat16
+         : type == NormType::float16_to_float32 ? NormType::float16
+                                                : type;
+}
+constexpr NormType result_type(NormType type) { return type == input_type(type) ? type : NormType::float32; }
 constexpr unsigned bytes_of(NormType type) { return type == NormType::float32 ? 4 : type == NormType::float64 ? 8 : 2; }
+
+/// What follows a norm in the same pass.
+enum class NormActivation : std::uint8_t { none, relu, leaky_relu, silu, gelu, gelu_tanh };
+
+/// Kinds of kernels by what follows: nothing, or a residual and what is made of lines or of exponentials. The first
+/// goes by coefficients, the others by statistics, which may be older.
+enum class Follower : std::uint8_t { nothing, lines, exponentials };
+constexpr int followers = 3;
 
 constexpr unsigned norm_threads = 256;
 
@@ -132,23 +147,30 @@ inline bool can_launch(const NormPlan& plan) {
          std::uint64_t{plan.chunk_rows} * plan.channels < most;
 }
 
-/// What the kernels read and write. Statistics, scratch and sums are float, of float64 double; parameters have the type
-/// of the activation, or are float.
+/// What the kernels read and write. Statistics, scratch and sums are float, of float64 double; parameters and running
+/// statistics have the type of the activation, or are float. What may be null is said.
 struct NormArguments {
   NormPlan plan;
-  const void *input, *grad, *weight, *bias;  ///< the last two may be null
-  void* out;                                 ///< the output, or the input's gradient
-  void *mean, *rstd, *variance;              ///< of each sample and group; the last may be null
-  void* chunk_sums;                          ///< scratch: `plan.numbers_of_chunks(3)`, backward 2
-  void* coefficients;                        ///< scratch: 3 for each sample and channel, backward 4
-  void* sample_sums;                         ///< scratch of the backward: 2 for each sample and channel
-  void *grad_weight, *grad_bias;             ///< may be null
+  const void *input, *grad;
+  const void *weight, *bias, *residual;  ///< may be null
+  void* out;                             ///< the output, or the input's gradient
+  void *mean, *rstd, *variance;          ///< of each sample and group; the last may be null
+  void *running_mean, *running_var;      ///< of batch norm, or null: a forward updates them, `known_statistics` reads
+  void* chunk_sums;                      ///< scratch: `plan.numbers_of_chunks(3)`, backward 2
+  void* coefficients;                    ///< scratch: 3 for each sample and channel, or null; backward 4
+  void* sample_sums;                     ///< scratch of the backward: 2 for each sample and channel
+  void *grad_weight, *grad_bias;         ///< may be null
   bool has_float_parameters;
-  double eps;
+  bool has_double_statistics;  ///< mean and rstd are double
+  bool is_of_input;            ///< or the statistics are constants, for the backward
+  NormActivation activation;
+  double parameter;  ///< the ceiling of ReLU, or NaN; the slope of leaky ReLU
+  double momentum, eps;
 };
 
 /// The kernels, in the order in which a forward and a backward launch them. That for gradients of parameters follows
-/// them, and then those that do all three steps of a forward or a backward.
+/// them, then those that do all three steps of a forward or a backward, and that for running statistics. A forward
+/// whose `coefficients` are null ends with the statistics; `normalise` alone then goes on with them.
 enum class NormStep : std::uint8_t {
   chunk_moments,
   merge_moments,
@@ -159,8 +181,25 @@ enum class NormStep : std::uint8_t {
   parameter_gradients,
   whole_forward,
   whole_backward,
+  known_statistics,
 };
-constexpr int norm_steps = 9;
+constexpr int norm_steps = 10;
+
+/// Returns whether a kernel differs by what follows the norm.
+constexpr bool has_followers(NormStep step) {
+  return step == NormStep::normalise || step == NormStep::chunk_products || step == NormStep::gradient;
+}
+
+/// Returns whether a kernel does all steps, which only those of one type do.
+constexpr bool does_all(NormStep step) { return step == NormStep::whole_forward || step == NormStep::whole_backward; }
+
+/// Returns which of the kernels of a step is launched.
+inline Follower follower_of(NormStep step, const NormArguments& arguments) {
+  if (!has_followers(step)) return Follower::nothing;
+  if (arguments.activation >= NormActivation::silu) return Follower::exponentials;
+  const bool is_alone = arguments.activation == NormActivation::none && !arguments.residual && arguments.coefficients;
+  return is_alone ? Follower::nothing : Follower::lines;
+}
 
 /// Returns whether the blocks of a kernel read activations, by vectors where that is possible.
 constexpr bool is_on_activations(NormStep step) {
@@ -170,6 +209,7 @@ constexpr bool is_on_activations(NormStep step) {
 
 inline std::uint32_t blocks_of(NormStep step, const NormPlan& plan) {
   if (is_on_activations(step)) return static_cast<std::uint32_t>(plan.blocks());
+  if (step == NormStep::known_statistics) return (plan.channels + norm_threads - 1) / norm_threads;
   if (step != NormStep::parameter_gradients) return static_cast<std::uint32_t>(plan.merging_blocks());
   return (plan.channels + channels_of_parameter_block - 1) / channels_of_parameter_block;
 }

@@ -7,6 +7,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
@@ -21,24 +22,28 @@ namespace {
 // than PyTorch's round trip: layers-cuda.json, an H200.
 constexpr int measured_architectures[] = {90};
 
-NormType type_of(at::ScalarType type) {
-  switch (type) {
+NormType type_of(at::ScalarType input, at::ScalarType result) {
+  switch (input) {
     case at::kFloat: return NormType::float32;
-    case at::kBFloat16: return NormType::bfloat16;
-    case at::kHalf: return NormType::float16;
+    case at::kBFloat16: return result == at::kFloat ? NormType::bfloat16_to_float32 : NormType::bfloat16;
+    case at::kHalf: return result == at::kFloat ? NormType::float16_to_float32 : NormType::float16;
     default: return NormType::float64;
   }
 }
+NormType type_of(const GroupNorm& norm) { return type_of(norm.input.scalar_type(), norm.type_of_result); }
 
 const void* read(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
 void* written(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
 
-/// Returns by how many bytes all pointers are off an alignment to 16.
-std::uint32_t offset_of(std::initializer_list<const void*> pointers) {
+/// Returns by how many bytes all pointers that are defined are off an alignment to 16. Those of a result of another
+/// type than the input have to be aligned.
+std::uint32_t offset_of(const GroupNorm& norm, std::initializer_list<const void*> pointers) {
   const auto offset = [](const void* pointer) { return reinterpret_cast<std::uintptr_t>(pointer) % 16; };
   const auto first = offset(*pointers.begin());
-  const bool is_same = std::all_of(pointers.begin(), pointers.end(), [&](auto each) { return offset(each) == first; });
-  return is_same ? static_cast<std::uint32_t>(first) : differing_offsets;
+  const bool is_same =
+      std::all_of(pointers.begin(), pointers.end(), [&](auto each) { return !each || offset(each) == first; });
+  const bool is_cast = norm.type_of_result != norm.input.scalar_type();
+  return is_same && (!is_cast || first == 0) ? static_cast<std::uint32_t>(first) : differing_offsets;
 }
 
 /// Returns a number of a device, by default of the current one.
@@ -49,28 +54,48 @@ int attribute(cudaDeviceAttr which, at::Device device) {
   return value;
 }
 
+template <auto plan = plan_norm>
 NormPlan plan_of(const GroupNorm& norm, std::uint32_t offset) {
-  return plan_norm(norm.samples, norm.rows, static_cast<std::uint32_t>(norm.input.size(1)),
-                   static_cast<std::uint32_t>(norm.groups), type_of(norm.input.scalar_type()), offset,
-                   attribute(cudaDevAttrMultiProcessorCount, norm.input.device()));
+  return plan(norm.samples, norm.rows, static_cast<std::uint32_t>(norm.input.size(1)),
+              static_cast<std::uint32_t>(norm.groups), input_type(type_of(norm)), offset,
+              attribute(cudaDevAttrMultiProcessorCount, norm.input.device()));
 }
 
-NormArguments arguments_of(const GroupNorm& norm, std::uint32_t offset) {
+NormArguments arguments_of(const GroupNorm& norm, const NormPlan& plan, const at::Tensor& mean,
+                           const at::Tensor& rstd) {
   NormArguments arguments{};
-  arguments.plan = plan_of(norm, offset);
+  arguments.plan = plan;
   arguments.input = read(norm.input);
   arguments.weight = read(norm.weight);
   arguments.bias = read(norm.bias);
-  const at::Tensor& parameter = norm.weight.defined() ? norm.weight : norm.bias;
-  arguments.has_float_parameters = parameter.defined() && parameter.scalar_type() == at::kFloat;
+  arguments.mean = const_cast<void*>(read(mean));
+  arguments.rstd = const_cast<void*>(read(rstd));
+  for (const at::Tensor* each : {&norm.weight, &norm.bias, &norm.running_mean}) {
+    if (each->defined()) arguments.has_float_parameters = each->scalar_type() == at::kFloat;
+  }
+  arguments.has_double_statistics = mean.scalar_type() == at::kDouble;
+  arguments.is_of_input = norm.is_of_input;
+  arguments.momentum = norm.momentum;
   arguments.eps = norm.eps;
   return arguments;
+}
+
+void set_activation(NormArguments& arguments, const cpu::Activation& activation) {
+  static_assert(static_cast<int>(NormActivation::gelu_tanh) == static_cast<int>(cpu::ActivationKind::gelu_tanh));
+  arguments.activation = static_cast<NormActivation>(activation.kind);
+  arguments.parameter = std::isinf(activation.parameter) ? NAN : activation.parameter;  // no ceiling
+}
+
+/// Returns scratch of sums and coefficients, which have the type that the kernels compute with.
+at::Tensor scratch(const GroupNorm& norm, std::uint64_t count) {
+  const at::ScalarType type = norm.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty({static_cast<int64_t>(count)}, norm.input.options().dtype(type));
 }
 
 void launch(std::initializer_list<NormStep> steps, const GroupNorm& norm, const NormArguments& arguments) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   for (const NormStep step : steps) {
-    C10_CUDA_CHECK(kernels::launch(step, type_of(norm.input.scalar_type()), arguments, stream));
+    C10_CUDA_CHECK(kernels::launch(step, type_of(norm), arguments, stream));
   }
 }
 
@@ -94,34 +119,61 @@ bool can_run(const GroupNorm& norm) {
 void group_norm(const GroupNorm& norm, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variance) {
   const c10::cuda::CUDAGuard guard(norm.input.device());
-  NormArguments arguments = arguments_of(norm, offset_of({read(norm.input), read(out)}));
-  const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
-  const NormPlan& plan = arguments.plan;
-  const at::Tensor sums = scratch(plan.numbers_of_chunks(3)), coefficients = scratch(plan.samples * plan.channels * 3);
+  if (!norm.is_of_input) {
+    norm_statistics(norm, mean, rstd);
+    return normalise(norm, mean, rstd, {}, {}, out);
+  }
+  const NormPlan plan = plan_of(norm, offset_of(norm, {read(norm.input), read(out)}));
+  NormArguments arguments = arguments_of(norm, plan, mean, rstd);
+  const at::Tensor sums = scratch(norm, plan.numbers_of_chunks(3)),
+                   coefficients = scratch(norm, plan.samples * plan.channels * 3);
   arguments.out = written(out);
-  arguments.mean = written(mean);
-  arguments.rstd = written(rstd);
   arguments.variance = written(variance);
+  arguments.running_mean = written(norm.running_mean);
+  arguments.running_var = written(norm.running_var);
   arguments.chunk_sums = written(sums);
   arguments.coefficients = written(coefficients);
   if (plan.is_whole()) return launch({NormStep::whole_forward}, norm, arguments);
   launch({NormStep::chunk_moments, NormStep::merge_moments, NormStep::normalise}, norm, arguments);
 }
 
-void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
-                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias) {
+void norm_statistics(const GroupNorm& norm, const at::Tensor& mean, const at::Tensor& rstd) {
   const c10::cuda::CUDAGuard guard(norm.input.device());
-  const at::Tensor& out = grad_input.defined() ? grad_input : norm.input;
-  NormArguments arguments = arguments_of(norm, offset_of({read(norm.input), read(grad), read(out)}));
-  const auto scratch = [&](std::uint64_t count) { return at::empty({static_cast<int64_t>(count)}, mean.options()); };
-  const NormPlan& plan = arguments.plan;
-  const at::Tensor chunk_sums = scratch(plan.numbers_of_chunks(2)),
-                   coefficients = scratch(plan.samples * plan.channels * 4),
-                   sample_sums = scratch(plan.samples * plan.channels * 2);
+  const NormPlan plan = plan_of<plan_norm_in_chunks>(norm, offset_of(norm, {read(norm.input)}));
+  NormArguments arguments = arguments_of(norm, plan, mean, rstd);
+  arguments.running_mean = const_cast<void*>(read(norm.running_mean));
+  arguments.running_var = const_cast<void*>(read(norm.running_var));
+  if (!norm.is_of_input) return launch({NormStep::known_statistics}, norm, arguments);
+  const at::Tensor sums = scratch(norm, plan.numbers_of_chunks(3));
+  arguments.chunk_sums = written(sums);
+  launch({NormStep::chunk_moments, NormStep::merge_moments}, norm, arguments);
+}
+
+void normalise(const GroupNorm& norm, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& residual,
+               const cpu::Activation& activation, const at::Tensor& out) {
+  const c10::cuda::CUDAGuard guard(norm.input.device());
+  const std::uint32_t offset = offset_of(norm, {read(norm.input), read(residual), read(out)});
+  NormArguments arguments = arguments_of(norm, plan_of<plan_norm_in_chunks>(norm, offset), mean, rstd);
+  set_activation(arguments, activation);
+  arguments.residual = read(residual);
+  arguments.out = written(out);
+  launch({NormStep::normalise}, norm, arguments);
+}
+
+void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
+                         const cpu::Activation& activation) {
+  const c10::cuda::CUDAGuard guard(norm.input.device());
+  const std::uint32_t offset = offset_of(norm, {read(norm.input), read(grad), read(grad_input)});
+  const bool is_alone = activation.kind == cpu::ActivationKind::none && norm.type_of_result == norm.input.scalar_type();
+  const NormPlan plan = is_alone ? plan_of(norm, offset) : plan_of<plan_norm_in_chunks>(norm, offset);
+  NormArguments arguments = arguments_of(norm, plan, mean, rstd);
+  set_activation(arguments, activation);
+  const at::Tensor chunk_sums = scratch(norm, plan.numbers_of_chunks(2)),
+                   coefficients = scratch(norm, plan.samples * plan.channels * 4),
+                   sample_sums = scratch(norm, plan.samples * plan.channels * 2);
   arguments.grad = read(grad);
   arguments.out = written(grad_input);
-  arguments.mean = const_cast<void*>(read(mean));
-  arguments.rstd = const_cast<void*>(read(rstd));
   arguments.chunk_sums = written(chunk_sums);
   arguments.coefficients = written(coefficients);
   arguments.sample_sums = written(sample_sums);

@@ -8,6 +8,8 @@
 #include <optional>
 #include <string_view>
 
+#include "cpu/group_norm.h"
+
 namespace nhwc::cuda {
 
 /// Returns what `TORCH_NHWC_CUDA_NORMS` says, if it is set. Raises for other values than 0 and 1.
@@ -25,25 +27,36 @@ inline std::optional<bool> norm_switch() {
 /// they were measured.
 bool runs_norms(at::Device device);
 
-/// A norm of `samples` dense matrices of `rows` x channels. All tensors are on one device, the parameters and their
-/// gradients, which may be undefined, are dense and have one dtype.
+/// A norm of `samples` dense matrices of `rows` x channels. All tensors are on one device; parameters, running
+/// statistics and gradients of parameters, which may be undefined, are dense and have one dtype. Batch norm has one
+/// sample, and a group for each channel.
 struct GroupNorm {
   int64_t samples, rows, groups;
   at::Tensor input;  ///< in channels-last
-  const at::Tensor &weight, &bias;
-  double eps;
+  at::ScalarType type_of_result;
+  const at::Tensor &weight, &bias, &running_mean, &running_var;
+  double momentum, eps;
+  bool is_of_input;  ///< or of the running statistics
 };
 
 /// Returns whether the kernels compute a norm where they run: not one of more channels or blocks than they can have.
 bool can_run(const GroupNorm& norm);
 
 /// Writes the output and of each sample and group the mean, the reciprocal deviation and, where it is defined, the
-/// variance, on the current stream.
+/// variance, on the current stream, and updates running statistics.
 void group_norm(const GroupNorm& norm, const at::Tensor& out, const at::Tensor& mean, const at::Tensor& rstd,
                 const at::Tensor& variance);
 
+/// The same but the output, and the statistics may be double.
+void norm_statistics(const GroupNorm& norm, const at::Tensor& mean, const at::Tensor& rstd);
+
+/// Writes activation(norm(input) + residual) by such statistics. The residual may be undefined.
+void normalise(const GroupNorm& norm, const at::Tensor& mean, const at::Tensor& rstd, const at::Tensor& residual,
+               const cpu::Activation& activation, const at::Tensor& out);
+
 /// Writes the gradients that are defined.
 void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
-                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias);
+                         const at::Tensor& grad_input, const at::Tensor& grad_weight, const at::Tensor& grad_bias,
+                         const cpu::Activation& activation = {});
 
 }  // namespace nhwc::cuda

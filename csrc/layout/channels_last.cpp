@@ -86,8 +86,9 @@ bool has_odd_strides(const at::Tensor& input) {
   });
 }
 
-at::Tensor empty_channels_last(const at::Tensor& like) {
-  return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), like.options());
+at::Tensor empty_channels_last(const at::Tensor& like, std::optional<at::ScalarType> type) {
+  const auto options = like.options().dtype(type.value_or(like.scalar_type()));
+  return at::empty_strided_symint(like.sym_sizes(), canonical_strides(like.sym_sizes()), options);
 }
 
 }  // namespace nhwc

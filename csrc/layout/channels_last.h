@@ -3,6 +3,8 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 namespace nhwc {
 
 /// Returns whether an activation `[N, C, *spatial]` of 3 to 5 dimensions is channels-last, dense or as a part of a
@@ -25,7 +27,7 @@ inline at::Tensor channels_from_end(const at::Tensor& input) { return input.move
 /// dimension of size 1.
 bool has_odd_strides(const at::Tensor& input);
 
-/// Allocates a tensor like the activation, in canonical channels-last strides.
-at::Tensor empty_channels_last(const at::Tensor& like);
+/// Allocates a tensor like the activation, in canonical channels-last strides, and perhaps of another dtype.
+at::Tensor empty_channels_last(const at::Tensor& like, std::optional<at::ScalarType> type = std::nullopt);
 
 }  // namespace nhwc

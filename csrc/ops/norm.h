@@ -7,6 +7,7 @@
 #include <array>
 
 #include "cpu/group_norm.h"
+#include "cuda/norms.h"
 #include "layout/channels_last.h"
 
 namespace nhwc {
@@ -164,6 +165,10 @@ inline Norm batch_norm_of(const at::Tensor& input, const Optional& running_mean,
                           const Optional& weight, const Optional& bias, bool training, double eps) {
   return Norm("nhwc::native_batch_norm", input, weight, bias, running_mean, running_var, true, 0, training, eps);
 }
+
+/// Returns the norm for the kernels of a GPU, if they run there and gain, and all tensors are in its memory. The result
+/// has the input's dtype, or is float.
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float = false);
 
 /// Returns the factor from the biased to the unbiased variance of so many elements.
 inline double unbiasing(int64_t elements) { return static_cast<double>(elements) / static_cast<double>(elements - 1); }

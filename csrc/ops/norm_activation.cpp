@@ -42,6 +42,7 @@ struct Known {
   int64_t groups;
   bool training;
   double eps;
+  bool is_float;  // the result is, as under autocast on a GPU
 
   const at::Tensor& weight() const { return value_of(scale); }
   const at::Tensor& bias() const { return value_of(shift); }
@@ -50,6 +51,15 @@ struct Known {
   Norm norm() const {
     return Norm("nhwc::norm_activation", input, scale, shift, none, none, /*is_batch_norm=*/groups == 0, groups,
                 /*is_of_input=*/true, eps);
+  }
+  bool is_of_input() const { return groups > 0 || training; }
+  at::ScalarType type_of_result() const { return is_float ? at::kFloat : input.scalar_type(); }
+  /// Returns the norm for the kernels of a GPU, or nothing.
+  std::optional<cuda::GroupNorm> find_cuda() const {
+    if (!input.is_cuda()) return std::nullopt;
+    auto found = find_cuda_norm(norm(), 0, is_float);
+    if (found) found->is_of_input = is_of_input();
+    return found;
   }
   void check() const {
     const Norm call = norm();
@@ -106,7 +116,11 @@ at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cp
 
 /// Returns the norm alone. Statistics of the input are computed again, as part of what is differentiated.
 at::Tensor norm_alone(const Known& known) {
-  const auto& [input, mean, rstd, scale, shift, groups, training, eps] = known;
+  const auto& [input, mean, rstd, scale, shift, groups, training, eps, is_float] = known;
+  if (is_float) {
+    const auto cast = [](const Optional& each) { return each ? Optional(each->to(at::kFloat)) : std::nullopt; };
+    return at::group_norm(input.to(at::kFloat), groups, cast(scale), cast(shift), eps);
+  }
   if (groups > 0) return at::group_norm(input, groups, scale, shift, eps);
   if (training) return at::batch_norm(input, scale, shift, none, none, true, 0, eps, /*cudnn_enabled=*/false);
   const at::Tensor rows = (channels_to_end(input).to(at::kDouble) - mean) * rstd;
@@ -129,6 +143,15 @@ Gradients norm_backward(const Known& known, const at::Tensor& grad, const std::v
       ops_detail::find<Gradients(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
                                  const Optional&, bool, double, std::array<bool, 3>)>(
           "nhwc::native_batch_norm_backward");
+  if (known.is_float) {
+    const at::Tensor input = known.input.to(at::kFloat);
+    const Optional scale = known.scale ? Optional(known.scale->to(at::kFloat)) : std::nullopt;
+    auto [of_input, of_scale, of_shift] = norm_backward(
+        {input, known.mean, known.rstd, scale, known.shift, known.groups, known.training, known.eps, false}, grad,
+        needed);
+    if (of_scale.defined()) of_scale = of_scale.to(known.weight().scalar_type());
+    return {of_input.defined() ? of_input.to(known.input.scalar_type()) : of_input, of_scale, of_shift};
+  }
   const at::ScalarType type = known.norm().type_of_statistics();
   const at::Tensor mean = known.mean.to(type), rstd = known.rstd.to(type);
   const std::array<bool, 3> mask = {needed[0], needed[1], needed[2]};
@@ -148,9 +171,14 @@ Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, c
   const at::Tensor grad_input = needed[0] ? empty_channels_last(input) : at::Tensor(),
                    grad_weight = needed[1] ? at::empty_like(known.weight()) : at::Tensor(),
                    grad_bias = needed[2] ? at::empty_like(known.bias()) : at::Tensor();
-  cpu::group_norm_backward(known.norm().shape(), to_channels_last(grad), input, known.mean, known.rstd, known.weight(),
-                           grad_input, grad_weight, grad_bias, known.groups > 0 || known.training, known.bias(),
-                           activation);
+  if (const auto on_device = known.find_cuda()) {
+    cuda::group_norm_backward(*on_device, to_channels_last(grad), known.mean, known.rstd, grad_input, grad_weight,
+                              grad_bias, activation);
+  } else {
+    cpu::group_norm_backward(known.norm().shape(), to_channels_last(grad), input, known.mean, known.rstd,
+                             known.weight(), grad_input, grad_weight, grad_bias, known.is_of_input(), known.bias(),
+                             activation);
+  }
   return {grad_input, grad_weight, grad_bias};
 }
 
@@ -166,11 +194,12 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
                     optional_of(saved[4]),
                     constants[0].toInt(),
                     constants[1].toBool(),
-                    constants[2].toDouble()};
+                    constants[2].toDouble(),
+                    constants[6].toBool()};
   cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble()};
   at::Tensor of_residual;
   if (saved.size() > 5) grad = gradient_before(grad, saved[5], activation);
-  if (saved.size() > 5 || constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
+  if (constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
   const bool is_composed =
       at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias()});
   if (is_composed && activation.kind != ActivationKind::none) {
@@ -195,15 +224,16 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
   record(norm_activation_formula, output, inputs,
          {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias())},
          {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
-          residual.defined()},
+          residual.defined(), known.is_float},
          saves_output);
 }
 
 // --- The operators ---
 
-bool is_like(const at::Tensor& residual, const at::Tensor& input) {
-  return !residual.defined() || (residual.sym_sizes() == input.sym_sizes() &&
-                                 residual.scalar_type() == input.scalar_type() && residual.is_cpu());
+bool can_add(const at::Tensor& residual, const Known& known) {
+  return !residual.defined() ||
+         (residual.sym_sizes() == known.input.sym_sizes() && residual.scalar_type() == known.type_of_result() &&
+          residual.device() == known.input.device());
 }
 
 /// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the
@@ -212,18 +242,19 @@ bool has_kernels(const Known& known, const at::Tensor& residual, const cpu::Acti
   const Norm norm = known.norm();
   const bool is_monotonic = activation.kind <= ActivationKind::relu ||
                             (activation.kind == ActivationKind::leaky_relu && activation.parameter > 0);
-  return norm.is_served() && norm.is_on_cpu() && is_like(residual, known.input) &&
+  const bool has_device =
+      norm.is_on_cpu() ? !known.is_float && cpu::has_activation(norm.type(), activation.kind) : !!known.find_cuda();
+  return norm.is_served() && has_device && can_add(residual, known) &&
          is_unobserved({known.input, known.weight(), known.bias(), residual}) && known.input.numel() > 0 &&
-         cpu::has_activation(norm.type(), activation.kind) &&
          (!residual.defined() || is_monotonic ||
           !needs_gradient({known.input, known.weight(), known.bias(), residual}));
 }
 
 at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                            const Optional& weight, const Optional& bias, const Optional& residual, int64_t groups,
-                           bool training, double eps, c10::string_view name, double parameter) {
+                           bool training, double eps, bool is_float, c10::string_view name, double parameter) {
   const cpu::HugePages requested;
-  const Known known{input, mean, rstd, weight, bias, groups, training, eps};
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
   const at::Tensor& other = value_of(residual);
   const cpu::Activation activation = activation_of(name, parameter);
   known.check();
@@ -235,25 +266,32 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor dense = to_channels_last(input);
-    out = empty_channels_last(input);
-    cpu::normalise(known.norm().shape(), dense, mean, rstd, known.weight(), known.bias(),
-                   other.defined() ? to_channels_last(other) : other, activation, out);
+    const at::Tensor added = other.defined() ? to_channels_last(other) : other;
+    if (const auto on_device = known.find_cuda()) {
+      out = empty_channels_last(input, known.type_of_result());
+      cuda::normalise(*on_device, mean, rstd, added, activation, out);
+    } else {
+      out = empty_channels_last(input);
+      cpu::normalise(known.norm().shape(), dense, mean, rstd, known.weight(), known.bias(), added, activation, out);
+    }
   }
   record_if_needed(known, other, activation, out);
   return out;
 }
 
 /// Returns a tensor like an activation that has no memory: whoever reads it without asking Python gets an error.
-at::Tensor waiting_like(const at::Tensor& input) {
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), input.nbytes(),
+at::Tensor waiting_like(const at::Tensor& input, at::ScalarType type) {
+  const auto bytes = static_cast<size_t>(input.numel()) * c10::elementSize(type);
+  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
                                                        c10::DataPtr(nullptr, input.device()), /*allocator=*/nullptr,
                                                        /*resizable=*/false);
   storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
       "torch_nhwc: this is the result of a norm that waits for the activation after it, so that both are computed in "
       "one pass, and it has no memory yet. PyTorch's functions compute it when they read it; code in C++ that reads it "
       "without them cannot. Set the environment variable TORCH_NHWC_PENDING=0");
+  const auto key = input.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(c10::DispatchKey::CPU), input.dtype());
+      c10::Storage(std::move(storage)), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(type));
   return as_new_channels_last(std::move(tensor), input.sizes());
 }
 
@@ -262,12 +300,14 @@ at::Tensor waiting_like(const at::Tensor& input) {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& input, const Optional& running_mean,
                                                             const Optional& running_var, const Optional& weight,
                                                             const Optional& bias, int64_t groups, bool training,
-                                                            double momentum, double eps) {
+                                                            double momentum, double eps, bool is_float) {
   const Norm norm = groups == 0 ? batch_norm_of(input, running_mean, running_var, weight, bias, training, eps)
                                 : group_norm_of(input, groups, weight, bias, eps);
-  const bool is_served = input.is_cpu() && (input.dim() == 4 || input.dim() == 5) && eps > 0 && norm.is_served() &&
+  const bool is_served = (input.dim() == 4 || input.dim() == 5) && eps > 0 && norm.is_served() &&
                          is_unobserved({input, norm.weight, norm.bias}) && input.numel() > 0;
-  if (!is_served) return {};
+  if (!is_served || (is_float && (groups == 0 || !input.is_cuda()))) return {};
+  const auto on_device = input.is_cuda() ? find_cuda_norm(norm, momentum, is_float) : std::nullopt;
+  if (!on_device && !input.is_cpu()) return {};
   const cpu::GroupNormShape shape = norm.shape();
   if (norm.is_of_input && shape.rows * (shape.channels / shape.groups) < 2) return {};
   at::Tensor mean, rstd;
@@ -276,7 +316,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
     const auto options = input.options().dtype(at::kDouble);
     const at::DimVector sizes = groups == 0 ? at::DimVector{shape.channels} : at::DimVector{shape.samples, groups};
     mean = at::empty(sizes, options), rstd = at::empty(sizes, options);
-    if (norm.is_of_input) {
+    if (on_device) {
+      cuda::norm_statistics(*on_device, mean, rstd);
+    } else if (norm.is_of_input) {
       const at::Tensor variance = norm.running_var.defined() ? at::empty(sizes, options) : at::Tensor();
       cpu::norm_statistics(shape, to_channels_last(input), eps, mean, rstd, variance);
       if (norm.running_mean.defined()) {
@@ -287,18 +329,19 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
       cpu::statistics_of(norm.running_mean, norm.running_var, eps, mean, rstd);
     }
   }
-  const at::Tensor waiting = waiting_like(input);
-  record_if_needed({input, mean, rstd, weight, bias, groups, training, eps}, {}, {}, waiting);
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
+  const at::Tensor waiting = waiting_like(input, known.type_of_result());
+  record_if_needed(known, {}, {}, waiting);
   return {mean, rstd, waiting};
 }
 
 /// Adds a residual to a result that waits: the sum waits as well.
 at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                             const Optional& weight, const Optional& bias, const at::Tensor& residual, int64_t groups,
-                            bool training, double eps) {
-  const Known known{input, mean, rstd, weight, bias, groups, training, eps};
+                            bool training, double eps, bool is_float) {
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
   if (!has_kernels(known, residual, {}) || !is_channels_last(residual)) return {};
-  const at::Tensor waiting = waiting_like(input);
+  const at::Tensor waiting = waiting_like(input, known.type_of_result());
   record_if_needed(known, residual, {}, waiting);
   return waiting;
 }

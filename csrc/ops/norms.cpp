@@ -26,6 +26,49 @@
 namespace nhwc {
 namespace {
 
+/// Returns whether PyTorch's group norm keeps the format on a GPU, from 2.15 on. With a channel in each group it does
+/// so too, but has a single block for each.
+bool is_kept_by_pytorch(const Norm& norm) {
+  constexpr bool keeps = TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
+  return keeps && !norm.is_batch_norm && norm.input.is_cuda() && norm.input.dim() > 3 &&
+         norm.groups < norm.input.size(1);
+}
+
+/// Returns whether PyTorch computes batch norm on a GPU by cuDNN, whose kernels are for channels-last, too: in 2D, and
+/// not in bfloat16. Its others are up to twelve times slower than a copy there.
+bool has_cudnn(const Norm& norm) {
+  return norm.is_batch_norm && norm.input.dim() == 4 && norm.type() != at::kBFloat16 && norm.type() != at::kDouble;
+}
+
+}  // namespace
+
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float) {
+  const at::Device device = norm.input.device();
+  for (const at::Tensor* each : norm.of_channels()) {
+    if (each->defined() && (each->device() != device || !each->is_contiguous())) return std::nullopt;
+  }
+  if (norm.input.numel() == 0 || has_cudnn(norm) || !cuda::runs_norms(device)) return std::nullopt;
+  // Nobody has compared the speed of kernels that keep channels-last: ours run only if a user has switched them on.
+  const bool is_mixed = is_float || norm.type_of_parameters() != norm.type();
+  if (is_kept_by_pytorch(norm) && !is_mixed && !cuda::norm_switch().value_or(false)) return std::nullopt;
+  const auto [samples, rows, channels, groups] = norm.shape();
+  const cuda::GroupNorm found{samples,
+                              rows,
+                              groups,
+                              to_channels_last(norm.input),
+                              is_float ? at::kFloat : norm.type(),
+                              norm.weight,
+                              norm.bias,
+                              norm.running_mean,
+                              norm.running_var,
+                              momentum,
+                              norm.eps,
+                              norm.is_of_input};
+  return cuda::can_run(found) ? std::optional(found) : std::nullopt;
+}
+
+namespace {
+
 using Mask = std::array<bool, 3>;
 using Results = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 /// The output, and of each group the mean, the reciprocal deviation and, where it is requested, the biased variance.
@@ -41,13 +84,6 @@ Returned returned(Normed normed) {
 }
 
 // --- Forward: kernels of a CPU, PyTorch's own, and shapes alone ---
-
-/// Returns whether PyTorch's group norm keeps the format on a GPU, from 2.15 on. With a channel in each group it does
-/// so too, but has a single block for each.
-bool is_kept_by_pytorch(const Norm& norm) {
-  constexpr bool keeps = TORCH_VERSION_MAJOR > 2 || (TORCH_VERSION_MAJOR == 2 && TORCH_VERSION_MINOR >= 15);
-  return keeps && norm.input.is_cuda() && norm.input.dim() > 3 && norm.groups < norm.input.size(1);
-}
 
 /// Returns an activation or its gradient as PyTorch's group norm takes it. Only that of a CPU takes parameters of
 /// another dtype.
@@ -103,28 +139,12 @@ Normed norm_cpu(const Norm& norm, double momentum) {
   return {out, mean, rstd, norm.has_variance ? variance : at::Tensor()};
 }
 
-/// Returns the norm for the kernels of a GPU, if they run there, and all tensors are in its memory. Where PyTorch's own
-/// keeps channels-last, the kernels run only if a user has switched them on: nobody has compared their speed.
-std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm) {
-  const at::Device device = norm.input.device();
-  for (const at::Tensor* each : norm.of_channels()) {
-    if (each->defined() && (each->device() != device || !each->is_contiguous())) return std::nullopt;
-  }
-  if (norm.is_batch_norm || norm.input.numel() == 0 || !cuda::runs_norms(device)) return std::nullopt;
-  const bool is_mixed = norm.type_of_parameters() != norm.type();
-  if (is_kept_by_pytorch(norm) && !is_mixed && !cuda::norm_switch().value_or(false)) return std::nullopt;
-  const cpu::GroupNormShape shape = norm.shape();
-  const cuda::GroupNorm found{shape.samples, shape.rows, shape.groups, to_channels_last(norm.input),
-                              norm.weight,   norm.bias,  norm.eps};
-  return cuda::can_run(found) ? std::optional(found) : std::nullopt;
-}
-
 Normed norm_cuda(const Norm& norm, double momentum) {
   norm.check_forward();
-  const auto on_device = find_cuda_norm(norm);
+  const auto on_device = find_cuda_norm(norm, momentum);
   if (!on_device) return norm_by_pytorch(norm, momentum);
   const auto statistics = [&] {
-    return at::empty({on_device->samples, on_device->groups}, norm.input.options().dtype(norm.type_of_statistics()));
+    return at::empty_symint(norm.sizes_of_statistics(), norm.input.options().dtype(norm.type_of_statistics()));
   };
   const at::Tensor out = empty_channels_last(norm.input), mean = statistics(), rstd = statistics(),
                    variance = norm.has_variance ? statistics() : at::Tensor();
@@ -219,7 +239,7 @@ Results backward_elsewhere(const Norm& norm, const at::Tensor& grad, const at::T
 Results backward_cuda(const Norm& norm, const at::Tensor& grad, const at::Tensor& mean, const at::Tensor& rstd,
                       Mask mask) {
   norm.check_backward(grad, mean, rstd);
-  const auto on_device = find_cuda_norm(norm);
+  const auto on_device = find_cuda_norm(norm, 0);
   if (!on_device) return backward_elsewhere(norm, grad, mean, rstd, mask);
   const at::Tensor grad_input = mask[0] ? empty_channels_last(norm.input) : at::Tensor(),
                    grad_weight = empty_parameter(norm, mask[1]), grad_bias = empty_parameter(norm, mask[2]);
@@ -381,6 +401,7 @@ at::Tensor group_norm_in_float(const at::Tensor& input, int64_t groups, const Op
 constexpr int64_t rows_in_training = 320, rows_in_evaluation = 32768;
 
 bool gains(const Norm& norm) {
+  if (norm.input.is_cuda()) return norm.input.dim() >= 4 && norm.eps > 0 && find_cuda_norm(norm, 0);
   if (!norm.is_on_cpu() || norm.input.dim() < 4 || norm.eps <= 0 ||
       (!norm.is_of_input && !needs_gradient({norm.input, norm.weight, norm.bias}))) {  // PyTorch's output is right
     return false;
@@ -455,11 +476,7 @@ void implement_compositions(torch::Library& m) {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement<norm_cpu, backward_cpu>(m); }
-TORCH_LIBRARY_IMPL(nhwc, CUDA, m) {
-  m.impl("native_group_norm", TORCH_FN(group_norm<norm_cuda>));
-  m.impl("native_instance_norm", TORCH_FN(instance_norm<norm_cuda>));
-  m.impl("native_group_norm_backward", TORCH_FN((backward<backward_cuda, int64_t>)));
-}
+TORCH_LIBRARY_IMPL(nhwc, CUDA, m) { implement<norm_cuda, backward_cuda>(m); }
 TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) { implement<norm_by_pytorch, backward_elsewhere>(m); }
 TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement<norm_meta, backward_meta>(m); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {

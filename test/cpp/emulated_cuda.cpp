@@ -469,6 +469,9 @@ bool parse(const std::string& name, Kernel& kernel) {
   return true;
 }
 
+// The kernels of a step: by what follows, by type, of elements and of vectors.
+constexpr int norm_kinds = followers * norm_types * 2;
+
 // A launch of one of a norm's kernels.
 struct NormWork {
   NormArguments arguments;
@@ -476,14 +479,14 @@ struct NormWork {
   unsigned blocks, shared_bytes;
 };
 
-template <NormStep step, NormType type, bool is_vector>
+template <NormStep step, NormType type, bool is_vector, Follower follower>
 void run_norm(const NormWork& work) {
   constexpr unsigned lanes = is_vector ? 16 / bytes_of(type) : 1;
   const auto quads = std::make_unique<Quad[]>(work.shared_bytes / sizeof(Quad) + 1);
   const DeviceAccess access{{work.shared_bytes}, work.device};
   for (std::uint32_t block = 0; block < work.blocks; ++block) {
-    const BlockOfStep<step, type, lanes, DeviceAccess> each(work.arguments, block, reinterpret_cast<char*>(quads.get()),
-                                                            access);
+    const BlockOfStep<step, type, lanes, follower, DeviceAccess> each(work.arguments, block,
+                                                                      reinterpret_cast<char*>(quads.get()), access);
     each.run([](const auto& phase) {
       for (unsigned thread = 0; thread < norm_threads; ++thread) phase(thread);
     });
@@ -492,22 +495,29 @@ void run_norm(const NormWork& work) {
 
 using RunNorm = void (*)(const NormWork&);
 
+constexpr Follower follower_of_kind(std::size_t kind) {
+  const auto step = static_cast<NormStep>(kind / norm_kinds);
+  return has_followers(step) ? static_cast<Follower>(kind / 2 / norm_types % followers) : Follower::nothing;
+}
+
 template <std::size_t... kinds>
 RunNorm find_norm(std::size_t kind, std::index_sequence<kinds...>) {
   static constexpr RunNorm all[] = {
-      run_norm<static_cast<NormStep>(kinds / 8), static_cast<NormType>(kinds / 2 % 4), (kinds % 2 != 0)>...};
+      run_norm<static_cast<NormStep>(kinds / norm_kinds), static_cast<NormType>(kinds / 2 % norm_types),
+               (kinds % 2 != 0), follower_of_kind(kinds)>...};
   return all[kind];
 }
 
-// Of its mangled name: ...9run_blockILNS0_8NormStepE0ELNS0_8NormTypeE1ELj8EEEvNS0_13NormArgumentsE.
+// Of its mangled name: ...9run_blockILNS0_8NormStepE0ELNS0_8NormTypeE1ELj8ELNS0_8FollowerE0EEEvNS0_13NormArgumentsE.
 RunNorm parse_norm(const std::string& name, int& step) {
   const char* arguments = std::strstr(name.c_str(), "run_blockILNS0_8NormStepE");
-  int type = 0, lanes = 0;
-  if (!arguments ||
-      std::sscanf(arguments, "run_blockILNS0_8NormStepE%dELNS0_8NormTypeE%dELj%d", &step, &type, &lanes) != 3) {
+  int type = 0, lanes = 0, follower = 0;
+  if (!arguments || std::sscanf(arguments, "run_blockILNS0_8NormStepE%dELNS0_8NormTypeE%dELj%dELNS0_8FollowerE%d",
+                                &step, &type, &lanes, &follower) != 4) {
     return nullptr;
   }
-  return find_norm(step * 8 + type * 2 + (lanes > 1), std::make_index_sequence<norm_steps * 8>());
+  return find_norm(((step * followers + follower) * norm_types + type) * 2 + (lanes > 1),
+                   std::make_index_sequence<norm_steps * norm_kinds>());
 }
 
 }  // namespace

@@ -15,6 +15,8 @@ using namespace nhwc::cuda;
 namespace {
 
 constexpr unsigned sector_bytes = 32;
+// The kernels of a step: by what follows, by type, of elements and of vectors.
+constexpr int norm_kinds = followers * norm_types * 2;
 
 // A tensor, and how often each of its elements is loaded and stored.
 struct Tally {
@@ -31,7 +33,7 @@ void add(const Tally& tally, const std::vector<Range>& ranges, std::uint16_t* co
   }
 }
 
-template <NormStep step, NormType type, bool is_vector>
+template <NormStep step, NormType type, bool is_vector, Follower follower>
 void run_block(const NormArguments& arguments, std::uint32_t index, char* shared, std::uint64_t shared_bytes,
                Counts* counts, std::uint64_t* moved_bytes, const Tally* tallies, int tensors) {
   constexpr unsigned lanes = is_vector ? 16 / bytes_of(type) : 1;
@@ -57,17 +59,23 @@ void run_block(const NormArguments& arguments, std::uint32_t index, char* shared
       }
     }
   };
-  BlockOfStep<step, type, lanes, CountingAccess>(arguments, index, shared, {&trace, shared_bytes}).run(all);
+  BlockOfStep<step, type, lanes, follower, CountingAccess>(arguments, index, shared, {&trace, shared_bytes}).run(all);
   if (moved_bytes) *moved_bytes += touched.size() * sector_bytes;
 }
 
 using RunBlock = void (*)(const NormArguments&, std::uint32_t, char*, std::uint64_t, Counts*, std::uint64_t*,
                           const Tally*, int);
 
+constexpr Follower follower_of_kind(std::size_t kind) {
+  const auto step = static_cast<NormStep>(kind / norm_kinds);
+  return has_followers(step) ? static_cast<Follower>(kind / 2 / norm_types % followers) : Follower::nothing;
+}
+
 template <std::size_t... kinds>
 RunBlock find(std::size_t kind, std::index_sequence<kinds...>) {
   static constexpr RunBlock all[] = {
-      run_block<static_cast<NormStep>(kinds / 8), static_cast<NormType>(kinds / 2 % 4), (kinds % 2 != 0)>...};
+      run_block<static_cast<NormStep>(kinds / norm_kinds), static_cast<NormType>(kinds / 2 % norm_types),
+                (kinds % 2 != 0), follower_of_kind(kinds)>...};
   return all[kind];
 }
 
@@ -95,7 +103,9 @@ void run_norm_model(int step, int type, const NormArguments* arguments, unsigned
   const std::uint64_t blocks = norm_blocks_of(step, &plan);
   const auto bytes = shared_bytes_of(static_cast<NormStep>(step), plan, static_cast<NormType>(type));
   const auto shared = std::make_unique<Line[]>(bytes / sizeof(Line) + 1);
-  const RunBlock run = find(step * 8 + type * 2 + (plan.lanes > 1), std::make_index_sequence<norm_steps * 8>());
+  const auto follower = static_cast<int>(follower_of(static_cast<NormStep>(step), *arguments));
+  const RunBlock run = find(((step * followers + follower) * norm_types + type) * 2 + (plan.lanes > 1),
+                            std::make_index_sequence<norm_steps * norm_kinds>());
   // An order that visits every block once: a step that has no divisor in common with the number of blocks.
   std::uint64_t stride = blocks / 2 + seed % 7 + 1;
   while (std::gcd(stride, blocks) != 1) ++stride;

@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 import tempfile
-from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_uint, c_uint16, c_uint32, c_uint64, c_void_p
+from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_uint, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,8 +17,11 @@ from torch import Tensor
 import torch_nhwc as nhwc
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
+# Of results in float32.
+MIXED = {torch.bfloat16: 4, torch.float16: 5}
+ACTIVATIONS = ("none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh")
 FORWARD, BACKWARD, PARAMETERS = (0, 1, 2), (3, 4, 5), (6,)
-WHOLE_FORWARD, WHOLE_BACKWARD = (7,), (8,)
+WHOLE_FORWARD, WHOLE_BACKWARD, KNOWN = (7,), (8,), (9,)
 DIFFERING = 16  # the offset of tensors that differ in it
 CXX = os.environ.get("CXX", "c++")
 ROOT = Path(__file__).parents[2]
@@ -42,10 +45,12 @@ class Plan(Structure):
 
 class Arguments(Structure):
     _fields_ = [("plan", Plan), ("input", c_void_p), ("grad", c_void_p), ("weight", c_void_p), ("bias", c_void_p)]
-    _fields_ += [("out", c_void_p), ("mean", c_void_p), ("rstd", c_void_p), ("variance", c_void_p)]
+    _fields_ += [("residual", c_void_p), ("out", c_void_p), ("mean", c_void_p), ("rstd", c_void_p)]
+    _fields_ += [("variance", c_void_p), ("running_mean", c_void_p), ("running_var", c_void_p)]
     _fields_ += [("chunk_sums", c_void_p), ("coefficients", c_void_p), ("sample_sums", c_void_p)]
-    _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p)]
-    _fields_ += [("has_float_parameters", c_bool), ("eps", c_double)]
+    _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p), ("has_float_parameters", c_bool)]
+    _fields_ += [("has_double_statistics", c_bool), ("is_of_input", c_bool), ("activation", c_uint8)]
+    _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double)]
 
 
 class Tally(Structure):
@@ -121,35 +126,48 @@ def run(
     *,
     grad: Tensor | None = None,
     statistics: tuple[Tensor, Tensor] | None = None,
+    running: tuple[Tensor, Tensor] | None = None,
+    momentum: float = 0.1,
+    is_of_input: bool = True,
+    result: torch.dtype | None = None,
+    residual: Tensor | None = None,
+    activation: str = "none",
+    parameter: float = math.nan,
     offsets: tuple[int, int, int] = (0, 0, 0),
     processors: int = 2,
     order: int = 0,
     count: bool = False,
     in_chunks: bool = False,
+    in_two: bool = False,
 ) -> Result:
     """Run the forward on `[samples, rows, channels]`, or with a gradient the backward.
 
-    `offsets` says by how many elements the memory of input, gradient and output is off an alignment, `order`
-    in which order the blocks run, `count` whether what accesses cost is counted, `in_chunks` whether there is a kernel
-    for each step in any case.
+    The result has the input's dtype, or is float32. `offsets` says by how many elements the memory of input, gradient
+    and output is off an alignment, `order` in which order the blocks run, `count` whether what accesses cost is
+    counted, `in_chunks` whether there is a kernel for each step in any case, `in_two` whether the forward is one of
+    statistics, of double, and then one of the output, as for a result that waits.
     """
     samples, rows, channels = input.shape
-    dtype = input.dtype
+    dtype, result = input.dtype, result or input.dtype
     real = torch.float64 if dtype == torch.float64 else torch.float32
     used = offsets if grad is not None else (offsets[0], offsets[2])
     off = {offset * input.itemsize % 16 for offset in used}
-    offset = off.pop() if len(off) == 1 else DIFFERING
+    offset = off.pop() if len(off) == 1 and (result == dtype or off == {0}) else DIFFERING
+    in_chunks = in_chunks or in_two or activation != "none" or residual is not None or result != dtype
     planned = plan(samples, rows, channels, groups, dtype, offset=offset, processors=processors, in_chunks=in_chunks)
     assert planned is not None
-    parameters = weight if weight is not None else bias if bias is not None else input
-    tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=dtype, offset=offsets[2])}
-    for name, tensor in (("weight", weight), ("bias", bias)):
-        if tensor is not None:
-            tensors[name] = placed(tensor)
+    parameters = next((each for each in (weight, bias, *(running or ())) if each is not None), input)
+    of_out = result if grad is None else dtype
+    tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=of_out, offset=offsets[2])}
+    given = {"weight": weight, "bias": bias, "residual": residual}
+    given |= dict(zip(("running_mean", "running_var"), running or ()))
+    tensors |= {name: placed(tensor) for name, tensor in given.items() if tensor is not None}
     if grad is None:
-        for name in ("mean", "rstd", "variance"):
-            tensors[name] = poisoned(samples, groups, dtype=real)
+        for name in ("mean", "rstd") if in_two else ("mean", "rstd", "variance"):
+            tensors[name] = poisoned(samples, groups, dtype=torch.float64 if in_two else real)
         steps = WHOLE_FORWARD if planned.is_whole else FORWARD
+        if not is_of_input:
+            steps = (*KNOWN, FORWARD[-1])
     else:
         assert statistics is not None
         tensors["grad"] = placed(grad, offsets[1])
@@ -160,18 +178,28 @@ def run(
         steps = (WHOLE_BACKWARD if planned.is_whole else BACKWARD) + PARAMETERS
     of_chunks, of_samples = (3, 3) if grad is None else (2, 4)
     tensors["chunk_sums"] = poisoned(samples, planned.chunks, of_chunks, channels, dtype=real)
-    tensors["coefficients"] = poisoned(samples, of_samples, channels, dtype=real)
-    arguments = Arguments(plan=planned, eps=eps, has_float_parameters=parameters.dtype == torch.float32)
+    if not in_two or grad is not None:
+        tensors["coefficients"] = poisoned(samples, of_samples, channels, dtype=real)
+    arguments = Arguments(
+        plan=planned,
+        eps=eps,
+        momentum=momentum,
+        parameter=parameter,
+        activation=ACTIVATIONS.index(activation),
+        is_of_input=is_of_input,
+        has_float_parameters=parameters.dtype == torch.float32,
+        has_double_statistics=tensors["mean"].dtype == torch.float64,
+    )
     for name, tensor in tensors.items():
         setattr(arguments, name, tensor.data_ptr())
     memory = [number for tensor in tensors.values() for number in (tensor.data_ptr(), tensor.nbytes)]
-    activations = [name for name in ("input", "grad", "out") if name in tensors]
+    activations = [name for name in ("input", "grad", "out", "residual") if name in tensors]
     loads, stores = ({name: torch.zeros(input.shape, dtype=torch.int16) for name in activations} for _ in range(2))
     tallies = [
         Tally(
             tensors[name].data_ptr(),
             tensors[name].nbytes,
-            input.itemsize,
+            tensors[name].itemsize,
             *(ctypes.cast(each[name].data_ptr(), POINTER(c_uint16)) for each in (loads, stores)),
         )
         for name in activations
@@ -181,7 +209,7 @@ def run(
     for step in steps:
         library().run_norm_model(
             step,
-            TYPES[dtype],
+            TYPES[dtype] if result == dtype else MIXED[dtype],
             ctypes.byref(arguments),
             order,
             (c_uint64 * len(memory))(*memory),

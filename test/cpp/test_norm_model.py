@@ -1,6 +1,7 @@
 """The GPU's kernels of group norm, every thread of every block run on the CPU: values, gradients, and costs."""
 
 import itertools
+import math
 import re
 
 import cuda_build
@@ -8,7 +9,7 @@ import norm_model
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from norm_model import BACKWARD, FORWARD, ROOT, TYPES, Result
+from norm_model import BACKWARD, FORWARD, MIXED, ROOT, TYPES, Result
 from torch import Tensor
 
 LOW = (torch.bfloat16, torch.float16)
@@ -247,16 +248,151 @@ def test_plans_of_any_size():
     assert norm_model.plan(2**32, 1, 8, 1, torch.float32) is None
 
 
+# --- What follows a norm in the same pass ---
+
+FOLLOWERS = {
+    "relu": (math.nan, F.relu),
+    "leaky_relu": (0.1, lambda y: F.leaky_relu(y, 0.1)),
+    "silu": (0.0, F.silu),
+    "gelu": (0.0, F.gelu),
+    "gelu_tanh": (0.0, lambda y: F.gelu(y, approximate="tanh")),
+}
+
+
+def followed(norm: Norm, activation: str, result: torch.dtype, **options) -> tuple[dict[str, Tensor], Result, Result]:
+    """Return what the kernels compute in two steps, as for a result that waits, with an activation."""
+    given = {"activation": activation, "parameter": FOLLOWERS[activation][0], "result": result, **options}
+    forward = norm_model.run(norm.input, norm.groups, norm.weight, norm.bias, in_two=True, **given)
+    given |= {"grad": norm.grad.to(result), "statistics": (forward.tensors["mean"], forward.tensors["rstd"])}
+    backward = norm_model.run(norm.input, norm.groups, norm.weight, norm.bias, **given)
+    names = ("grad_weight", "grad_bias")
+    results = {"out": forward.tensors["out"], "grad_input": backward.tensors["out"]}
+    return results | {name: backward.tensors[name] for name in names}, forward, backward
+
+
+def by_pytorch(norm: Norm, activation: str, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return the same in a dtype, by PyTorch on contiguous activations."""
+    input, weight, bias = (
+        each.detach().to(dtype).requires_grad_()
+        for each in (norm.input.transpose(1, 2).contiguous(), norm.weight, norm.bias)
+    )
+    out = FOLLOWERS[activation][1](F.group_norm(input, norm.groups, weight, bias))
+    out.backward(norm.grad.to(dtype).transpose(1, 2).contiguous())
+    return {
+        "out": out.detach().transpose(1, 2),
+        "grad_input": input.grad.transpose(1, 2),
+        "grad_weight": weight.grad,
+        "grad_bias": bias.grad,
+    }
+
+
+@all_dtypes
+@pytest.mark.parametrize("activation", FOLLOWERS)
+@pytest.mark.parametrize("shape", [(2, 300, 24, 4), (2, 77, 33, 3), (1, 1100, 16, 16), (1, 40, 1280, 32)], ids=str)
+def test_an_activation_in_the_same_pass(shape, activation, dtype):
+    norm = Norm(shape, dtype, mean=3.0)
+    exact, theirs = by_pytorch(norm, activation, torch.float64), by_pytorch(norm, activation, dtype)
+    results, forward, backward = followed(norm, activation, dtype)
+    for name, value in results.items():
+        room = 1e-13 if dtype == torch.float64 else torch.finfo(dtype).eps
+        assert error(value, exact[name]) <= 2 * error(theirs[name], exact[name]) + room, name
+    for each in (forward.loads["input"], backward.loads["input"], backward.loads["grad"]):
+        assert each.eq(2).all()
+    for each in (forward.stores["out"], backward.stores["out"]):
+        assert each.eq(1).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (3, 1, 2)], ids=str)
+def test_results_in_float_of_activations_in_half(offsets, dtype):
+    """As under autocast, where PyTorch casts the whole activation first."""
+    norm = Norm((2, 77, 24, 4), dtype, parameters=torch.float32)
+    exact, theirs = by_pytorch(norm, "silu", torch.float64), by_pytorch(norm, "silu", torch.float32)
+    results, _, _ = followed(norm, "silu", torch.float32, offsets=offsets)
+    for name, value in results.items():
+        room = torch.finfo(value.dtype).eps
+        assert error(value, exact[name]) <= 2 * error(theirs[name], exact[name]) + room, name
+    assert results["out"].dtype == torch.float32
+    assert results["grad_input"].dtype == dtype
+
+
+@all_dtypes
+@pytest.mark.parametrize("activation", ["none", "relu", "silu"])
+def test_a_residual_in_the_same_pass(activation, dtype):
+    norm = Norm((2, 77, 33, 3), dtype)
+    residual = norm.grad
+    out = norm_model.run(
+        *(norm.input, 3, norm.weight, norm.bias), residual=residual, activation=activation, in_two=True
+    ).tensors["out"]
+    y = F.group_norm(norm.input.double().transpose(1, 2), 3, norm.weight.double(), norm.bias.double())
+    y = y.transpose(1, 2) + residual.double()
+    exact = y if activation == "none" else FOLLOWERS[activation][1](y)
+    assert error(out, exact) <= (1e-13 if dtype == torch.float64 else torch.finfo(dtype).eps)
+
+
+def test_what_is_not_finite_stays_so():
+    input = torch.randn(1, 64, 8)
+    input[0, 3, 2] = math.nan
+    for activation, (parameter, function) in FOLLOWERS.items():
+        options = {"activation": activation, "parameter": parameter, "in_two": True}
+        out = norm_model.run(input, 8, **options).tensors["out"]
+        expected = function(F.group_norm(input.transpose(1, 2), 8)).transpose(1, 2)
+        torch.testing.assert_close(out, expected, equal_nan=True)
+
+
+@all_dtypes
+@pytest.mark.parametrize("in_two", [False, True])
+def test_batch_norm_is_group_norm_of_one_sample(in_two, dtype):
+    """It updates running statistics, and in evaluation goes by them, in the backward as well."""
+    norm = Norm((1, 900, 24, 24), dtype, mean=5.0)
+    running = torch.linspace(-1, 1, 24).to(dtype), torch.linspace(0.5, 2, 24).to(dtype)
+    layer = torch.nn.BatchNorm1d(24, momentum=0.3).double()
+    for name, value in zip(("running_mean", "running_var", "weight", "bias"), (*running, norm.weight, norm.bias)):
+        getattr(layer, name).data.copy_(value)
+    input = norm.input.double().transpose(1, 2).requires_grad_()
+    eps = torch.finfo(dtype).eps * (1 if dtype != torch.float64 else 100)
+    expected = layer(input)
+    options = {"running": running, "momentum": 0.3, "in_two": in_two}
+    forward = norm_model.run(norm.input, 24, norm.weight, norm.bias, **options)
+    assert error(forward.tensors["running_mean"], layer.running_mean) <= eps
+    assert error(forward.tensors["running_var"], layer.running_var) <= eps
+    if not in_two:
+        assert error(forward.tensors["out"], expected.detach().transpose(1, 2)) <= eps
+    layer.eval()
+    layer.running_mean.copy_(running[0])
+    layer.running_var.copy_(running[1])
+    expected = layer(input)
+    expected.backward(norm.grad.double().transpose(1, 2))
+    forward = norm_model.run(norm.input, 24, norm.weight, norm.bias, is_of_input=False, **(options | {"in_two": True}))
+    assert error(forward.tensors["out"], expected.detach().transpose(1, 2)) <= eps
+    given = {"statistics": (forward.tensors["mean"], forward.tensors["rstd"]), "is_of_input": False}
+    backward = norm_model.run(norm.input, 24, norm.weight, norm.bias, grad=norm.grad, **given).tensors
+    assert error(backward["out"], input.grad.transpose(1, 2)) <= eps
+    assert error(backward["grad_weight"], layer.weight.grad) <= 4 * eps
+    assert error(backward["grad_bias"], layer.bias.grad) <= eps
+
+
+def test_one_pass_moves_what_two_would_share():
+    """Six bytes an element forward and ten backward in bfloat16; norm and activation by themselves move 14 and 26."""
+    norm = Norm((1, 8192, 32, 32), torch.bfloat16)
+    for activation in ("leaky_relu", "silu"):
+        _, forward, backward = followed(norm, activation, torch.bfloat16, count=True)
+        assert forward.moved_bytes <= 1.05 * 3 * norm.input.nbytes
+        assert backward.moved_bytes <= 1.05 * 5 * norm.input.nbytes
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("architecture", ["80", "90", "100"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
     flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
     report = cuda_build.nvcc(ROOT / "csrc/cuda/norm_kernels.cu", "c++17", architecture, *flags)
     kernels = re.split("Compiling entry function ", report)[1:]
-    # Those on activations have a kernel of vectors and one of elements, the others one, for each type.
-    assert len(kernels) == len(TYPES) * (6 * 2 + 3)
+    # Those on activations have a kernel of vectors and one of elements, some for each kind of what follows; the others
+    # one, for each type.
+    assert len(kernels) == (len(TYPES) + len(MIXED)) * (2 + 3 * 2 * 3 + 4) + len(TYPES) * 2 * 2
     for kernel in kernels:
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel
-        # Four blocks of 256 threads fill a processor's registers, of those that do all steps three, with doubles two.
-        most = 128 if "NormTypeE3" in kernel else 80 if re.search("NormStepE[78]", kernel) else 64
-        assert int(re.search(r"Used (\d+) registers", kernel)[1]) <= most, kernel
+        registers = int(re.search(r"Used (\d+) registers", kernel)[1])
+        # Four blocks of 256 threads fill a processor's registers; norms alone, which are most, have them.
+        is_alone = re.search(r"NormTypeE[012]EL.*FollowerE0", kernel) and not re.search("NormStepE[78]", kernel)
+        assert registers <= (64 if is_alone else 128), kernel

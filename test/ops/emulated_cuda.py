@@ -20,6 +20,7 @@ from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
+from torch_nhwc.nn import pending
 
 CL = torch.channels_last
 FLAT = torch.contiguous_format
@@ -602,6 +603,104 @@ def test_norms_of_a_model_are_replaced():
     on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
     for layer, expected in zip(model[1:3], plain[1:3]):
         torch.testing.assert_close(of_host(layer(on_device)), expected(volume))
+
+
+@pytest.fixture
+def small_ones_wait(monkeypatch):
+    monkeypatch.setattr(pending, "_FEWEST_ON_CUDA", 0)
+
+
+WAITING = {
+    "group": (lambda: nn.GroupNorm(2, 8), torch.float32, [0, 1]),
+    "group in bfloat16": (lambda: nn.GroupNorm(2, 8), torch.bfloat16, [0, 1]),
+    "instance": (lambda: nn.InstanceNorm3d(8, affine=True), torch.float32, [0, 1]),
+    "batch": (lambda: nn.BatchNorm3d(8, momentum=0.3), torch.float32, [0, 1]),
+    "batch in bfloat16": (lambda: nn.BatchNorm3d(8), torch.bfloat16, [0, 1]),
+    "batch in evaluation": (lambda: nn.BatchNorm3d(8).eval(), torch.float32, [9]),
+}
+ACTIVATIONS = {"relu": nn.ReLU(inplace=True), "leaky": nn.LeakyReLU(0.2), "silu": nn.SiLU(), "gelu": nn.GELU()}
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", WAITING)
+def test_a_norm_and_its_activation_are_one_pass(kind, activation):
+    make, dtype, statistics = WAITING[kind]
+    torch.manual_seed(0)
+    plain = nn.Sequential(make(), ACTIVATIONS[activation]).double()
+    for parameter in plain.parameters():
+        parameter.data = torch.randn_like(parameter).to(dtype).double()
+    plain[0].num_batches_tracked = None  # which PyTorch's own kernel would count
+    volume, grad = torch.randn(2, 8, 5, 6, 7).to(dtype), torch.randn(2, 8, 5, 6, 7).to(dtype)
+    model = copy.deepcopy(plain).to(dtype).to("cuda")
+    nhwc.convert_(model)
+    exact = volume.double().requires_grad_()
+    expected = plain(exact)
+    expected.backward(grad.double())
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda").requires_grad_()
+    take_launches()
+    waiting = model[0](on_device)
+    assert (type(waiting).__name__, waiting.device.type, take_steps()) == ("Pending", "cuda", statistics)
+    out = model[1](waiting)
+    assert take_steps() == [2]
+    assert out.is_contiguous(memory_format=torch.channels_last_3d)
+    given = grad.to(memory_format=torch.channels_last_3d).to("cuda")
+    gradients = torch.autograd.grad(out, [on_device, *model.parameters()], given)
+    assert take_steps() == [3, 4, 5, 6]
+    for result, each in zip((out, *gradients), (expected, exact.grad, plain[0].weight.grad, plain[0].bias.grad)):
+        close = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 0.05, "atol": 0.1}
+        torch.testing.assert_close(of_host(result).double(), each, **close)
+    for ours, theirs in zip(model.buffers(), plain.buffers()):
+        torch.testing.assert_close(of_host(ours).double(), theirs.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_under_autocast_a_group_norm_writes_float_and_reads_half():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.GroupNorm(2, 8), nn.SiLU())
+    model = copy.deepcopy(plain).to("cuda")
+    nhwc.convert_(model)
+    volume = torch.randn(2, 8, 5, 6, 7).bfloat16()
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda").requires_grad_()
+    with torch.autocast("cuda", torch.bfloat16):
+        out = model(on_device)
+    exact = volume.float().requires_grad_()
+    expected = plain(exact)
+    assert out.dtype == torch.float32
+    torch.testing.assert_close(of_host(out), expected)
+    grad = torch.randn(2, 8, 5, 6, 7)
+    expected.backward(grad)
+    given = grad.to(memory_format=torch.channels_last_3d).to("cuda")
+    (gradient,) = torch.autograd.grad(out, [on_device], given)
+    assert gradient.dtype == torch.bfloat16
+    torch.testing.assert_close(of_host(gradient).float(), exact.grad, rtol=0.01, atol=0.01)
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_a_sum_and_its_activation_are_in_the_pass_of_the_norm():
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()).to("cuda")
+    nhwc.convert_(model)
+    volume, residual = (torch.randn(2, 8, 5, 6, 7).to(memory_format=torch.channels_last_3d) for _ in range(2))
+    take_launches()
+    with torch.no_grad():
+        out = model[1](model[0](volume.to("cuda")) + residual.to("cuda"))
+    assert take_steps() == [0, 1, 2]
+    torch.testing.assert_close(of_host(out), F.relu(F.group_norm(volume, 2) + residual))
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_a_result_that_waits_is_computed_on_the_stream_of_its_norm():
+    model = nn.Sequential(nn.GroupNorm(2, 8), nn.ReLU()).to("cuda")
+    nhwc.convert_(model)
+    volume = torch.randn(2, 8, 5, 6, 7).to(memory_format=torch.channels_last_3d)
+    stream, on_device = torch.cuda.Stream(), volume.to("cuda")
+    take_launches()
+    with torch.no_grad():
+        waiting = model[0](on_device)
+        with torch.cuda.stream(stream):
+            out = model[1](waiting)
+    assert {launch.stream for launch in take_launches()} == {0}
+    torch.testing.assert_close(of_host(out), F.relu(F.group_norm(volume, 2)))
 
 
 def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch, capfd):

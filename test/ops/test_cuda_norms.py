@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import nn
 
 import torch_nhwc as nhwc
+from torch_nhwc.nn import pending
 
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
@@ -136,3 +137,140 @@ def test_bfloat16_autocast_of_a_model(switch, monkeypatch):
             each(volume).square().mean().backward()
     for ours, theirs in zip(model.parameters(), plain.parameters()):
         torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=1e-3)
+
+
+# --- With what follows, and batch norm ---
+
+LAYERS = {
+    "group": lambda: nn.GroupNorm(8, 32),
+    "instance": lambda: nn.InstanceNorm3d(32, affine=True),
+    "batch": lambda: nn.BatchNorm3d(32, momentum=0.3),
+    "batch in evaluation": lambda: nn.BatchNorm3d(32).eval(),
+}
+ACTIVATIONS = {
+    "relu": nn.ReLU(inplace=True),
+    "leaky_relu": nn.LeakyReLU(0.2, inplace=True),
+    "silu": nn.SiLU(),
+    "gelu": nn.GELU(),
+    "gelu by tanh": nn.GELU("tanh"),
+}
+
+
+@pytest.fixture
+def small_ones_wait(monkeypatch):
+    for name in ("_FEWEST", "_FEWEST_IN_GROUPS", "_FEWEST_ON_CUDA"):
+        monkeypatch.setattr(pending, name, 0)
+
+
+def with_gradients(model, volume, grad):
+    volume = volume.detach().requires_grad_()
+    out = model(volume)
+    return [out.detach(), *torch.autograd.grad(out, [volume, *model.parameters()], grad)]
+
+
+@pytest.mark.usefixtures("small_ones_wait")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_norm_and_its_activation_are_one_pass(kind, activation, dtype, device):
+    """Expect at most twice PyTorch's error on contiguous, and that the norm waits."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(LAYERS[kind](), ACTIVATIONS[activation]).to(device, dtype)
+    for parameter in plain.parameters():
+        nn.init.normal_(parameter)
+    volume, grad = ((torch.randn(2, 32, 20, 20, 20) + each).to(device, dtype) for each in (1, 0))
+    exact_model, model = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    nhwc.convert_(model)
+    exact, theirs = (
+        with_gradients(each, *(tensor.to(next(each.parameters()).dtype) for tensor in (volume, grad)))
+        for each in (exact_model, plain)
+    )
+    given = [each.to(memory_format=torch.channels_last_3d) for each in (volume, grad)]
+    if device == "cuda":
+        assert type(copy.deepcopy(model)[0](given[0])) is pending.Pending
+    for index, (ours, their, each) in enumerate(zip(with_gradients(model, *given), theirs, exact)):
+        room = 4 * torch.finfo(dtype).eps
+        assert error(ours, each) <= 2 * error(their, each) + room, index
+        if index < 2:
+            assert ours.is_contiguous(memory_format=torch.channels_last_3d)
+    for ours, theirs_ in zip(model.buffers(), exact_model.buffers()):
+        torch.testing.assert_close(ours.double(), theirs_.double(), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("shape", [(8, 48, 40, 40), (2, 33, 9, 10, 11)], ids=str)
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_in_bfloat16(training, shape, device):
+    torch.manual_seed(0)
+    input, grad = ((torch.randn(shape) + each).to(device, torch.bfloat16) for each in (2, 0))
+    parameters = [torch.randn(shape[1]).to(device) for _ in range(2)]
+    memory_format = FORMATS[len(shape)]
+    running = [torch.zeros(shape[1], device=device), torch.ones(shape[1], device=device)]
+
+    def norm(function, *statistics):
+        return lambda input, weight, bias: function(input, *statistics, weight, bias, training, 0.2)
+
+    theirs, ours = ([each.clone() for each in running] for _ in range(2))
+    expected = results(
+        input.double(),
+        [each.double() for each in parameters],
+        grad.double(),
+        norm(F.batch_norm, *(each.double() for each in running)),
+    )
+    by_pytorch = results(input, parameters, grad, norm(F.batch_norm, *theirs))
+    given = [each.to(memory_format=memory_format) for each in (input, grad)]
+    found = results(given[0], parameters, given[1], norm(nhwc.functional.batch_norm, *ours))
+    for index, (result, their, each) in enumerate(zip(found, by_pytorch, expected)):
+        assert error(result, each) <= 2 * error(their, each) + torch.finfo(torch.bfloat16).eps, index
+    for our, their in zip(ours, theirs):
+        torch.testing.assert_close(our, their, rtol=1e-3, atol=1e-3)
+    assert found[0].is_contiguous(memory_format=memory_format)
+
+
+@pytest.mark.usefixtures("small_ones_wait")
+def test_under_autocast_group_norm_is_in_float(device):
+    model = nn.Sequential(nn.Conv2d(8, 32, 3), nn.GroupNorm(4, 32), nn.SiLU(), nn.Conv2d(32, 8, 3)).to(device)
+    image = torch.randn(2, 8, 24, 24, device=device)
+    converted = copy.deepcopy(model)
+    nhwc.convert_(converted)
+    with torch.autocast(device, torch.bfloat16):
+        hidden = converted[:3](image.to(memory_format=torch.channels_last))
+        expected = model[:3](image)
+        assert hidden.dtype == expected.dtype
+        torch.testing.assert_close(hidden.float(), expected.float(), rtol=0.02, atol=0.02)
+        loss, plain = (each(image).float().square().mean() for each in (converted, model))
+    for each in (loss, plain):
+        each.backward()
+    for ours, theirs in zip(converted.parameters(), model.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, rtol=0.05, atol=1e-3)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("small_ones_wait")
+def test_norms_with_activations_are_recorded_in_a_graph():
+    model = nn.Sequential(nn.BatchNorm3d(16).eval(), nn.ReLU(), nn.GroupNorm(4, 16), nn.SiLU()).cuda()
+    volume = torch.randn(2, 16, 12, 12, 12, device="cuda").to(memory_format=torch.channels_last_3d)
+    nhwc.convert_(model)
+    with torch.no_grad():
+        expected = model(volume).clone()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = model(volume)
+        graph.replay()
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.usefixtures("small_ones_wait")
+def test_a_result_may_be_read_on_another_stream():
+    model = nn.Sequential(nn.GroupNorm(4, 16), nn.SiLU()).cuda()
+    nhwc.convert_(model)
+    volume = torch.randn(2, 16, 32, 32, 32, device="cuda").to(memory_format=torch.channels_last_3d)
+    expected = model(volume)
+    stream = torch.cuda.Stream()
+    waiting = model[0](volume.clone(memory_format=torch.preserve_format))
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        out = model[1](waiting) + 0
+    torch.cuda.current_stream().wait_stream(stream)
+    torch.testing.assert_close(out, expected)

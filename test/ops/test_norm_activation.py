@@ -176,11 +176,11 @@ def test_an_activation_that_does_not_exist_is_refused():
 
 def test_the_operators_check_their_arguments():
     x = channels_last(torch.randn(2, 8, 6, 6))
-    mean, deviation, waiting = torch.ops.nhwc.norm_waiting(x, None, None, None, None, 2, True, 0.1, 1e-5)
+    mean, deviation, waiting = torch.ops.nhwc.norm_waiting(x, None, None, None, None, 2, True, 0.1, 1e-5, False)
     assert mean.shape == deviation.shape == (2, 2)
     assert waiting.shape == x.shape
     assert waiting.stride() == x.stride()
-    options = (None, None, None, 2, True, 1e-5)
+    options = (None, None, None, 2, True, 1e-5, False)
     with pytest.raises(ValueError, match='got "tanh"'):
         torch.ops.nhwc.norm_activation(x, mean, deviation, *options, "tanh", 0.0)
     with pytest.raises(RuntimeError, match="expected dense statistics of double"):
@@ -191,14 +191,14 @@ def test_the_operators_check_their_arguments():
         torch.ops.nhwc.norm_become_(waiting, x[:1])
     # What is not computed in two steps: a contiguous activation, another device, one value in a group.
     for other in (x.contiguous(), x.to("meta"), channels_last(torch.randn(1, 2, 1, 1)), torch.randn(3, 4)):
-        assert torch.ops.nhwc.norm_waiting(other, None, None, None, None, 2, True, 0.1, 1e-5)[2] is None
+        assert torch.ops.nhwc.norm_waiting(other, None, None, None, None, 2, True, 0.1, 1e-5, False)[2] is None
 
 
 def test_opcheck():
     tensors = operands((2, 8, 5, 6))
-    mean, deviation, _ = torch.ops.nhwc.norm_waiting(*tensors[:1], None, None, *tensors[1:3], 2, True, 0.1, 1e-5)
+    mean, deviation, _ = torch.ops.nhwc.norm_waiting(*tensors[:1], None, None, *tensors[1:3], 2, True, 0.1, 1e-5, False)
     for activation, residual in (("silu", None), ("relu", tensors[0].detach())):
         parameter = float("inf")
-        arguments = (tensors[0], mean, deviation, *tensors[1:3], residual, 2, True, 1e-5, activation, parameter)
+        arguments = (tensors[0], mean, deviation, *tensors[1:3], residual, 2, True, 1e-5, False, activation, parameter)
         torch.library.opcheck(torch.ops.nhwc.norm_activation.default, arguments)
     assert torch_nhwc.functional.group_norm(tensors[0], 2, activation="silu").requires_grad

@@ -21,7 +21,7 @@ from torch._jit_internal import is_scripting
 from torch_nhwc import functional
 
 # Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches.
-_FEWEST, _FEWEST_IN_GROUPS = 1 << 15, 1 << 18
+_FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA = 1 << 15, 1 << 18, 1 << 21
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
@@ -51,16 +51,18 @@ class Pending(Tensor):
 class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
-    __slots__ = ("grad_mode", "groups", "operands", "options", "owner", "residual", "versions")
+    __slots__ = ("grad_mode", "operands", "options", "owner", "residual", "stream", "versions")
 
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...]) -> None:
         self.owner = owner
         self.operands = operands
         """Input, mean, reciprocal deviation, weight and bias."""
         self.options = options
-        """Groups, whether the statistics are the input's, and what is added to the variance."""
+        """Groups, whether the statistics are the input's, what is added to the variance, and whether the result is
+        float."""
         self.residual: Tensor | None = None
         self.grad_mode = torch.is_grad_enabled()
+        self.stream = torch.cuda.current_stream(operands[0].device) if operands[0].is_cuda else None
         self.versions = self.current_versions()
 
     def current_versions(self) -> list[int]:
@@ -77,7 +79,15 @@ class Waiting:
                 "the environment variable TORCH_NHWC_PENDING=0"
             )
         # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
-        return torch.ops.nhwc.norm_activation._op(*self.operands, self.residual, *self.options, activation, parameter)
+        operands = (*self.operands, self.residual, *self.options, activation, parameter)
+        if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
+            return torch.ops.nhwc.norm_activation._op(*operands)
+        # The memory of what is read may be given to something else as soon as the norm's own stream is done.
+        with torch.cuda.stream(self.stream):
+            value: Tensor = torch.ops.nhwc.norm_activation._op(*operands)
+        current.wait_stream(self.stream)
+        value.record_stream(current)
+        return value
 
 
 def pending_norm(
@@ -91,15 +101,19 @@ def pending_norm(
     training: bool,
     momentum: float,
     eps: float,
+    casts: bool = False,
 ) -> Tensor | None:
     """Return a result that waits, or `None` where the norm is to be computed at once. Batch norm has 0 groups.
+
+    Autocast on a GPU `casts` the input of group norm to float32, and of no other norm.
 
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
     if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor:
         return None
-    if input.numel() < (_FEWEST_IN_GROUPS if groups else _FEWEST) or not input.is_cpu:
+    fewest = _FEWEST_ON_CUDA if input.is_cuda else _FEWEST_IN_GROUPS if groups else _FEWEST
+    if input.numel() < fewest or not (input.is_cpu or input.is_cuda):
         return None
     if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
         return None
@@ -107,13 +121,14 @@ def pending_norm(
         return None
     if not isinstance(eps, float) or not isinstance(momentum, float) or type(groups) is not int:
         return None
+    is_float = casts and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype in _HALVES
     mean, deviation, result = torch.ops.nhwc.norm_waiting._op(
-        input, running_mean, running_var, weight, bias, groups, training, momentum, eps
+        input, running_mean, running_var, weight, bias, groups, training, momentum, eps, is_float
     )
     if result is None:
         return None
     result.__class__ = Pending
-    result.waiting = Waiting(owner, (input, mean, deviation, weight, bias), (groups, training, eps))
+    result.waiting = Waiting(owner, (input, mean, deviation, weight, bias), (groups, training, eps, is_float))
     return result
 
 
@@ -122,7 +137,7 @@ def group_norm(
 ) -> Tensor:
     """Call `functional.group_norm`, or return a result that waits."""
     if not is_scripting():
-        waiting = pending_norm(weight, input, None, None, weight, bias, num_groups, True, 0.0, eps)
+        waiting = pending_norm(weight, input, None, None, weight, bias, num_groups, True, 0.0, eps, casts=True)
         if waiting is not None:
             return waiting
     return functional.group_norm(input, num_groups, weight, bias, eps)
@@ -273,6 +288,7 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
 
 
 _PLAIN = (Tensor, nn.Parameter, type(None))
+_HALVES = (torch.bfloat16, torch.float16)
 # The functions with which one pass computes a norm.
 _READERS: dict[Any, Any] = {
     F.relu: _relu,

@@ -51,7 +51,7 @@ class PreservingGroupNorm(Preserving, nn.GroupNorm):
     def forward(self, input: Tensor) -> Tensor:
         if not is_scripting():
             waiting = pending_norm(
-                self, input, None, None, self.weight, self.bias, self.num_groups, True, 0.0, self.eps
+                self, input, None, None, self.weight, self.bias, self.num_groups, True, 0.0, self.eps, casts=True
             )
             if waiting is not None:
                 return waiting

@@ -201,9 +201,12 @@ def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
     """Return `OTHER_DEVICE` where it is not known what a layer loses on a device, or nothing replaces it there."""
     if device.type in MEASURED_DEVICES:
         return None
-    is_norm = isinstance(layer, nn.GroupNorm | nn.InstanceNorm2d | nn.InstanceNorm3d)
+    is_norm = isinstance(layer, NORMS)
     return None if is_norm and ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
 
+
+# The layers that kernels of a GPU compute.
+NORMS = (nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 # The devices whose losses and faults are known; a meta tensor stands for one on a CPU.
 MEASURED_DEVICES = ("cpu", "meta")
