@@ -170,7 +170,8 @@ def test_a_script_for_a_gpu_runs_and_its_figures_fill_the_documents(script, is_r
         monkeypatch.setattr(nn.Module, "compile", lambda self: None)
     rows = measured_by(script, (file, cases, ["--device", "cuda", *options]), tmp_path / "out.json", monkeypatch)
     for row in rows:
-        assert max(row.get("differences", {"none": 0}).values()) < 0.05
+        has_kink = "relu" in row.get("arguments", "")  # where rounding decides which gradient an element has
+        assert max(row.get("differences", {"none": 0}).values()) < (1 if has_kink else 0.05)
         if "launches" in row and is_real:
             assert row["launches"]["ours"]["kernels"] + row["launches"]["ours"]["copies"] <= 6
 
