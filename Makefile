@@ -10,7 +10,6 @@ SANITIZER ?= $(firstword $(shell command -v compute-sanitizer) \
 bin := $(VENV)/bin
 # Each starts with half of the tests, so that what a file's tests share is mostly made once.
 two := --numprocesses 2 --dist worksteal
-export TORCH_NHWC_VENV := $(VENV)
 # Programs of packages, such as ninja, wherever the packages are: here, or beside an interpreter that PATH does not name.
 beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTHON)))))
 export PATH := $(PATH):$(abspath $(bin))$(beside)
