@@ -31,12 +31,15 @@ test-all: test test-exhaustive
 test-exhaustive: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m exhaustive
 
-# All of `make test` as on a CPU without AVX-512; where this CPU has none, `make test` has done it.
+# What `make test` computes, as on a CPU without AVX-512; where this CPU has none, `make test` has done it. Left out is what
+# depends on no instruction set (C++ programs, GPUs modelled on the CPU, commands, documents, packages) or chooses it by itself.
+same := $(addprefix --ignore=test/,cli cpp distributed tuning nn/test_class_swap.py ops/test_distributed.py ops/test_pages.py)
+same += $(foreach name,benchmarks documents examples fuzz house import packaging site,--ignore=test/test_$(name).py)
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export TORCH_NHWC_CPU_CAPABILITY := avx2
 test-avx2: $(VENV)/has-test $(VENV)/built
-	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) -m "not exhaustive"; fi
+	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) $(same) -m "not exhaustive and not levels"; fi
 
 # The library is built here with warnings as errors.
 lint: export TORCH_NHWC_WERROR := 1

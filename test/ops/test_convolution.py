@@ -27,6 +27,7 @@ SMALL = {
     "conv_transpose3d": ((2, 4, 1, 3, 2), (4, 3, 3, 3, 3), (2, 1, (1, 0, 1), 2)),
 }
 every_function = pytest.mark.parametrize("name", SMALL)
+AVX2 = pytest.param("AVX2", marks=pytest.mark.levels)
 
 
 def in_lists(arguments, axes):
@@ -56,12 +57,13 @@ def small(name, dtype=torch.float32):
     return x, torch.randn(kernel, dtype=dtype), torch.randn(outputs, dtype=dtype), arguments
 
 
-@pytest.mark.parametrize("isa", ["default", "AVX2", "avx2_vnni"])
+@pytest.mark.parametrize("isa", ["default", AVX2, pytest.param("avx2_vnni", marks=pytest.mark.levels)])
 def test_what_pytorch_computes_wrong_is_right(isa):
     environment = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
     assert wrong_cases("named", "ours", **environment) == []
 
 
+@pytest.mark.levels
 @pytest.mark.skipif(not CPU_HAS_AVX512, reason="a CPU with AVX-512")
 def test_pytorch_computes_small_inputs_and_single_columns_wrong_with_avx512():
     """If this fails, PyTorch has mended it: `mended_in` of faults.cpp wants its version."""
@@ -70,6 +72,7 @@ def test_pytorch_computes_small_inputs_and_single_columns_wrong_with_avx512():
     assert {int(line.split()[1]) for line in wrong} >= set(range(expected))
 
 
+@pytest.mark.levels
 @pytest.mark.skipif(not IS_X86, reason="a CPU with AVX2")
 @pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
 def test_pytorch_computes_strided_taps_wrong_without_avx512(variable):
@@ -79,6 +82,7 @@ def test_pytorch_computes_strided_taps_wrong_without_avx512(variable):
     assert not wrong - taps
 
 
+@pytest.mark.levels
 @pytest.mark.skipif(not torch.cpu._is_amx_tile_supported(), reason="a CPU with AMX")
 def test_pytorch_computes_halves_wrong_with_amx():
     wrong = {int(line.split()[1]) for line in wrong_cases("named", "pytorch", ONEDNN_MAX_CPU_ISA="ALL")}
@@ -86,7 +90,7 @@ def test_pytorch_computes_halves_wrong_with_amx():
     assert {index for index, case in enumerate(NAMED) if case in HALVES} - wrong == right
 
 
-@pytest.mark.parametrize("isa", ["default", "AVX2"])
+@pytest.mark.parametrize("isa", ["default", AVX2])
 @pytest.mark.parametrize("seed", [0, *(exhaustive(seed) for seed in range(1, 12))])
 def test_random_convolutions_are_right(seed, isa):
     environment = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}

@@ -134,6 +134,7 @@ def run(column, environment):
     assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.levels
 @pytest.mark.skipif(not IS_X86, reason="a CPU with AVX2")
 @pytest.mark.parametrize(
     ("column", "environment"),

@@ -18,6 +18,7 @@ from selection import some_of
 
 import torch_nhwc as nhwc
 
+pytestmark = pytest.mark.levels
 VARIABLES = ("TORCH_NHWC_CPU_CAPABILITY", "ATEN_CPU_CAPABILITY")
 CASTS = [(torch.float32, torch.bfloat16), (torch.float32, torch.float16), (torch.float32, torch.float8_e5m2)]
 CASTS += [(torch.float64, torch.float32), *((to, of) for of, to in CASTS)]

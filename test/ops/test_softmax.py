@@ -64,6 +64,7 @@ def test_results_and_gradients_are_as_accurate_as_pytorchs(name, channels, dtype
     assert_as_accurate(*functions(name), [4 * torch.randn(shape).to(dtype)], torch.randn(shape).to(dtype), factor=1.3)
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("level", some_of(LEVELS, "baseline"))
 def test_each_level(level):
     path = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
