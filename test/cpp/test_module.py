@@ -23,8 +23,8 @@ def program(tmp_path_factory):
     """Build the program as a project without CMake does."""
     path = tmp_path_factory.mktemp("module") / "module"
     libraries = Path(torch.__file__).parent / "lib"
-    flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Werror"]
-    flags += ["-include", "torch_nhwc/module.h"]  # first, so that it is seen to need no other header
+    flags = ["-std=c++20", "-O0", "-Wall", "-Wextra", "-Wpedantic", "-Werror"]
+    flags += ["-include", "torch_nhwc/module.h"] * 2  # first, so that it is seen to need no other header
     flags += [flag for folder in cpp_extension.include_paths() for flag in ("-isystem", folder)]
     flags += [f"-I{folder}" for folder in nhwc.cpp_extension.include_paths()]
     library = nhwc.cpp_extension.library_path()
