@@ -128,5 +128,7 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("computes_in_float32(ScalarType dtype) -> bool", compliant);
   m.def("cpu_capability() -> str", compliant);
   m.def("runs_cuda_norms(Device device) -> bool", compliant);
+  m.def("set_cuda_norms(Device device, int[] least_bytes) -> ()");
+  m.def("missing_cuda_image(Device device) -> str", compliant);
   m.def("sentence(str reason) -> str", compliant);
 }

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from torch.utils import cpp_extension
 
-# The data-centre generations that we know, as torch writes them.
-ARCHITECTURES = ("8.0", "9.0", "10.0")
+# One of each generation, as torch writes them: code for 8.0 serves 8.6 and 8.9, that for 10.0 not the 12.0 of desktops.
+ARCHITECTURES = ("7.5", "8.0", "9.0", "10.0", "12.0")
 
 
 def find_cuda_toolkit() -> Path | None:

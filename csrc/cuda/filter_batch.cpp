@@ -39,6 +39,19 @@ Weight permutation_of(const at::Tensor& weight, void* data) {
   return {data, data, filters, rows, columns, elements_of(weight.scalar_type(), weight.scalar_type()).value()};
 }
 
+/// Raises for an error of a kernel: where the library has no code for the GPU, in a sentence that says so.
+void check(cudaError_t error, at::Device device) {
+  if (error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction) {
+    cudaGetLastError();  // so that nothing else takes it for its own
+    int major = 0, minor = 0;
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device.index()));
+    C10_CUDA_CHECK(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device.index()));
+    TORCH_CHECK(false, "torch_nhwc: the library has no code for ", device, ", a GPU of compute capability ", major, ".",
+                minor, ": build it on that machine, or with TORCH_CUDA_ARCH_LIST=", major, ".", minor);
+  }
+  C10_CUDA_CHECK(error);
+}
+
 }  // namespace
 
 std::vector<Weight>& FilterBatch::weights_on(at::Device device) {
@@ -71,7 +84,7 @@ void FilterBatch::allocate() {
     on.launches = plan_launches(on.weights, limits);
     uint64_t scratch_bytes = 0;
     for (const Launch& launch : on.launches) {
-      C10_CUDA_CHECK(kernels::prepare(launch, limits));
+      check(kernels::prepare(launch, limits), on.device);
       scratch_bytes = std::max(scratch_bytes, launch.blocks * launch.scratch_bytes);
     }
     const auto options = at::TensorOptions(on.device).dtype(at::kByte);
@@ -84,7 +97,7 @@ void FilterBatch::run() const {
     const c10::cuda::CUDAGuard guard(on.device);
     const auto stream = c10::cuda::getCurrentCUDAStream();
     void* scratch = on.scratch.defined() ? on.scratch.mutable_data_ptr() : nullptr;
-    for (const Launch& launch : on.launches) C10_CUDA_CHECK(kernels::launch(launch, scratch, stream));
+    for (const Launch& launch : on.launches) check(kernels::launch(launch, scratch, stream), on.device);
   }
 }
 

@@ -7,6 +7,9 @@
 
 namespace nhwc::cuda::kernels {
 
+/// Asks for a kernel on the current device, without running it.
+cudaError_t find();
+
 cudaError_t launch(NormStep step, NormType type, const NormArguments& arguments, cudaStream_t stream);
 
 }  // namespace nhwc::cuda::kernels

@@ -7,10 +7,13 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <array>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <initializer_list>
 #include <iterator>
+#include <limits>
 #include <optional>
 
 #include "cuda/norm_kernels.h"
@@ -46,11 +49,23 @@ std::uint32_t offset_of(const GroupNorm& norm, std::initializer_list<const void*
   return is_same && (!is_cast || first == 0) ? static_cast<std::uint32_t>(first) : differing_offsets;
 }
 
-/// Returns a number of a device, by default of the current one.
+/// What `set_norms` said: by device and kind.
+constexpr int most_devices = 64;
+constexpr int64_t unknown = -2;
+struct Measured : std::array<std::array<std::atomic<int64_t>, kinds_of_norms>, most_devices> {
+  Measured() {
+    for (auto& kinds : *this) {
+      for (auto& least : kinds) least = unknown;
+    }
+  }
+} measured;
+
+/// Returns the number of a device, by default of the current one.
+int index_of(at::Device device) { return device.has_index() ? device.index() : c10::cuda::current_device(); }
+
 int attribute(cudaDeviceAttr which, at::Device device) {
   int value = 0;
-  const int index = device.has_index() ? device.index() : c10::cuda::current_device();
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, index));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&value, which, index_of(device)));
   return value;
 }
 
@@ -101,13 +116,44 @@ void launch(std::initializer_list<NormStep> steps, const GroupNorm& norm, const 
 
 }  // namespace
 
-bool runs_norms(at::Device device) {
+void set_norms(at::Device device, at::IntArrayRef least_bytes) {
+  const int index = index_of(device);
+  if (index >= most_devices) return;
+  for (int kind = 0; kind < kinds_of_norms; ++kind) {
+    measured[index][kind] = least_bytes.empty() ? unknown : std::max<int64_t>(-1, least_bytes[kind]);
+  }
+}
+
+bool is_measured(at::Device device) {
+  const int index = index_of(device);
+  return index < most_devices && measured[index][0] != unknown;
+}
+
+bool runs_norm(at::Device device, NormKind kind, int64_t bytes) {
   const std::optional<bool> chosen = norm_switch();
   if (!device.is_cuda() || chosen.has_value()) return device.is_cuda() && *chosen;
   if (c10::cuda::device_count() == 0) return false;
+  if (is_measured(device)) {
+    const int64_t least = measured[index_of(device)][static_cast<int>(kind)];
+    return least >= 0 && bytes >= least;
+  }
   const int architecture =
       10 * attribute(cudaDevAttrComputeCapabilityMajor, device) + attribute(cudaDevAttrComputeCapabilityMinor, device);
   return std::ranges::find(measured_architectures, architecture) != std::end(measured_architectures);
+}
+
+bool runs_norms(at::Device device) {
+  constexpr int64_t any = std::numeric_limits<int64_t>::max();
+  return runs_norm(device, NormKind::group, any) || runs_norm(device, NormKind::instance, any) ||
+         runs_norm(device, NormKind::batch, any);
+}
+
+std::string missing_image(at::Device device) {
+  const c10::cuda::CUDAGuard guard(device);
+  const cudaError_t error = kernels::find();
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();  // so that nothing else takes it for its own
+  return cudaGetErrorString(error);
 }
 
 bool can_run(const GroupNorm& norm) {

@@ -6,26 +6,45 @@
 
 #include <cstdlib>
 #include <optional>
+#include <string>
 #include <string_view>
 
 #include "cpu/group_norm.h"
 
 namespace nhwc::cuda {
 
-/// Returns what `TORCH_NHWC_CUDA_NORMS` says, if it is set. Raises for other values than 0 and 1.
+/// Returns what `TORCH_NHWC_CUDA_NORMS` says, if it decides. Raises for other values than 0, 1 and measure.
 inline std::optional<bool> norm_switch() {
   const char* set = std::getenv("TORCH_NHWC_CUDA_NORMS");
   const std::string_view choice = set ? set : "";
-  TORCH_CHECK_VALUE(choice.empty() || choice == "0" || choice == "1",
+  TORCH_CHECK_VALUE(choice.empty() || choice == "0" || choice == "1" || choice == "measure",
                     "TORCH_NHWC_CUDA_NORMS: expected 1 (norms on a GPU run on this library's kernels), 0 (they do "
-                    "not), or nothing (they do where they were measured), got '",
+                    "not), measure (they do where they gain, measured in this process), or nothing (the same, measured "
+                    "once), got '",
                     choice, "'");
-  return choice.empty() ? std::nullopt : std::optional(choice == "1");
+  return choice == "0" || choice == "1" ? std::optional(choice == "1") : std::nullopt;
 }
 
-/// Returns whether the kernels run on a device: where the switch is 1, and unless it is 0 on architectures on which
-/// they were measured.
+/// Norms of several channels in a group, of one, and batch norm: PyTorch computes each in another way.
+enum class NormKind : std::uint8_t { group, instance, batch };
+constexpr int kinds_of_norms = 3;
+
+/// Says from how many bytes of an activation on the kernels gain on a device, for each kind; a negative number: never.
+/// Nothing forgets what was said, and what is known of the architecture decides.
+void set_norms(at::Device device, at::IntArrayRef least_bytes);
+
+/// Returns whether anything was said.
+bool is_measured(at::Device device);
+
+/// Returns whether the kernels run on a device for norms of a kind and a size: as the switch says, as was measured, or
+/// on architectures on which they were.
+bool runs_norm(at::Device device, NormKind kind, int64_t bytes);
+
+/// The same for any kind and size.
 bool runs_norms(at::Device device);
+
+/// Returns why the library has no kernels that the device can run, or nothing.
+std::string missing_image(at::Device device);
 
 /// A norm of `samples` dense matrices of `rows` x channels. All tensors are on one device; parameters, running
 /// statistics and gradients of parameters, which may be undefined, are dense and have one dtype. Batch norm has one

@@ -15,6 +15,8 @@ std::string sentence_kernel(c10::string_view reason) { return sentence_of(reason
 TORCH_LIBRARY_IMPL(nhwc, CompositeExplicitAutograd, m) {
   m.impl("cpu_capability", TORCH_FN(cpu::capability));
   m.impl("runs_cuda_norms", TORCH_FN(cuda::runs_norms));
+  m.impl("set_cuda_norms", TORCH_FN(cuda::set_norms));
+  m.impl("missing_cuda_image", TORCH_FN(cuda::missing_image));
   m.impl("sentence", TORCH_FN(sentence_kernel));
 }
 

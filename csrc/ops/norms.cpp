@@ -47,11 +47,16 @@ std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum,
   for (const at::Tensor* each : norm.of_channels()) {
     if (each->defined() && (each->device() != device || !each->is_contiguous())) return std::nullopt;
   }
-  if (norm.input.numel() == 0 || has_cudnn(norm) || !cuda::runs_norms(device)) return std::nullopt;
-  // Nobody has compared the speed of kernels that keep channels-last: ours run only if a user has switched them on.
-  const bool is_mixed = is_float || norm.type_of_parameters() != norm.type();
-  if (is_kept_by_pytorch(norm) && !is_mixed && !cuda::norm_switch().value_or(false)) return std::nullopt;
+  if (norm.input.numel() == 0 || has_cudnn(norm)) return std::nullopt;
   const auto [samples, rows, channels, groups] = norm.shape();
+  const auto kind = norm.is_batch_norm   ? cuda::NormKind::batch
+                    : groups == channels ? cuda::NormKind::instance
+                                         : cuda::NormKind::group;
+  if (!cuda::runs_norm(device, kind, static_cast<int64_t>(norm.input.nbytes()))) return std::nullopt;
+  // Where nobody has compared the speed of kernels that keep channels-last, ours run only if a user switched them on.
+  const bool is_mixed = is_float || norm.type_of_parameters() != norm.type();
+  const bool is_chosen = cuda::is_measured(device) || cuda::norm_switch().value_or(false);
+  if (is_kept_by_pytorch(norm) && !is_mixed && !is_chosen) return std::nullopt;
   const cuda::GroupNorm found{samples,
                               rows,
                               groups,

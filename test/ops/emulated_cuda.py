@@ -8,6 +8,7 @@ import copy
 import ctypes
 import itertools
 import os
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import Structure, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 
 import pytest
@@ -21,6 +22,7 @@ from torch import nn
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
 from torch_nhwc.nn import pending
+from torch_nhwc.ops import qualification
 
 CL = torch.channels_last
 FLAT = torch.contiguous_format
@@ -37,6 +39,7 @@ class Emulation(Structure):
 
     _fields_ = [("memory_limit", c_int64), ("used", c_int64), ("peak", c_int64)]
     _fields_ += [("driver_version", c_int32), ("launches_that_work", c_int32)]
+    _fields_ += [("device_without_image", c_int32), ("wrong_lane", c_int32)]
 
 
 class Launch(Structure):
@@ -58,7 +61,8 @@ def take_launches():
 
 
 @pytest.fixture(autouse=True)
-def as_it_begins():
+def as_it_begins(monkeypatch):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")  # PyTorch's kernels, to compare with, cannot run
     torch.cuda.set_device(0)
     take_launches()
     limit = emulation.memory_limit
@@ -734,3 +738,143 @@ def test_pytorchs_norm_gets_one_dtype(capfd):
         with pytest.raises(RuntimeError, match="not supported"):
             getattr(torch.ops.nhwc, call)(*given)
         assert "copy_kernel" in capfd.readouterr().err  # the first
+
+
+# --- Qualified on the user's own GPU ---
+
+
+@pytest.fixture
+def unqualified(monkeypatch, tmp_path):
+    """Nothing is known of any device; the clock, without PyTorch's own kernels to run, is a test's."""
+    monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS", raising=False)
+    monkeypatch.setenv("TORCH_NHWC_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (8 << 30, 8 << 30))
+    monkeypatch.setattr(qualification, "_speedup", lambda kind, size, device: 2.0)
+    forget()
+    yield
+    forget()
+    emulation.wrong_lane = emulation.device_without_image = -1
+
+
+def forget():
+    qualification._qualified.clear()
+    for index in range(2):
+        torch.ops.nhwc.set_cuda_norms(torch.device("cuda", index), [])
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_gpu_that_is_right_and_fast_runs_norms_from_then_on(tmp_path):
+    """Also in processes that read what an earlier one measured."""
+    assert not nhwc.ops.runs_cuda_norms("cuda:0")
+    found = nhwc.ops.qualify_norms("cuda:0")
+    assert (found.right, found.least_bytes) == (found.cases, [0, 0, 0])
+    assert nhwc.ops.runs_cuda_norms("cuda:0")
+    assert f"right in {found.cases} of {found.cases} cases; group norm 2.0x PyTorch's way" in str(found)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_size < 4096
+    take_launches()
+    assert nhwc.ops.qualify_norms("cuda:0") is found
+    forget()
+    assert nhwc.ops.kept_qualifications()[0] == str(found)
+    assert nhwc.ops.qualify_norms("cuda:0") == found
+    assert not take_launches()
+    model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8)).to("cuda")
+    nhwc.convert_(model)
+    assert "Preserving" in type(model[1]).__name__
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_model_on_a_gpu_qualifies_it():
+    model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8)).to("cuda:0")
+    nhwc.plan(model)
+    assert torch.device("cuda", 0) in qualification._qualified
+    assert nhwc.ops.runs_cuda_norms("cuda:0")
+
+
+@pytest.mark.usefixtures("unqualified")
+@pytest.mark.parametrize(
+    ("speedups", "least"), [([1.0, 1.0], -1), ([1.0, 1.5], 32 << 20), ([1.5, 1.0], -1), ([1.1, 1.1], 0)]
+)
+def test_a_gpu_that_is_slow_runs_norms_from_the_size_on_where_it_gains(speedups, least, monkeypatch):
+    of_size = dict(zip(qualification.SIZES, speedups))
+    monkeypatch.setattr(qualification, "_speedup", lambda kind, size, device: of_size[size] if kind == "group" else 0.5)
+    assert nhwc.ops.qualify_norms("cuda:0").least_bytes == [least, -1, -1]
+    assert nhwc.ops.runs_cuda_norms("cuda:0") == (least >= 0)
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_gpu_that_is_wrong_in_one_lane_runs_none():
+    emulation.wrong_lane = 1
+    found = nhwc.ops.qualify_norms("cuda:1")  # of an architecture on which they ran
+    assert found.right < found.cases
+    assert found.least_bytes == [-1, -1, -1]
+    assert not nhwc.ops.runs_cuda_norms("cuda:1")
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_gpu_without_an_image_is_not_asked_twice():
+    emulation.device_without_image = 0
+    assert "no kernel image" in torch.ops.nhwc.missing_cuda_image(torch.device("cuda:0"))
+    take_launches()
+    assert nhwc.ops.qualify_norms("cuda:0") is None
+    assert not take_launches()
+    assert not nhwc.ops.runs_cuda_norms("cuda:0")
+    weight = random_weight((8, 4, 3, 3), torch.float32).to("cuda:0")
+    before = of_host(weight)
+    with pytest.raises(RuntimeError, match=r"no code for cuda:0, a GPU of compute capability 8.0: build it on that"):
+        nhwc.convert_weights_([weight])
+    reference.assert_same(of_host(weight), before)
+
+
+@pytest.mark.usefixtures("unqualified")
+@pytest.mark.parametrize("damage", ["", "{", "[]", '{"key": 1}', "of another"])
+def test_a_file_that_is_damaged_or_foreign_is_measured_again(damage, tmp_path):
+    found = nhwc.ops.qualify_norms("cuda:0")
+    (file,) = tmp_path.iterdir()
+    file.write_text(
+        file.read_text().replace('"processors": 4', '"processors": 5') if damage == "of another" else damage
+    )
+    forget()
+    take_launches()
+    assert nhwc.ops.qualify_norms("cuda:0") == found
+    assert take_launches()
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_processes_that_measure_at_once_leave_one_file(tmp_path):
+    device = torch.device("cuda", 0)
+    found = nhwc.ops.qualify_norms(device)
+    with ThreadPoolExecutor(4) as pool:
+        for _ in pool.map(lambda _: qualification._write(device, found), range(40)):
+            assert qualification._read(device) == found
+    assert len([*tmp_path.iterdir()]) == 1
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_what_the_switch_decides_is_not_measured(monkeypatch, tmp_path):
+    for switch in ("0", "1"):
+        monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", switch)
+        assert nhwc.ops.qualify_norms("cuda:0") is None
+        assert nhwc.ops.runs_cuda_norms("cuda:0") == (switch == "1")
+    assert not [*tmp_path.iterdir()]
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "measure")
+    nhwc.ops.qualify_norms("cuda:0")
+    forget()
+    take_launches()
+    nhwc.ops.qualify_norms("cuda:0")
+    assert take_launches()
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_folder_that_cannot_be_written_costs_nothing_but_the_file(monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("TORCH_NHWC_CACHE_DIR", str(tmp_path / "file"))
+    found = nhwc.ops.qualify_norms("cuda:0")
+    assert found.kept == ""
+    assert nhwc.ops.runs_cuda_norms("cuda:0")
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_nothing_is_measured_during_a_capture():
+    with Graph(stream := torch.cuda.Stream()), torch.cuda.stream(stream):
+        assert nhwc.ops.qualify_norms("cuda:0") is None

@@ -353,6 +353,8 @@ ANSWERS: dict[Any, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
     nhwc.computes_in_float32.default: lambda: ([torch.bfloat16], {}),
     nhwc.cpu_capability.default: lambda: ([], {}),
     nhwc.runs_cuda_norms.default: lambda: ([torch.device("cpu")], {}),
+    nhwc.set_cuda_norms.default: lambda: ([torch.device("cpu"), []], {}),
+    nhwc.missing_cuda_image.default: lambda: ([torch.device("cpu")], {}),
     nhwc.sentence.default: lambda: (["UNDEFINED"], {}),
 }
 # Properties that a call does not have, by the names of their tests.

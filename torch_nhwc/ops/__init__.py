@@ -15,8 +15,10 @@ import torch
 from torch import Tensor
 
 from torch_nhwc.ops import library, sharding
+from torch_nhwc.ops.qualification import NormQualification, kept_qualifications, qualify_norms
 
 __all__ = [
+    "NormQualification",
     "Outcome",
     "Storage",
     "convert_weight",
@@ -25,8 +27,10 @@ __all__ = [
     "convert_weights_",
     "copy_weight_",
     "cpu_capability",
+    "kept_qualifications",
     "mismatched_layouts",
     "plan_weights",
+    "qualify_norms",
     "runs_cuda_norms",
     "sentence",
     "set_strides_",
@@ -230,11 +234,11 @@ def cpu_capability() -> str:
 
 
 def runs_cuda_norms(device: torch.device | str = "cuda") -> bool:
-    """Return whether group norm and instance norm in channels-last run on kernels of this library on a GPU.
+    """Return whether norms in channels-last run on kernels of this library on a GPU.
 
-    They do on GPUs of compute capability 9.0, such as H100 and H200, where they were measured, if the library was built
-    for CUDA; but group norm of several channels in each group is PyTorch's from 2.15 on. The environment variable
-    `TORCH_NHWC_CUDA_NORMS` decides otherwise: 1 is yes for all, 0 is no.
+    They do where `qualify_norms` found them right and faster; until it is called, on GPUs of compute capability 9.0,
+    such as H100 and H200. The environment variable `TORCH_NHWC_CUDA_NORMS` decides otherwise: 1 is yes for all, 0 is
+    no.
 
     Raises:
         ValueError: The variable has another value.

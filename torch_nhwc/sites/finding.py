@@ -202,6 +202,8 @@ def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
     if device.type in MEASURED_DEVICES:
         return None
     is_norm = isinstance(layer, NORMS)
+    if is_norm:
+        ops.qualify_norms(device)
     return None if is_norm and ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
 
 
