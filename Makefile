@@ -15,7 +15,7 @@ beside := $(if $(findstring /,$(PYTHON)),:$(patsubst %/,%,$(dir $(abspath $(PYTH
 export PATH := $(PATH):$(abspath $(bin))$(beside)
 sources := $(shell find csrc torch_nhwc -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh') setup.py pyproject.toml
 
-.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda bench-cuda sanitize-cuda clean
+.PHONY: demo test test-all test-exhaustive test-avx2 lint fuzz docs site site-serve bench bench-peers wheel wheels matrix test-emulated test-cuda gpu-check bench-cuda sanitize-cuda clean
 
 demo: $(VENV)/built
 	$(bin)/python examples/demo.py
@@ -130,11 +130,16 @@ test-emulated: $(VENV)/built
 test-cuda: $(VENV)/built
 	TORCH_NHWC_REQUIRE_GPU=1 $(bin)/python -m pytest --numprocesses 4 -m cuda
 
+# What only a GPU can answer, in order of worth and in ten minutes; tools/gpu_check.py says how to go on with the rest.
+gpu-check: $(VENV)/built
+	$(bin)/python tools/gpu_check.py $(GPU_CHECK)
+
 # Nothing else may run on the GPU.
 bench-cuda: $(VENV)/built
 	$(bin)/python benchmarks/bench_weights.py --device cuda
 	$(bin)/python benchmarks/bench_models.py --device cuda
 	$(bin)/python benchmarks/bench_layers.py --device cuda
+	$(bin)/python benchmarks/bench_layers.py --device cuda --operators
 	$(bin)/python benchmarks/bench_layouts.py --device cuda
 	$(bin)/python benchmarks/report.py
 
