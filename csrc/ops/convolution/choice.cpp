@@ -67,6 +67,14 @@ Sizes::Sizes(const Call& call)
 
 // Inputs as they come.
 
+/// Returns whether a depthwise convolution of volumes on a GPU would come to cuDNN: in channels-last that takes up to 130
+/// times as long as PyTorch's own kernel, which is for contiguous tensors (bfloat16, kernels of 3 to 7, on an H200).
+/// Transposed ones, and those of several channels in a group, were not measured.
+bool is_slow_on_cuda(const Call& call) {
+  return call.axes() == 3 && !call.is_transposed && call.input.is_cuda() && call.is_accepted() && call.is_depthwise() &&
+         (call.has_channels_last_input() || call.has_channels_last_weight());
+}
+
 bool is_unfit(const Call& call) { return !call.is_on_cpu() || !call.is_accepted(); }
 
 bool is_one_sample(const Call& call) { return static_cast<size_t>(call.input.dim()) == call.axes() + 1; }
@@ -271,6 +279,7 @@ bool loses_format(const Call& call, at::native::ConvBackend backend) {
 constexpr bool in_graphs = true, in_eager_mode = false;
 
 const Way as_it_comes[] = {
+    {"contiguous", Kind::faster, in_graphs, is_slow_on_cuda, rewrites::in_contiguous},
     {"unfit", Kind::pytorchs, in_graphs, is_unfit, rewrites::restored},
     {"batched", Kind::faster, in_graphs, is_one_sample, rewrites::as_batch},
     {"formatted", Kind::faster, in_graphs, is_volume_in_other_format, rewrites::formatted},
