@@ -67,9 +67,9 @@ Sizes::Sizes(const Call& call)
 
 // Inputs as they come.
 
-/// Returns whether a depthwise convolution of volumes on a GPU would come to cuDNN: in channels-last that takes up to 130
-/// times as long as PyTorch's own kernel, which is for contiguous tensors (bfloat16, kernels of 3 to 7, on an H200).
-/// Transposed ones, and those of several channels in a group, were not measured.
+/// Returns whether cuDNN would compute a depthwise convolution of volumes on a GPU. In channels-last it takes many
+/// times as long as PyTorch's own kernel, which is for contiguous tensors. Transposed ones, and those of several
+/// channels in a group, were not measured.
 bool is_slow_on_cuda(const Call& call) {
   return call.axes() == 3 && !call.is_transposed && call.input.is_cuda() && call.is_accepted() && call.is_depthwise() &&
          (call.has_channels_last_input() || call.has_channels_last_weight());
