@@ -77,10 +77,8 @@ at::Tensor in_contiguous(const Call& call, Convolution) {
   Call other = call;
   if (is_one_sample) other.input = call.input.unsqueeze(0);
   if (other.has_channels_last_input()) other.input = with_channels_last_grad(other.input);
-  other.weight = with_same_layout_grad(call.weight);
-  for (at::Tensor* each : {&other.input, &other.weight}) {  // the flat view gives sizes of 1 their canonical strides
-    *each = each->contiguous().reshape({-1}).view_symint(each->sym_sizes());
-  }
+  other.input = to_contiguous(other.input);
+  other.weight = to_contiguous(with_same_layout_grad(call.weight));
   const at::Tensor out = as_channels_last_output(other.pytorchs());
   return is_one_sample ? out.squeeze(0) : out;
 }
