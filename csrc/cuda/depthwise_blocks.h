@@ -124,7 +124,7 @@ class DepthwiseConvolve : DepthwiseBlock<type, lanes, taps, stride, Access> {
 
   NHWC_HOST_DEVICE void load_filters(std::uint32_t thread) const {
     const std::uint32_t all_taps = plan_.taps(), count = all_taps * tile_channels;
-    for (std::uint32_t i = thread; i < count; i += depthwise_threads) {
+    for (std::uint32_t i = thread; i < count; i += plan_.threads()) {
       const std::uint32_t tap = i / tile_channels, channel = channel_ + i % tile_channels;
       const std::uint32_t from = arguments_.is_flipped ? all_taps - 1 - tap : tap;
       float number = 0;

@@ -18,14 +18,8 @@ __device__ void run_block(const DepthwiseArguments& arguments) {
   });
 }
 
-// As many as their registers allow.
-constexpr int blocks_of_processor(NormType type, unsigned lanes, unsigned taps) {
-  return type == NormType::float32 && lanes > 1 && taps > 5 ? 1 : 2;
-}
-
 template <NormType type, unsigned lanes, unsigned taps, unsigned stride>
-__global__ void __launch_bounds__(depthwise_threads, blocks_of_processor(type, lanes, taps))
-    convolve(const __grid_constant__ DepthwiseArguments arguments) {
+__global__ void __launch_bounds__(depthwise_threads, 2) convolve(const __grid_constant__ DepthwiseArguments arguments) {
   run_block<DepthwiseConvolve<type, lanes, taps, stride>>(arguments);
 }
 

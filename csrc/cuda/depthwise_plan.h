@@ -38,6 +38,7 @@ struct DepthwisePlan {
   std::uint32_t chunk_runs;
 
   NHWC_HOST_DEVICE std::uint32_t taps() const { return static_cast<std::uint32_t>(kernel[0] * kernel[1] * kernel[2]); }
+  NHWC_HOST_DEVICE std::uint32_t threads() const { return channel_threads * slots[0] * slots[1] * slots[2]; }
   /// The rows of taps along the width.
   NHWC_HOST_DEVICE std::uint32_t tap_rows() const { return static_cast<std::uint32_t>(kernel[0] * kernel[1]); }
   NHWC_HOST_DEVICE std::uint64_t all_runs() const {
@@ -62,13 +63,16 @@ inline void plan_depthwise(DepthwisePlan& plan, bool is_aligned, std::uint32_t p
   plan.slots[0] = depthwise_slots / plan.slots[1] / plan.slots[2];
   plan.tiles[2] = quotient(plan.runs, plan.slots[2]);
   plan.tiles[1] = quotient(static_cast<std::uint32_t>(plan.output[1]), plan.slots[1]);
-  plan.tiles[0] = quotient(static_cast<std::uint32_t>(plan.output[0]), plan.slots[0]);
   plan.steps = 1;
+  const auto cut_depth = [&] { plan.tiles[0] = quotient(static_cast<std::uint32_t>(plan.output[0]), plan.slots[0]); };
+  for (cut_depth(); plan.blocks() < processors && plan.slots[0] > 1 && plan.threads() > 64; cut_depth()) {
+    plan.slots[0] /= 2;
+  }
   const std::uint64_t enough = std::uint64_t{8} * processors;  // of blocks: each loads its filters
   plan.steps = static_cast<std::uint32_t>(std::clamp<std::uint64_t>(plan.blocks() / enough, 1, plan.tiles[0]));
 
   plan.copies = std::max(1u, most_gradient_threads / channel_threads / plan.tap_rows());
-  const std::uint64_t least_runs = std::uint64_t{8} * plan.copies;
+  const std::uint64_t least_runs = std::uint64_t{2} * plan.copies;
   const std::uint64_t wanted = quotient(4 * processors, plan.channel_tiles);
   const std::uint64_t chunks = std::clamp<std::uint64_t>(plan.all_runs() / least_runs, 1, wanted);
   plan.chunk_runs = static_cast<std::uint32_t>((plan.all_runs() + chunks - 1) / chunks);
@@ -100,7 +104,7 @@ inline std::uint64_t blocks_of(DepthwiseStep step, const DepthwisePlan& plan) {
 }
 
 inline std::uint32_t threads_of(DepthwiseStep step, const DepthwisePlan& plan) {
-  return step == DepthwiseStep::convolve          ? depthwise_threads
+  return step == DepthwiseStep::convolve          ? plan.threads()
          : step == DepthwiseStep::chunk_gradients ? channel_threads * plan.tap_rows() * plan.copies
                                                   : merging_threads;
 }

@@ -98,7 +98,7 @@ void run_depthwise_model(int number, int type, const DepthwiseArguments* argumen
   const std::uint32_t bytes = shared_bytes_of(step, arguments->plan);
   CountingAccess::check(bytes <= 48 << 10);
   const auto shared = std::make_unique<Line[]>(bytes / sizeof(Line) + 1);
-  const auto run = type == 0 ? run_type<NormType::float32>
+  const auto run = type == 0   ? run_type<NormType::float32>
                    : type == 1 ? run_type<NormType::bfloat16>
                                : run_type<NormType::float16>;
   const auto blocks = static_cast<std::uint32_t>(blocks_of(step, arguments->plan));
