@@ -127,6 +127,61 @@ def test_a_converted_model_gives_what_it_gave(kernel, device):
     assert type(model[0]) is nn.Conv3d
 
 
+@pytest.mark.parametrize("offset", [1, 4, 8])
+def test_memory_that_is_not_aligned(offset, device):
+    memory = torch.randn(2 * 16 * 6 * 7 * 8 + 64).to(device)
+    input = memory[offset : offset + 2 * 16 * 6 * 7 * 8].view(2, 6, 7, 8, 16).movedim(-1, 1)
+    weight = torch.randn(16, 1, 3, 3, 3).to(device)
+    out = nhwc.functional.conv3d(input, channels_last(weight), None, 1, 1, 1, 16)
+    torch.testing.assert_close(out, F.conv3d(input.contiguous(), weight, None, 1, 1, 1, 16))
+
+
+@pytest.mark.parametrize("required", [(True, False), (False, True), (False, False)])
+def test_only_gradients_that_are_needed(required, device):
+    tensors = [torch.randn(2, 16, 6, 7, 8).to(device), torch.randn(16, 1, 3, 3, 3).to(device)]
+    ours, theirs = ([each.clone().requires_grad_(need) for each, need in zip(tensors, required)] for _ in range(2))
+    got = nhwc.functional.conv3d(*map(channels_last, ours), None, 1, 1, 1, 16)
+    expected = F.conv3d(*theirs, None, 1, 1, 1, 16)
+    torch.testing.assert_close(got, expected)
+    if any(required):
+        got.square().sum().backward(), expected.square().sum().backward()
+    for our, their in zip(ours, theirs):
+        torch.testing.assert_close(our.grad, their.grad, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(("kernel", "stride"), [(3, 1), (5, 1), (7, 1), (3, 2)])
+def test_large_volumes(kernel, stride):
+    input, weight = torch.randn(2, 64, 40, 41, 42, device="cuda"), torch.randn(64, 1, *[kernel] * 3, device="cuda")
+    arguments = (stride, kernel // 2, 1, 64)
+    grad = torch.randn_like(F.conv3d(input, weight, None, *arguments))
+    for dtype in (torch.bfloat16, torch.float32):
+        tensors = [each.to(dtype) for each in (input, weight, grad)]
+        bias = torch.randn(64, device="cuda", dtype=dtype)
+        exact = results(*(each.double() for each in (*tensors[:2], bias, tensors[2])), arguments, F.conv3d)
+        ours = results(
+            *map(channels_last, tensors[:2]), bias, channels_last(tensors[2]), arguments, nhwc.functional.conv3d
+        )
+        for result, each in zip(ours, exact):
+            assert error(result, each) <= (1e-5 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.cuda
+def test_captured_in_a_graph():
+    input = channels_last(torch.randn(2, 32, 8, 9, 10, device="cuda"))
+    weight = channels_last(torch.randn(32, 1, 3, 3, 3, device="cuda"))
+    for _ in range(2):
+        nhwc.functional.conv3d(input, weight, None, 1, 1, 1, 32)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = nhwc.functional.conv3d(input, weight, None, 1, 1, 1, 32)
+    for _ in range(2):
+        input.normal_()
+        graph.replay()
+        torch.testing.assert_close(out, F.conv3d(input.contiguous(), weight.contiguous(), None, 1, 1, 1, 32))
+
+
 @pytest.mark.cuda
 def test_autocast_computes_and_saves_in_bfloat16():
     model, volume = block(32).cuda(), torch.randn(2, 32, 12, 12, 12, device="cuda")
@@ -189,8 +244,11 @@ def way(device, shape, weight, groups, formats=(True, True)):
 
 def test_only_depthwise_volumes_on_cuda_take_the_way():
     depthwise = ((2, 8, 5, 6, 7), (8, 1, 3, 3, 3), 8)
+    expected = ("kernels", "ours", True) if nhwc.ops.runs_cuda_norms() else ("contiguous", "faster", True)
     for formats in ((True, True), (True, False), (False, True)):
-        assert way("cuda", *depthwise, formats) == ("contiguous", "faster", True)
+        assert way("cuda", *depthwise, formats) == expected
+    for taps in (1, 2, 9):  # along the width, for which there are no kernels
+        assert way("cuda", (2, 8, 5, 6, 12), (8, 1, 3, 3, taps), 8)[0] == "contiguous"
     assert way("cuda", (8, 5, 6, 7), *depthwise[1:], (False, True))[0] == "contiguous"
     others = [
         (*depthwise, (False, False)),
