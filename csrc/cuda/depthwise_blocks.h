@@ -88,6 +88,8 @@ class DepthwiseConvolve : DepthwiseBlock<type, lanes, taps, stride, Access> {
   using typename Base::Element, typename Base::Vector;
 
  public:
+  static constexpr unsigned most_threads = depthwise_threads, blocks_of_processor = 2;
+
   NHWC_HOST_DEVICE DepthwiseConvolve(const DepthwiseArguments& arguments, std::uint32_t block, char* shared,
                                      Access access = {})
       : Base(arguments, shared, access) {
@@ -209,6 +211,8 @@ class DepthwiseGradients : DepthwiseBlock<type, lanes, taps, stride, Access> {
   using typename Base::Vector;
 
  public:
+  static constexpr unsigned most_threads = most_gradient_threads, blocks_of_processor = 1;
+
   NHWC_HOST_DEVICE DepthwiseGradients(const DepthwiseArguments& arguments, std::uint32_t block, char* shared,
                                       Access access = {})
       : Base(arguments, shared, access),
@@ -317,6 +321,8 @@ class DepthwiseMerge {
   using Element = detail::NormElement<type>;
 
  public:
+  static constexpr unsigned most_threads = merging_threads, blocks_of_processor = 4;
+
   NHWC_HOST_DEVICE DepthwiseMerge(const DepthwiseArguments& arguments, std::uint32_t block, char* shared,
                                   Access access = {})
       : arguments_(arguments),
@@ -358,5 +364,48 @@ class DepthwiseMerge {
   char* shared_;
   Access access_;
 };
+
+/// Names a class of blocks, which it has none of.
+template <typename Block>
+struct BlockType {
+  using Type = Block;
+};
+
+namespace detail {
+
+template <NormType type, unsigned lanes, unsigned taps, typename Access, typename Use>
+auto with_stride(DepthwiseStep step, const DepthwisePlan& plan, const Use& use) {
+  if (step == DepthwiseStep::merge_gradients) return use(BlockType<DepthwiseMerge<type, Access>>{});
+  if (step == DepthwiseStep::convolve) {
+    return plan.stride[2] == 1 ? use(BlockType<DepthwiseConvolve<type, lanes, taps, 1, Access>>{})
+                               : use(BlockType<DepthwiseConvolve<type, lanes, taps, 2, Access>>{});
+  }
+  return plan.stride[2] == 1 ? use(BlockType<DepthwiseGradients<type, lanes, taps, 1, Access>>{})
+                             : use(BlockType<DepthwiseGradients<type, lanes, taps, 2, Access>>{});
+}
+
+template <NormType type, unsigned lanes, typename Access, typename Use>
+auto with_taps(DepthwiseStep step, const DepthwisePlan& plan, const Use& use) {
+  return plan.kernel[2] == 3   ? with_stride<type, lanes, 3, Access>(step, plan, use)
+         : plan.kernel[2] == 5 ? with_stride<type, lanes, 5, Access>(step, plan, use)
+                               : with_stride<type, lanes, 7, Access>(step, plan, use);
+}
+
+template <NormType type, typename Access, typename Use>
+auto with_lanes(DepthwiseStep step, const DepthwisePlan& plan, const Use& use) {
+  return plan.lanes == 1 ? with_taps<type, 1, Access>(step, plan, use)
+                         : with_taps<type, depthwise_lanes, Access>(step, plan, use);
+}
+
+}  // namespace detail
+
+/// Calls `use` with the `BlockType` of a step, which is for 3, 5 or 7 taps along the width and a stride of 1 or 2
+/// there.
+template <typename Access = DirectAccess, typename Use>
+auto with_depthwise_block(DepthwiseStep step, NormType type, const DepthwisePlan& plan, const Use& use) {
+  return type == NormType::float32    ? detail::with_lanes<NormType::float32, Access>(step, plan, use)
+         : type == NormType::bfloat16 ? detail::with_lanes<NormType::bfloat16, Access>(step, plan, use)
+                                      : detail::with_lanes<NormType::float16, Access>(step, plan, use);
+}
 
 }  // namespace nhwc::cuda

@@ -46,37 +46,6 @@ void run_block(const Job& job) {
   *job.moved_bytes += touched.size() * sector_bytes;
 }
 
-template <NormType type, unsigned lanes, unsigned taps, unsigned stride>
-void run_step(DepthwiseStep step, const Job& job) {
-  if (step == DepthwiseStep::convolve) {
-    run_block<DepthwiseConvolve<type, lanes, taps, stride, CountingAccess>>(job);
-  } else if (step == DepthwiseStep::chunk_gradients) {
-    run_block<DepthwiseGradients<type, lanes, taps, stride, CountingAccess>>(job);
-  } else {
-    run_block<DepthwiseMerge<type, CountingAccess>>(job);
-  }
-}
-
-template <NormType type, unsigned lanes, unsigned taps>
-void run_taps(DepthwiseStep step, const Job& job) {
-  job.arguments.plan.stride[2] == 1 ? run_step<type, lanes, taps, 1>(step, job)
-                                    : run_step<type, lanes, taps, 2>(step, job);
-}
-
-template <NormType type, unsigned lanes>
-void run_lanes(DepthwiseStep step, const Job& job) {
-  switch (job.arguments.plan.kernel[2]) {
-    case 3: return run_taps<type, lanes, 3>(step, job);
-    case 5: return run_taps<type, lanes, 5>(step, job);
-    default: return run_taps<type, lanes, 7>(step, job);
-  }
-}
-
-template <NormType type>
-void run_type(DepthwiseStep step, const Job& job) {
-  job.arguments.plan.lanes == 1 ? run_lanes<type, 1>(step, job) : run_lanes<type, depthwise_lanes>(step, job);
-}
-
 }  // namespace
 
 extern "C" {
@@ -98,14 +67,13 @@ void run_depthwise_model(int number, int type, const DepthwiseArguments* argumen
   const std::uint32_t bytes = shared_bytes_of(step, arguments->plan);
   CountingAccess::check(bytes <= 48 << 10);
   const auto shared = std::make_unique<Line[]>(bytes / sizeof(Line) + 1);
-  const auto run = type == 0   ? run_type<NormType::float32>
-                   : type == 1 ? run_type<NormType::bfloat16>
-                               : run_type<NormType::float16>;
   const auto blocks = static_cast<std::uint32_t>(blocks_of(step, arguments->plan));
   for (std::uint32_t i = 0; i < blocks; ++i) {
     std::memset(shared.get(), 0xA5, bytes);
     const std::uint32_t block = is_reversed ? blocks - 1 - i : i;
-    run(step, {*arguments, threads_of(step, arguments->plan), block, shared.get()->bytes, bytes, counts, moved_bytes});
+    const Job job = {*arguments, threads_of(step, arguments->plan), block, shared[0].bytes, bytes, counts, moved_bytes};
+    with_depthwise_block<CountingAccess>(step, static_cast<NormType>(type), arguments->plan,
+                                         [&](auto block_type) { run_block<typename decltype(block_type)::Type>(job); });
   }
 }
 }

@@ -202,11 +202,11 @@ def test_the_report_of_a_model_on_a_gpu():
     model = nn.Sequential(nn.Conv3d(3, 8, 3), nn.Conv3d(8, 8, 3, groups=8), nn.Conv3d(8, 8, 3, groups=2)).cuda()
     plan = nhwc.plan(model)
     assert [row.reason for row in plan.layers] == [nhwc.Reason.OTHER_DEVICE, None, nhwc.Reason.OTHER_DEVICE]
-    assert "1 Conv3d replaced" in str(plan)
+    assert "1 Conv3d to replace" in str(plan)
     report = nhwc.convert_(model, preserve=False)
     assert type(model[1]) is nn.Conv3d
     assert nhwc.Reason.DEPTHWISE_VOLUMES.value in report.remarks
-    assert nhwc.Reason.DEPTHWISE_VOLUMES.value in str(report)
+    assert nhwc.Reason.DEPTHWISE_VOLUMES.value in " ".join(str(report).split())
     report.revert()
     assert nhwc.Reason.DEPTHWISE_VOLUMES.value not in nhwc.convert_(model[::2], preserve=False).remarks
 
