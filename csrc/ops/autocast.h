@@ -19,10 +19,10 @@ template <typename Result, typename... Others,
 struct Lowered<operation> {
   static Result call(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
                      Others... others) {
-    const c10::impl::ExcludeDispatchKeyGuard off(c10::DispatchKey::AutocastCPU);
-    const auto lower = [](const auto& tensor) {
-      const at::ScalarType dtype = at::autocast::get_lower_precision_fp_from_device_type(at::kCPU);
-      return at::autocast::cached_cast(dtype, tensor, at::kCPU);
+    const c10::impl::ExcludeDispatchKeyGuard off(c10::autocast_dispatch_keyset);
+    const auto lower = [device = input.device().type()](const auto& tensor) {
+      const at::ScalarType dtype = at::autocast::get_lower_precision_fp_from_device_type(device);
+      return at::autocast::cached_cast(dtype, tensor, device);
     };
     return operation(lower(input), lower(weight), lower(bias), std::forward<Others>(others)...);
   }

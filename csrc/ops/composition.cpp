@@ -97,9 +97,12 @@ at::Tensor to_channels_last(const at::Tensor& input) {
   return channels_from_end(dense.reshape({-1}).view_symint(dense.sym_sizes()));
 }
 
+at::Tensor to_contiguous(const at::Tensor& input) {
+  return input.contiguous().reshape({-1}).view_symint(input.sym_sizes());  // sizes of 1 may have any stride
+}
+
 at::Tensor with_canonical_strides(const at::Tensor& input) {
-  return is_channels_last(input) ? to_channels_last(input)
-                                 : input.contiguous().reshape({-1}).view_symint(input.sym_sizes());
+  return is_channels_last(input) ? to_channels_last(input) : to_contiguous(input);
 }
 
 at::Tensor with_channels_last_grad(const at::Tensor& input) { return alias_of(input, keep_format); }

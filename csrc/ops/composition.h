@@ -27,6 +27,9 @@ at::Tensor as_new_channels_last(at::Tensor memory, at::IntArrayRef sizes);
 /// Returns the activation in canonical channels-last strides; itself if it has them.
 at::Tensor to_channels_last(const at::Tensor& input);
 
+/// Returns the tensor in canonical contiguous strides.
+at::Tensor to_contiguous(const at::Tensor& input);
+
 /// Returns a view of canonical strides in the input's own order, or a copy of an input that is not dense.
 at::Tensor with_canonical_strides(const at::Tensor& input);
 

@@ -10,6 +10,7 @@
 // once, so that an order of streams that is wrong goes unnoticed.
 //
 // The library is also loaded in the place of libcuda.so.1, whose functions PyTorch looks for without calling them.
+#include <cuda/depthwise_blocks.h>
 #include <cuda/norm_blocks.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
@@ -122,7 +123,7 @@ Emulation emulation;
 
 struct LaunchRecord {
   std::uint64_t stream;
-  std::int32_t device, elements, is_long;  // of a norm's kernel: -1 less its step instead of the elements
+  std::int32_t device, elements, is_long;  // of others: -1 less the step, after norms' those of convolutions
   std::uint32_t weights, blocks, shared_bytes;
 };
 
@@ -522,6 +523,45 @@ RunNorm parse_norm(const std::string& name, int& step) {
                    std::make_index_sequence<norm_steps * norm_kinds>());
 }
 
+// A launch of one of a depthwise convolution's kernels, whose name says the step and the type:
+// ...9run_blockINS0_17DepthwiseConvolveILNS0_8NormTypeE0ELj4ELj3ELj1ENS0_12DirectAccessEEEEEvNS0_18DepthwiseArgumentsE.
+struct DepthwiseWork {
+  DepthwiseStep step;
+  NormType type;
+  DepthwiseArguments arguments;
+  int device;
+};
+
+bool parse_depthwise(const std::string& name, DepthwiseStep& step, NormType& type) {
+  const char* block = std::strstr(name.c_str(), "Depthwise");
+  char kind = 0;
+  int number = 0;
+  const char* of_type = block ? std::strstr(block, "NormTypeE") : nullptr;
+  if (!of_type || std::sscanf(block, "Depthwise%c", &kind) != 1 || std::sscanf(of_type, "NormTypeE%d", &number) != 1) {
+    return false;
+  }
+  step = kind == 'C'   ? DepthwiseStep::convolve
+         : kind == 'G' ? DepthwiseStep::chunk_gradients
+                       : DepthwiseStep::merge_gradients;
+  type = static_cast<NormType>(number);
+  return true;
+}
+
+void run_depthwise(const DepthwiseWork& work) {
+  const DepthwisePlan& plan = work.arguments.plan;
+  const std::size_t bytes = shared_bytes_of(work.step, plan);
+  const auto quads = std::make_unique<Quad[]>(bytes / sizeof(Quad) + 1);
+  with_depthwise_block<DeviceAccess>(work.step, work.type, plan, [&](auto block_type) {
+    for (std::uint32_t block = 0; block < blocks_of(work.step, plan); ++block) {
+      const DeviceAccess access{{bytes}, work.device};
+      char* shared = reinterpret_cast<char*>(quads.get());
+      typename decltype(block_type)::Type(work.arguments, block, shared, access).run_phases([&](const auto& phase) {
+        for (unsigned thread = 0; thread < threads_of(work.step, plan); ++thread) phase(thread);
+      });
+    }
+  });
+}
+
 }  // namespace
 
 API void __cudaRegisterFunction(void** module, const char* function, char* device_function, const char* name,
@@ -557,7 +597,9 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
   Kernel kernel;
   int step = 0;
   const RunNorm run_norm = parse_norm(name, step);
-  if (!run_norm && !parse(name, kernel)) {
+  DepthwiseWork depthwise{};
+  const bool is_depthwise = parse_depthwise(name, depthwise.step, depthwise.type);
+  if (!run_norm && !is_depthwise && !parse(name, kernel)) {
     return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
   }
   if (current_device == emulation.device_without_image) return fail(cudaErrorNoKernelImageForDevice);
@@ -576,6 +618,20 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
           step == static_cast<int>(NormStep::normalise) || step == static_cast<int>(NormStep::whole_forward);
       if (emulation.wrong_lane >= 0 && writes) static_cast<char*>(work.arguments.out)[emulation.wrong_lane] ^= 0x40;
     });
+  }
+
+  if (is_depthwise) {
+    depthwise.arguments = *static_cast<const DepthwiseArguments*>(arguments[0]);
+    depthwise.device = current_device;
+    const DepthwisePlan& plan = depthwise.arguments.plan;
+    if (shared_bytes > plain_shared_bytes || shared_bytes != shared_bytes_of(depthwise.step, plan) ||
+        grid.x != blocks_of(depthwise.step, plan) || block.x != threads_of(depthwise.step, plan)) {
+      return fail(cudaErrorInvalidValue);
+    }
+    launches().push_back({reinterpret_cast<std::uintptr_t>(stream), current_device,
+                          -1 - norm_steps - static_cast<int>(depthwise.step), 0, 0, grid.x,
+                          static_cast<unsigned>(shared_bytes)});
+    return submit(stream, [=] { run_depthwise(depthwise); });
   }
 
   const auto agreed = runtime().shared_bytes.find({current_device, function});

@@ -707,6 +707,55 @@ def test_a_result_that_waits_is_computed_on_the_stream_of_its_norm():
     torch.testing.assert_close(of_host(out), F.relu(F.group_norm(volume, 2)))
 
 
+# The steps of depthwise convolutions follow those of norms.
+CONVOLVE, CHUNKS, MERGE = 10, 11, 12
+
+
+@pytest.mark.usefixtures("norms_on")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "kernel", "device"),
+    [((2, 32, 5, 6, 9), 3, "cuda"), ((1, 36, 6, 5, 8), 5, "cuda:1"), ((1, 5, 7, 4, 9), 7, "cuda")],
+)
+def test_depthwise_volumes_and_their_gradients(shape, kernel, device, dtype):
+    channels, padding = shape[1], kernel // 2
+    host = [torch.randn(each).to(dtype) for each in (shape, (channels, 1, *[kernel] * 3))]
+    grad, exact = torch.randn(shape).to(dtype), [each.double().requires_grad_() for each in host]
+    out = F.conv3d(*exact, None, 1, padding, 1, channels)
+    expected = out.detach(), *torch.autograd.grad(out, exact, grad.double())
+    given = [each.to(memory_format=torch.channels_last_3d).to(device) for each in (*host, grad)]
+    input, weight = (each.requires_grad_() for each in given[:2])
+    out = nhwc.functional.conv3d(input, weight, None, 1, padding, 1, channels)
+    assert take_steps() == [CONVOLVE]
+    results = out, *torch.autograd.grad(out, (input, weight), given[2], retain_graph=True)
+    assert take_steps() == [CONVOLVE, CHUNKS, MERGE]
+    for result, each in zip(results, expected):
+        assert (of_host(result).double() - each).norm() <= (1e-6 if dtype == torch.float32 else 5e-3) * each.norm()
+    assert all(result.is_contiguous(memory_format=torch.channels_last_3d) for result in results)
+    torch.autograd.grad(out, input, given[2], retain_graph=True)
+    assert take_steps() == [CONVOLVE]
+    torch.autograd.grad(out, weight, given[2])
+    assert take_steps() == [CHUNKS, MERGE]
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_depthwise_volumes_of_a_model_are_replaced():
+    model = nn.Sequential(nn.Conv3d(4, 4, 3, 2, 1, groups=4), nn.Conv3d(4, 4, 3))
+    plain, volume = copy.deepcopy(model), torch.randn(2, 4, 5, 6, 9)
+    plan = nhwc.plan(model.to("cuda"))
+    assert [row.reason for row in plan.layers] == [None, nhwc.Reason.OTHER_DEVICE]
+    assert "1 Conv3d to replace" in str(plan)
+    report = nhwc.convert_(model)
+    assert [type(layer).__name__.startswith("Preserving") for layer in model] == [True, False]
+    assert nhwc.Reason.DEPTHWISE_VOLUMES.value not in report.remarks
+    out = model[0](volume.to(memory_format=torch.channels_last_3d).to("cuda"))
+    torch.testing.assert_close(of_host(out), plain[0](volume))
+    report.revert()
+    report = nhwc.convert_(model, preserve=False)
+    assert [type(layer).__name__ for layer in model] == ["Conv3d", "Conv3d"]
+    assert nhwc.Reason.DEPTHWISE_VOLUMES.value in " ".join(str(report).split())
+
+
 def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch, capfd):
     """The first device is one of compute capability 8.0, the second of 9.0."""
     monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS", raising=False)

@@ -6,6 +6,7 @@ from torch import nn
 
 import torch_nhwc as nhwc
 from torch_nhwc import Reason
+from torch_nhwc.planning.faults import is_slow_depthwise_volume
 from torch_nhwc.sites.finding import walk_layers
 
 
@@ -109,6 +110,18 @@ def test_norms_of_a_gpu_are_replaced_where_its_kernels_run(monkeypatch):
     norms = (nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2, affine=True), nn.BatchNorm2d(2))
     model = on_gpu(nn.GELU(), nn.AvgPool3d(2), *norms)
     assert reasons(model) == dict.fromkeys("012", Reason.OTHER_DEVICE) | dict.fromkeys("3456")
+
+
+def test_depthwise_volumes_of_a_gpu_are_replaced_whatever_the_switch_says(monkeypatch):
+    layers = [nn.Conv3d(4, 4, 3, groups=4), nn.Conv3d(4, 8, 3, groups=4)]
+    others = [nn.Conv3d(4, 4, 3, groups=2), nn.Conv3d(1, 4, 3), nn.ConvTranspose3d(4, 4, 3, groups=4)]
+    model = on_gpu(*layers, *others, nn.Conv2d(4, 4, 3, groups=4))
+    for switch in "01":
+        monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", switch)
+        assert reasons(model) == dict.fromkeys("12") | dict.fromkeys("03456", Reason.OTHER_DEVICE)
+    slow = [is_slow_depthwise_volume(site) for site in walk_layers(model).sites]
+    assert slow == [False, True, True, False, False, False, False]
+    assert not any(is_slow_depthwise_volume(site) for site in walk_layers(nn.Conv3d(4, 4, 3, groups=4)).sites)
 
 
 def test_a_library_without_cuda_runs_no_norms_on_a_gpu(monkeypatch):

@@ -179,7 +179,11 @@ _NEEDS_PACKAGE = (Reason.LAZY, Reason.COPIED_EACH_FORWARD)
 
 
 _FAULTS = {
-    reason.value for reason in (Reason.WRONG_GRADIENTS, Reason.INSTANCE_NORM, Reason.GROUP_NORM, Reason.PIXEL_SHUFFLE)
+    reason.value
+    for reason in (
+        *(Reason.WRONG_GRADIENTS, Reason.INSTANCE_NORM, Reason.GROUP_NORM, Reason.PIXEL_SHUFFLE),
+        Reason.DEPTHWISE_VOLUMES,
+    )
 }
 
 

@@ -30,6 +30,14 @@ def loses_gradient(layer: Any) -> bool:
     return any(parameter.requires_grad for name, parameter in layer.named_parameters() if name != "bias")
 
 
+def is_slow_depthwise_volume(site: Site) -> bool:
+    """Return whether a weight is that of a depthwise 3D convolution on a GPU, which cuDNN computes slowly."""
+    tensor = site.tensor
+    if tensor is None or site.rank != 5 or tensor.device.type != "cuda" or getattr(site.module, "transposed", False):
+        return False
+    return site.groups > 1 and tensor.shape[1:2] == (1,)
+
+
 def may_be_wrong_on_one_channel(site: Site) -> bool:
     """Return whether a convolution of one group takes one channel and strides over its width, if that is known."""
     strides = getattr(site.module, "stride", None)

@@ -9,7 +9,12 @@ from torch import nn
 from torch_nhwc.layout import Format, is_permuted
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
-from torch_nhwc.planning.faults import FAULTY, may_be_wrong_on_one_channel, may_get_wrong_gradient
+from torch_nhwc.planning.faults import (
+    FAULTY,
+    is_slow_depthwise_volume,
+    may_be_wrong_on_one_channel,
+    may_get_wrong_gradient,
+)
 from torch_nhwc.planning.plans import Action, LayerRow, Options, Plan, PlanRow, ranks_of_inputs
 from torch_nhwc.rendering import amount
 from torch_nhwc.sites.reasons import Reason
@@ -117,13 +122,16 @@ def replaced_layers(layers: _Layers) -> set[int]:
 
 
 def _faults_of_kept_layers(found: Found, options: Options, layers: _Layers) -> list[Reason]:
-    """Return why layers other than convolutions that stay as they are will go wrong."""
+    """Return why layers that stay as they are will go wrong, or slow."""
     kept = {type(layer.module) for layer, row in layers if row.action is Action.KEEP}
     types: set[Any] = kept if options.preserve else found.module_types
     types = {each for each in types if not is_preserving(each)}
     reasons = [reason for reason, faulty in FAULTY.items() if any(issubclass(each, faulty) for each in types)]
-    has_volumes = any(site.rank == 5 for site in found.sites)
-    return [reason for reason in reasons if has_volumes or reason is not Reason.PIXEL_SHUFFLE]
+    volumes = [site for site in found.sites if site.rank == 5]
+    right = replaced_layers(layers)
+    if any(is_slow_depthwise_volume(site) and id(site.module) not in right for site in volumes):
+        reasons.append(Reason.DEPTHWISE_VOLUMES)
+    return [reason for reason in reasons if volumes or reason is not Reason.PIXEL_SHUFFLE]
 
 
 def has_ranks() -> bool:

@@ -199,12 +199,17 @@ def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
 
 def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
     """Return `OTHER_DEVICE` where it is not known what a layer loses on a device, or nothing replaces it there."""
-    if device.type in MEASURED_DEVICES:
+    if device.type in MEASURED_DEVICES or (device.type == "cuda" and is_depthwise_volume(layer)):
         return None
     is_norm = isinstance(layer, NORMS)
     if is_norm:
         ops.qualify_norms(device)
     return None if is_norm and ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
+
+
+def is_depthwise_volume(layer: nn.Module) -> bool:
+    """Return whether a layer is a depthwise 3D convolution, which cuDNN computes slowly in channels-last."""
+    return isinstance(layer, nn.Conv3d) and layer.groups == layer.in_channels > 1
 
 
 # The layers that kernels of a GPU compute.

@@ -190,8 +190,8 @@ class Reason(enum.Enum):
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
     OTHER_DEVICE = (
         Kind.LAYER,
-        "it is not on a CPU: on GPUs group and instance norm alone are replaced, on those that were measured or with "
-        "TORCH_NHWC_CUDA_NORMS=1",
+        "it is not on a CPU: on GPUs depthwise Conv3d layers are replaced, and group and instance norm on those GPUs "
+        "that were measured or with TORCH_NHWC_CUDA_NORMS=1",
     )
 
     STRIDED_POINTWISE = (
@@ -221,6 +221,12 @@ class Reason(enum.Enum):
         Kind.MODEL,
         "on a CPU, PyTorch's PixelShuffle and PixelUnshuffle raise for volumes in channels-last: layers that "
         "preserve=True replaces take them. Otherwise give them x.contiguous()",
+    )
+    DEPTHWISE_VOLUMES = (
+        Kind.MODEL,
+        "on a GPU, cuDNN computes a depthwise Conv3d up to 130 times slower in channels-last than PyTorch does in "
+        "contiguous memory, whatever the format of its weight: layers that preserve=True replaces take contiguous "
+        "memory, and so does torch_nhwc.functional.conv3d. Otherwise leave the model contiguous",
     )
     BROADCAST = (
         Kind.MODEL,

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdlib>
 #include <optional>
 #include <string_view>
@@ -66,6 +67,14 @@ Sizes::Sizes(const Call& call)
 }
 
 // Inputs as they come.
+
+/// Returns whether cuDNN would compute a depthwise convolution of volumes on a GPU. In channels-last it takes many
+/// times as long as PyTorch's own kernel, which is for contiguous tensors. Transposed ones, and those of several
+/// channels in a group, were not measured.
+bool is_slow_on_cuda(const Call& call) {
+  return call.axes() == 3 && !call.is_transposed && call.input.is_cuda() && call.is_accepted() && call.is_depthwise() &&
+         (call.has_channels_last_input() || call.has_channels_last_weight());
+}
 
 bool is_unfit(const Call& call) { return !call.is_on_cpu() || !call.is_accepted(); }
 
@@ -257,6 +266,15 @@ KernelPasses passes_of_kernels(const Call& call, Backends& backends, bool in_flo
   return ours;
 }
 
+/// Returns the passes that our kernels compute of a depthwise convolution of volumes on a GPU. Compiled graphs have
+/// none.
+KernelPasses passes_on_cuda(const Call& call) {
+  if (call.is_composed || call.is_compiled || call.has_symbolic_sizes() || is_one_sample(call)) return {};
+  if (!call.has_one_dtype() || !cuda::can_run(depthwise_on_cuda(call), call.input)) return {};
+  const bool is_strided = std::any_of(call.stride.begin(), call.stride.end(), [](auto& each) { return each != 1; });
+  return {true, !is_strided, true};
+}
+
 // What remains.
 
 /// Returns whether PyTorch's result of a channels-last input is not.
@@ -276,6 +294,7 @@ const Way as_it_comes[] = {
     {"formatted", Kind::faster, in_graphs, is_volume_in_other_format, rewrites::formatted},
     {"restrided", Kind::mended, in_graphs, is_odd, rewrites::restrided},
 };
+const Way contiguous_way = {"contiguous", Kind::faster, in_graphs, nullptr, rewrites::in_contiguous};
 const Way kernels_way = {"kernels", Kind::ours, in_graphs};
 const Way winograd_way = {"winograd", Kind::ours, in_graphs};
 const Way mended[] = {
@@ -307,6 +326,10 @@ const Way* first(const Way (&ways)[count], const Call& call) {
 }  // namespace
 
 Choice choose(const Call& call) {
+  if (is_slow_on_cuda(call)) {
+    const KernelPasses ours = passes_on_cuda(call);
+    return ours.forward ? Choice{&kernels_way, ours, Others::pytorch_in_contiguous} : Choice{&contiguous_way};
+  }
   if (const Way* way = first(as_it_comes, call)) return {way};
   Backends backends(call);
   // What oneDNN does not take in half precision PyTorch computes many times slower than in float32.
@@ -367,6 +390,13 @@ bool is_right_by_wide_tiles(const Call& call, Pass pass) {
 }
 
 }  // namespace
+
+cuda::Depthwise depthwise_on_cuda(const Call& call) {
+  const auto numbers = [](const at::SymDimVector& sizes) {
+    return std::array{sizes[0].expect_int(), sizes[1].expect_int(), sizes[2].expect_int()};
+  };
+  return {call.weight.detach().contiguous(), numbers(call.stride), numbers(call.padding), numbers(call.dilation)};
+}
 
 bool is_computable(const Call& call, Pass pass) {
   if (pass == Pass::weight_gradient || call.is_depthwise() || is_pointwise(call)) return true;

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "cpu/winograd_kernels.h"
+#include "cuda/depthwise.h"
 #include "ops/convolution/call.h"
 #include "ops/convolution/rewrites.h"
 
@@ -39,7 +40,7 @@ struct KernelPasses {
 };
 
 /// Who computes the other passes.
-enum class Others { pytorch, pytorch_in_float32, products };
+enum class Others { pytorch, pytorch_in_float32, pytorch_in_contiguous, products };
 
 /// How a call is computed.
 struct Choice {
@@ -50,6 +51,9 @@ struct Choice {
 
 /// Returns the first way that applies.
 Choice choose(const Call& call);
+
+/// Returns a depthwise convolution of volumes as the kernels on a GPU take it.
+cuda::Depthwise depthwise_on_cuda(const Call& call);
 
 /// Returns whether our kernels compute a convolution with one tap and few inputs or outputs: products of pixels.
 bool is_pointwise(const Call& call);

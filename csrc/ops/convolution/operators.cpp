@@ -255,6 +255,7 @@ void register_all(torch::Library& m) {
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) { register_all<AsGiven>(m); }
 TORCH_LIBRARY_IMPL(nhwc, FuncTorchBatchedDecomposition, m) { register_all<AsGiven>(m); }
 TORCH_LIBRARY_IMPL(nhwc, AutocastCPU, m) { register_all<Lowered>(m); }
+TORCH_LIBRARY_IMPL(nhwc, AutocastCUDA, m) { register_all<Lowered>(m); }
 TORCH_LIBRARY_IMPL(nhwc, CPU, m) { implement_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, Meta, m) { implement_kernels(m); }
 TORCH_LIBRARY_IMPL(nhwc, Autograd, m) {

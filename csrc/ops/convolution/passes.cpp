@@ -17,6 +17,7 @@
 #include "cpu/weight_gradient.h"
 #include "cpu/winograd.h"
 #include "cpu/work/axes.h"
+#include "cuda/depthwise.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -81,7 +82,9 @@ Pass pass_to_larger(const Call& call) { return call.is_transposed ? Pass::forwar
 at::Tensor from_larger(const Call& call, const at::Tensor& larger, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, smaller_sizes(call)), none;
   if (out.is_meta()) return out;
-  if (is_pointwise(call)) {
+  if (out.is_cuda()) {
+    cuda::depthwise_forward(depthwise_on_cuda(call), larger, bias && bias->defined() ? bias->contiguous() : none, out);
+  } else if (is_pointwise(call)) {
     cpu::pointwise(larger, call.weight.detach().flatten(1), bias.value_or(none), out);
   } else if (call.is_depthwise()) {
     cpu::depthwise_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()),
@@ -101,6 +104,10 @@ at::Tensor from_larger(const Call& call, const at::Tensor& larger, const Optiona
 at::Tensor from_smaller(const Call& call, const at::Tensor& smaller, const OptionalTensor& bias) {
   const at::Tensor out = empty_activation(call, larger_sizes(call));
   if (out.is_meta()) return out;
+  if (out.is_cuda()) {
+    cuda::depthwise_input_gradient(depthwise_on_cuda(call), smaller, out);
+    return out;
+  }
   if (is_pointwise(call)) {
     cpu::pointwise(smaller, call.weight.detach().flatten(1).t(), bias.value_or(at::Tensor()), out);
     return out;
@@ -121,8 +128,11 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
   const at::Tensor& smaller = call.is_transposed ? input : grad;
   const at::Tensor& larger = call.is_transposed ? grad : input;
   at::Tensor of_weight = empty_channels_last(call.weight), bias_of_smaller, bias;
-  if (of_bias && !call.is_transposed) bias = bias_of_smaller = at::empty_symint({grad.sym_size(1)}, grad.options());
-  if (!of_weight.is_meta()) {
+  const bool sums_grad = call.is_transposed || grad.is_cuda();
+  if (of_bias && !sums_grad) bias = bias_of_smaller = at::empty_symint({grad.sym_size(1)}, grad.options());
+  if (of_weight.is_cuda()) {
+    cuda::depthwise_weight_gradient(depthwise_on_cuda(call), grad, input, of_weight);
+  } else if (!of_weight.is_meta()) {
     const auto tile = call.is_depthwise() ? std::nullopt : faster_winograd_tile(call, Pass::weight_gradient);
     if (tile) {
       cpu::winograd_weight_gradient(sizes_of(call), *tile, smaller, larger, of_weight, bias_of_smaller);
@@ -131,7 +141,7 @@ std::pair<at::Tensor, at::Tensor> weight_gradient(const Call& call, const at::Te
       compute(sizes_of(call), smaller, larger, of_weight, bias_of_smaller);
     }
   }
-  if (of_bias && call.is_transposed) bias = channels_to_end(grad).flatten(0, -2).sum(0);
+  if (of_bias && sums_grad) bias = channels_to_end(grad).flatten(0, -2).sum(0);
   if (!is_channels_last(call.weight)) of_weight = of_weight.clone(at::MemoryFormat::Contiguous);
   return {of_weight, bias};
 }
@@ -223,6 +233,7 @@ Gradients gradients(const Call& call, const at::Tensor& grad, Mask needed) {
 // PyTorch's.
 
 at::Tensor as_computed(const at::Tensor& tensor, Others others) {
+  if (others == Others::pytorch_in_contiguous && tensor.defined()) return to_contiguous(tensor);
   return others == Others::pytorch_in_float32 && tensor.defined() ? tensor.to(at::kFloat) : tensor;
 }
 

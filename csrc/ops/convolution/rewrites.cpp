@@ -72,6 +72,17 @@ at::Tensor formatted(const Call& call, Convolution convolution) {
   return convolution(other);
 }
 
+at::Tensor in_contiguous(const Call& call, Convolution) {
+  const bool is_one_sample = static_cast<size_t>(call.input.dim()) == call.axes() + 1;
+  Call other = call;
+  if (is_one_sample) other.input = call.input.unsqueeze(0);
+  if (other.has_channels_last_input()) other.input = with_channels_last_grad(other.input);
+  other.input = to_contiguous(other.input);
+  other.weight = to_contiguous(with_same_layout_grad(call.weight));
+  const at::Tensor out = as_channels_last_output(other.pytorchs());
+  return is_one_sample ? out.squeeze(0) : out;
+}
+
 at::Tensor restrided(const Call& call, Convolution convolution) {
   Call other = call;
   other.input = with_canonical_strides(call.input);

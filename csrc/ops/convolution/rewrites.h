@@ -27,6 +27,9 @@ at::Tensor as_batch(const Call& call, Convolution convolution);
 /// Converts the input to channels-last.
 at::Tensor formatted(const Call& call, Convolution convolution);
 
+/// Computes PyTorch's result on contiguous memory, and converts it to channels-last.
+at::Tensor in_contiguous(const Call& call, Convolution convolution);
+
 /// Views the input in canonical strides.
 at::Tensor restrided(const Call& call, Convolution convolution);
 
