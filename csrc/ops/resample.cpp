@@ -88,6 +88,13 @@ Resampling resampling_of(ResampleMode mode, at::IntArrayRef in, at::IntArrayRef 
   return resampling;
 }
 
+/// Returns the sizes after the channels, which the operators take as numbers.
+at::DimVector spatial_sizes(const at::Tensor& input) {
+  at::DimVector sizes;
+  for (int64_t dim = 2; dim < input.dim(); ++dim) sizes.push_back(input.sym_size(dim).guard_int(__FILE__, __LINE__));
+  return sizes;
+}
+
 /// The checked arguments of the two operators. The input's sizes are the forward's, the size that is given is the
 /// result's.
 Resampling checked(const at::Tensor& input, c10::string_view name, at::IntArrayRef size,
@@ -98,8 +105,8 @@ Resampling checked(const at::Tensor& input, c10::string_view name, at::IntArrayR
   TORCH_CHECK((dims == 2 || dims == 3) && input.dim() == dims + 2 && parameters.size() == size.size(),
               "nhwc::native_resample: expected a size and a parameter for each dimension of an image or a volume, got ",
               size, " and ", parameters, " for one of shape ", input.sym_sizes());
-  const at::IntArrayRef own = C10_AS_INTARRAYREF_SLOW(input.sym_sizes().slice(2));
-  for (const at::IntArrayRef each : {own, size}) {
+  const at::DimVector own = spatial_sizes(input);
+  for (const at::IntArrayRef each : {at::IntArrayRef(own), size}) {
     for (const int64_t length : each) {
       TORCH_CHECK(length > 0 && length < (1 << 20), "nhwc::native_resample: no size may be ", length);
     }
@@ -211,7 +218,7 @@ at::Tensor resample_autograd(c10::DispatchKeySet keys, const at::Tensor& input, 
   }
   if (needs_gradient({input})) {
     record(formula, out, {input}, {},
-           {static_cast<int64_t>(*mode_of(mode)), input.sizes().slice(2).vec(), parameters.vec()});
+           {static_cast<int64_t>(*mode_of(mode)), at::IntArrayRef(spatial_sizes(input)).vec(), parameters.vec()});
   }
   const at::Tensor& tangent = input._fw_grad(/*level=*/0);
   if (tangent.defined()) {

@@ -190,8 +190,8 @@ class Reason(enum.Enum):
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
     OTHER_DEVICE = (
         Kind.LAYER,
-        "it is not on a CPU: on GPUs group and instance norm alone are replaced, on those that were measured or with "
-        "TORCH_NHWC_CUDA_NORMS=1",
+        "it is not on a CPU: on GPUs only some norms, pads and convolutions with pads are replaced, on those that were "
+        "measured or with TORCH_NHWC_CUDA_NORMS=1",
     )
 
     STRIDED_POINTWISE = (
