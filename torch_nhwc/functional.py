@@ -549,8 +549,7 @@ def max_unpool3d(
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
     """Stand in for `torch.nn.functional.pad` in the mode `"circular"`, on a GPU with "reflect" and "replicate".
 
-    Other calls are PyTorch's. On a GPU where [our kernels run](replaced-layers.md#norms-on-a-gpu), each direction is a
-    pass over memory.
+    Other calls are PyTorch's.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)

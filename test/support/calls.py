@@ -407,6 +407,7 @@ LACKS = {
     **dict.fromkeys(
         ("functional.linear", "functional.linear without a bias", "linear"), ("autocast_around_the_backward",)
     ),
+    **dict.fromkeys(("functional.interpolate 0", "functional.interpolate 2"), ("scripting",)),
     "functional.conv2d same": ("scripting",),
     "functional.conv2d same, even": ("scripting",),
     "functional.conv2d same, small": ("scripting",),
