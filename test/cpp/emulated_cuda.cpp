@@ -11,6 +11,7 @@
 //
 // The library is also loaded in the place of libcuda.so.1, whose functions PyTorch looks for without calling them.
 #include <cuda/norm_blocks.h>
+#include <cuda/resample_blocks.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch_nhwc/cuda/launch_plan.h>
@@ -120,7 +121,8 @@ Emulation emulation;
 
 struct LaunchRecord {
   std::uint64_t stream;
-  std::int32_t device, elements, is_long;  // of a norm's kernel: -1 less its step instead of the elements
+  // Of a norm's kernel: -1 less its step instead of the elements. Of a copy of rows: -100, of a sum -101.
+  std::int32_t device, elements, is_long;
   std::uint32_t weights, blocks, shared_bytes;
 };
 
@@ -510,6 +512,57 @@ RunNorm parse_norm(const std::string& name, int& step) {
   return find_norm(step * 8 + type * 2 + (lanes > 1), std::make_index_sequence<norm_steps * 8>());
 }
 
+// A launch that resamples.
+struct ResampleWork {
+  ResampleArguments arguments;
+  int device;
+  unsigned blocks, shared_bytes;
+};
+
+template <typename Block>
+void run_resampling(const ResampleWork& work) {
+  const auto quads = std::make_unique<Quad[]>(work.shared_bytes / sizeof(Quad) + 1);
+  const DeviceAccess access{{work.shared_bytes}, work.device};
+  for (std::uint32_t block = 0; block < work.blocks; ++block) {
+    const Block each(work.arguments, block, reinterpret_cast<char*>(quads.get()), access);
+    each.run([](const auto& phase) {
+      for (unsigned thread = 0; thread < resample_threads; ++thread) phase(thread);
+    });
+  }
+}
+
+using RunResampling = void (*)(const ResampleWork&);
+
+template <std::size_t... sizes>
+RunResampling find_copy(int bytes, std::index_sequence<sizes...>) {
+  RunResampling found = nullptr;
+  ((bytes == 1 << sizes ? found = run_resampling<CopiedRows<(1 << sizes), DeviceAccess>> : nullptr), ...);
+  return found;
+}
+
+template <std::size_t... types>
+RunResampling find_sum(std::size_t type, bool is_vector, std::index_sequence<types...>) {
+  static constexpr RunResampling vectors[] = {run_resampling<
+      SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), DeviceAccess>>...};
+  static constexpr RunResampling elements[] = {
+      run_resampling<SummedRows<static_cast<NormType>(types), 1, DeviceAccess>>...};
+  return is_vector ? vectors[type] : elements[type];
+}
+
+// Of its mangled name: ...14run_resamplingINS0_10CopiedRowsILj16E... or ...INS0_10SummedRowsILNS0_8NormTypeE1ELj8E...
+RunResampling parse_resampling(const std::string& name, int& kind) {
+  int bytes = 0, type = 0, lanes = 0;
+  const char* copied = std::strstr(name.c_str(), "CopiedRowsILj");
+  const char* summed = std::strstr(name.c_str(), "SummedRowsILNS0_8NormTypeE");
+  if (name.find("run_resampling") == std::string::npos) return nullptr;
+  kind = copied ? -100 : -101;
+  if (copied && std::sscanf(copied, "CopiedRowsILj%d", &bytes) == 1) {
+    return find_copy(bytes, std::make_index_sequence<5>());
+  }
+  if (!summed || std::sscanf(summed, "SummedRowsILNS0_8NormTypeE%dELj%d", &type, &lanes) != 2) return nullptr;
+  return find_sum(type, lanes > 1, std::make_index_sequence<norm_types>());
+}
+
 }  // namespace
 
 API void __cudaRegisterFunction(void** module, const char* function, char* device_function, const char* name,
@@ -538,7 +591,8 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
   Kernel kernel;
   int step = 0;
   const RunNorm run_norm = parse_norm(name, step);
-  if (!run_norm && !parse(name, kernel)) {
+  const RunResampling run_resampling = parse_resampling(name, step);
+  if (!run_norm && !run_resampling && !parse(name, kernel)) {
     return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
   }
   if (emulation.launches_that_work == 0) return fail(cudaErrorLaunchFailure);
@@ -551,6 +605,17 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
     launches().push_back(
         {reinterpret_cast<std::uintptr_t>(stream), current_device, -1 - step, 0, 0, grid.x, work.shared_bytes});
     return submit(stream, [=] { run_norm(work); });
+  }
+
+  if (run_resampling) {
+    if (shared_bytes > plain_shared_bytes || grid.x == 0 || block.x != resample_threads) {
+      return fail(cudaErrorInvalidValue);
+    }
+    const ResampleWork work{*static_cast<const ResampleArguments*>(arguments[0]), current_device, grid.x,
+                            static_cast<unsigned>(shared_bytes)};
+    launches().push_back(
+        {reinterpret_cast<std::uintptr_t>(stream), current_device, step, 0, 0, grid.x, work.shared_bytes});
+    return submit(stream, [=] { run_resampling(work); });
   }
 
   const auto agreed = runtime().shared_bytes.find({current_device, function});
