@@ -38,9 +38,9 @@ ResamplePlan plan_of(const Resampling& resampling, const at::Tensor& input, int6
 bool can_resample(const Resampling& resampling, const at::Tensor& input) {
   if (input.numel() == 0 || input.is_quantized() || input.element_size() > 16) return false;
   if (!input.is_cuda() || !runs_norms(input.device())) return false;
-  const ResamplePlan aligned = plan_of(resampling, input, input.size(0), 0);
-  if (!aligned.is_copy && !type_of_sums(input.scalar_type())) return false;
-  return aligned.can_launch && plan_of(resampling, input, input.size(0), 1 * input.element_size()).can_launch;
+  // Aligned by no more than an element, a row has the most vectors.
+  const ResamplePlan plan = plan_of(resampling, input, input.size(0), input.element_size());
+  return plan.can_launch && (plan.is_copy || type_of_sums(input.scalar_type()));
 }
 
 void resample(const Resampling& resampling, const at::Tensor& input, const at::Tensor& out) {

@@ -10,7 +10,7 @@
 
 namespace nhwc::cuda {
 
-/// The axes of an activation, the first of which has one index in an image, and whether its gradient is computed.
+/// The axes of an activation, the second of which has one index in an image, and whether its gradient is computed.
 struct Resampling {
   std::array<ResampleAxis, 3> axes;
   bool is_transposed;

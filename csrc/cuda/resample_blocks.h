@@ -79,10 +79,12 @@ class SummedRows {
 
   template <typename All>
   NHWC_HOST_DEVICE void run(const All& all) const {
-    all([&](std::uint32_t thread) { list_taps(thread); });
     all([&](std::uint32_t thread) {
-      const std::uint32_t items = plan_.width.divisor << (plan_.shifts[0] + plan_.shifts[1] + plan_.shifts[2]);
-      for (std::uint32_t item = thread; item < items; item += resample_threads) sum(item);
+      list_planes(thread);
+      list_taps(thread);
+    });
+    all([&](std::uint32_t thread) {
+      for (std::uint32_t item = thread; item < plan_.items(); item += resample_threads) sum(item);
     });
   }
 
@@ -100,54 +102,97 @@ class SummedRows {
     return all - number * by.divisor;
   }
 
-  // Shared memory: the weights of all axes, the input's vectors, and the counts. The n-th taps of a tile's indices are
-  // neighbours, so that threads find them in different banks.
-  NHWC_HOST_DEVICE std::uint32_t taps_before(int axis) const {
-    std::uint32_t taps = 0;
-    NHWC_UNROLL
-    for (int before = 0; before < axis; ++before) taps += plan_.taps_of_tile(before);
-    return taps;
+  // Shared memory: the taps of the last two axes, of which the n-th of a tile's indices are neighbours, so that threads
+  // find them in different banks; the weights that a plane, of those on the first axis, has in each row; the planes,
+  // and for which rows they are, by bits; and how many taps an index has.
+  struct alignas(2 * sizeof(Real)) Tap {
+    Real weight;
+    std::uint32_t vector;
+  };
+  NHWC_HOST_DEVICE std::uint32_t tap_at(int axis, std::uint32_t index) const {
+    const std::uint32_t before = axis == 1 ? 0 : plan_.most[1] << plan_.shifts[1];
+    return (before + index) * static_cast<std::uint32_t>(sizeof(Tap));
   }
-  NHWC_HOST_DEVICE std::uint32_t weight_at(int axis, std::uint32_t tap, std::uint32_t index) const {
-    return (taps_before(axis) + (tap << plan_.shifts[axis]) + index) * static_cast<std::uint32_t>(sizeof(Real));
+  NHWC_HOST_DEVICE std::uint32_t weights_at(std::uint32_t plane) const {
+    return tap_at(2, plan_.most[2] << plan_.shifts[2]) + plane * summed_rows * static_cast<std::uint32_t>(sizeof(Real));
   }
-  NHWC_HOST_DEVICE std::uint32_t vector_at(int axis, std::uint32_t tap, std::uint32_t index) const {
-    return taps_before(3) * static_cast<std::uint32_t>(sizeof(Real)) +
-           (taps_before(axis) + (tap << plan_.shifts[axis]) + index) * 4;
-  }
+  NHWC_HOST_DEVICE std::uint32_t plane_at(std::uint32_t plane) const { return weights_at(plan_.most[0]) + plane * 8; }
   NHWC_HOST_DEVICE std::uint32_t count_at(int axis, std::uint32_t index) const {
-    std::uint32_t place = taps_before(3) * (static_cast<std::uint32_t>(sizeof(Real)) + 4) + index * 4;
-    NHWC_UNROLL
-    for (int before = 0; before < axis; ++before) place += 4u << plan_.shifts[before];
-    return place;
+    return plane_at(plan_.most[0]) + ((axis == 1 ? 0 : 1u << plan_.shifts[1]) + index) * 4;
   }
 
-  NHWC_HOST_DEVICE std::uint32_t to(int axis) const { return plan_.sizes[axis].divisor; }
+  NHWC_HOST_DEVICE std::int32_t to(int axis) const { return static_cast<std::int32_t>(plan_.sizes[axis].divisor); }
 
-  /// Lists the taps of each index of the tile, by one thread each.
-  NHWC_HOST_DEVICE void list_taps(std::uint32_t thread) const {
-    std::uint32_t before = 0, stride = plan_.vectors.divisor;
-    NHWC_UNROLL
-    for (int axis = 2; axis >= 0; --axis) {
-      const std::uint32_t tile = 1u << plan_.shifts[axis];
-      // Those of the axes are of neighbouring threads, and a tile's may be more than there are threads.
-      for (std::uint32_t index = (thread + resample_threads - before % resample_threads) % resample_threads;
-           index < tile; index += resample_threads) {
-        list_taps(axis, index, stride);
+  /// Lists the planes of a tile, by one thread each. Some are of no row, or are another's already.
+  NHWC_HOST_DEVICE void list_planes(std::uint32_t thread) const {
+    const ResampleAxis& along = plan_.axes[0];
+    const auto begin = static_cast<std::int32_t>(first_[0]), tile = std::int32_t{1} << plan_.shifts[0];
+    const std::int32_t rows = to(0) - begin < tile ? to(0) - begin : tile;
+    const auto range = along.range(begin, rows);
+    for (std::uint32_t plane = thread; plane < plan_.most[0]; plane += resample_threads) {
+      const auto number = static_cast<std::int32_t>(plane);
+      Real weights[summed_rows] = {};
+      std::uint32_t has_row = 0;
+      std::int32_t from = -1;
+      const auto set = [&](std::int32_t row, Real weight) {
+        NHWC_UNROLL
+        for (std::int32_t i = 0; i < static_cast<std::int32_t>(summed_rows); ++i) {
+          if (i == row && row < rows) weights[i] = weight, has_row |= 1u << i;
+        }
+      };
+      if (plan_.is_transposed) {
+        from = along.is_folded() ? along.folded(begin + number % tile, number / tile) : range.begin + number;
+        const bool is_asked = from >= 0 && from < along.out && (along.is_folded() || from < range.end);
+        if (is_asked) {
+          const auto taps = along.template taps<Real>(from);
+          set(taps.first - begin, taps.weight);
+          if (taps.has_next) set(taps.first + 1 - begin, taps.next_weight);
+        }
+        if (along.is_folded() && number % tile >= rows) has_row = 0;
+      } else {
+        const auto asked = along.template taps<Real>(begin + number / 2 < to(0) ? begin + number / 2 : begin);
+        from = asked.first + number % 2;
+        bool is_listed = number % 2 != 0 && !asked.has_next;
+        for (std::int32_t row = 0; row < rows; ++row) {
+          const auto taps = along.template taps<Real>(begin + row);
+          if (taps.first == from) set(row, taps.weight);
+          if (taps.has_next && taps.first + 1 == from) set(row, taps.next_weight);
+          const bool is_before = row < number / 2 || (row == number / 2 && number % 2 != 0);
+          is_listed = is_listed || (is_before && taps.first == from) ||
+                      (row < number / 2 && taps.has_next && taps.first + 1 == from);
+        }
+        if (is_listed) has_row = 0;
       }
-      before += tile;
-      stride *= plan_.from(axis);
+      NHWC_UNROLL
+      for (unsigned i = 0; i < summed_rows; ++i) {
+        access_.store_shared(shared_, weights_at(plane) + i * static_cast<std::uint32_t>(sizeof(Real)), weights[i]);
+      }
+      const auto vectors = plan_.vectors.divisor * plan_.from(1) * plan_.from(2);
+      access_.store_shared(shared_, plane_at(plane), Pair{{static_cast<std::uint32_t>(from) * vectors, has_row}});
     }
   }
-  NHWC_HOST_DEVICE void list_taps(int axis, std::uint32_t index, std::uint32_t stride) const {
+
+  /// Lists the taps of each index of a tile on the last two axes, by one thread each.
+  NHWC_HOST_DEVICE void list_taps(std::uint32_t thread) const {
+    const std::uint32_t tile1 = 1u << plan_.shifts[1], tile2 = 1u << plan_.shifts[2];
+    for (std::uint32_t i = thread; i < tile1 + tile2; i += resample_threads) {
+      if (i < tile2) {
+        list_taps<2>(i, plan_.vectors.divisor);
+      } else {
+        list_taps<1>(i - tile2, plan_.vectors.divisor * plan_.from(2));
+      }
+    }
+  }
+  template <int axis>
+  NHWC_HOST_DEVICE void list_taps(std::uint32_t index, std::uint32_t stride) const {
     std::uint32_t count = 0;
     const auto add = [&](std::int32_t from, Real weight) {
       if (count == plan_.most[axis]) return;
-      access_.store_shared(shared_, weight_at(axis, count, index), weight);
-      access_.store_shared(shared_, vector_at(axis, count, index), static_cast<std::uint32_t>(from) * stride);
+      access_.store_shared(shared_, tap_at(axis, (count << plan_.shifts[axis]) + index),
+                           Tap{weight, static_cast<std::uint32_t>(from) * stride});
       ++count;
     };
-    const std::uint32_t to_index = first_[axis] + index;
+    const auto to_index = static_cast<std::int32_t>(first_[axis] + index);
     if (to_index < to(axis)) {
       const ResampleAxis& along = plan_.axes[axis];
       if (plan_.is_transposed) {
@@ -161,80 +206,91 @@ class SummedRows {
     access_.store_shared(shared_, count_at(axis, index), count);
   }
 
-  NHWC_HOST_DEVICE Real weight(int axis, std::uint32_t tap, std::uint32_t index) const {
-    return access_.template load_shared<Real>(shared_, weight_at(axis, tap, index));
-  }
-  NHWC_HOST_DEVICE std::uint32_t vector(int axis, std::uint32_t tap, std::uint32_t index) const {
-    return access_.template load_shared<std::uint32_t>(shared_, vector_at(axis, tap, index));
-  }
-
-  /// Walks over the taps of an output row, those of the last axis first.
+  /// Walks over the taps of a plane, those of the last axis first.
   struct Walk {
     const SummedRows& rows;
-    const std::uint32_t (&indices)[3], (&counts)[3];
-    std::uint32_t tap0 = 0, tap1 = 0, tap2 = 0, line = 0;
-    Real of_line = 0;
+    std::uint32_t step1, step2, begin2, at1, end1, at2, end2;  // places in shared memory
+    Tap line = {};
 
-    NHWC_HOST_DEVICE Walk(const SummedRows& all, const std::uint32_t (&of)[3], const std::uint32_t (&those)[3])
-        : rows(all), indices(of), counts(those) {
-      if (counts[0] * counts[1] * counts[2] > 0) enter_line();
+    NHWC_HOST_DEVICE Walk(const SummedRows& all, std::uint32_t index1, std::uint32_t index2, std::uint32_t count1,
+                          std::uint32_t count2)
+        : rows(all),
+          step1(static_cast<std::uint32_t>(sizeof(Tap)) << all.plan_.shifts[1]),
+          step2(static_cast<std::uint32_t>(sizeof(Tap)) << all.plan_.shifts[2]),
+          begin2(all.tap_at(2, index2)),
+          at1(all.tap_at(1, index1)),
+          end1(at1 + count1 * step1),
+          at2(begin2),
+          end2(begin2 + count2 * step2) {
+      if (at1 != end1) line = rows.tap(at1);
     }
-    NHWC_HOST_DEVICE std::uint32_t vector() const { return line + rows.vector(2, tap2, indices[2]); }
-    NHWC_HOST_DEVICE Real weight() const { return of_line * rows.weight(2, tap2, indices[2]); }
-    NHWC_HOST_DEVICE void advance() {
-      if (++tap2 < counts[2]) return;
-      tap2 = 0;
-      if (++tap1 == counts[1]) {
-        tap1 = 0;
-        if (++tap0 == counts[0]) return;
+    /// Returns the next tap of the plane.
+    NHWC_HOST_DEVICE Tap next() {
+      const Tap found = rows.tap(at2);
+      const Tap both{line.weight * found.weight, line.vector + found.vector};
+      at2 += step2;
+      if (at2 == end2) {
+        at2 = begin2;
+        at1 += step1;
+        if (at1 != end1) line = rows.tap(at1);
       }
-      enter_line();
-    }
-    NHWC_HOST_DEVICE void enter_line() {
-      line = rows.vector(0, tap0, indices[0]) + rows.vector(1, tap1, indices[1]);
-      of_line = rows.weight(0, tap0, indices[0]) * rows.weight(1, tap1, indices[1]);
+      return both;
     }
   };
+  NHWC_HOST_DEVICE Tap tap(std::uint32_t at) const { return access_.template load_shared<Tap>(shared_, at); }
 
   NHWC_HOST_DEVICE void sum(std::uint32_t item) const {
     const std::uint32_t of_row = first_vector_ + remainder(item, plan_.width);
-    std::uint32_t indices[3], counts[3], row = 0;
-    bool is_inside = of_row < plan_.vectors.divisor;
-    NHWC_UNROLL
-    for (int axis = 2; axis >= 0; --axis) {
-      indices[axis] = item & ((1u << plan_.shifts[axis]) - 1);
-      item >>= plan_.shifts[axis];
-      is_inside = is_inside && first_[axis] + indices[axis] < to(axis);
-    }
-    if (!is_inside) return;
-    std::uint64_t rows = 1, input_rows = 1;
-    NHWC_UNROLL
-    for (int axis = 0; axis < 3; ++axis) {
-      counts[axis] = access_.template load_shared<std::uint32_t>(shared_, count_at(axis, indices[axis]));
-      row = row * to(axis) + first_[axis] + indices[axis];
-      rows *= to(axis);
-      input_rows *= plan_.from(axis);
-    }
+    const std::uint32_t index2 = item & ((1u << plan_.shifts[2]) - 1), index1 = item >> plan_.shifts[2];
+    const auto to1 = static_cast<std::int32_t>(first_[1] + index1), to2 = static_cast<std::int32_t>(first_[2] + index2);
+    if (of_row >= plan_.vectors.divisor || to1 >= to(1) || to2 >= to(2)) return;
+    const auto count1 = access_.template load_shared<std::uint32_t>(shared_, count_at(1, index1));
+    const auto count2 = access_.template load_shared<std::uint32_t>(shared_, count_at(2, index2));
+    const std::uint32_t count = count1 * count2;
     const std::uint64_t vectors = plan_.vectors.divisor;
+    const std::uint64_t input_rows = std::uint64_t{1} * plan_.from(0) * plan_.from(1) * plan_.from(2);
     const char* input = static_cast<const char*>(input_) + (sample_ * input_rows * vectors + of_row) * sizeof(Vector);
-    Real sums[lanes] = {};
-    Walk walk(*this, indices, counts);
-    for (std::uint32_t left = counts[0] * counts[1] * counts[2]; left > 0;
-         left -= left < in_flight ? left : in_flight) {
-      Vector loaded[in_flight];
-      Real weights[in_flight];
-      NHWC_UNROLL
-      for (unsigned i = 0; i < in_flight; ++i) {
-        if (i >= left) continue;
-        loaded[i] = access_.template load<Vector>(input + std::uint64_t{walk.vector()} * sizeof(Vector));
-        weights[i] = walk.weight();
-        walk.advance();
+    const Walk begin(*this, index1, index2, count1, count2);
+    Real sums[summed_rows][lanes] = {};
+    for (std::uint32_t plane = 0; plane < plan_.most[0]; ++plane) {
+      const Pair place = access_.template load_shared<Pair>(shared_, plane_at(plane));
+      const std::uint32_t has_row = place.words[1];
+      if (has_row == 0) continue;
+      Real of_plane[lanes] = {};
+      Walk walk = begin;
+      for (std::uint32_t left = count; left > 0; left -= left < in_flight ? left : in_flight) {
+        Vector loaded[in_flight];
+        Real weights[in_flight];
+        NHWC_UNROLL
+        for (unsigned i = 0; i < in_flight; ++i) {
+          if (i >= left) continue;
+          const Tap tap = walk.next();
+          loaded[i] =
+              access_.template load<Vector>(input + std::uint64_t{place.words[0] + tap.vector} * sizeof(Vector));
+          weights[i] = tap.weight;
+        }
+        NHWC_UNROLL
+        for (unsigned i = 0; i < in_flight; ++i) {
+          if (i < left) add(of_plane, loaded[i], weights[i]);
+        }
       }
       NHWC_UNROLL
-      for (unsigned i = 0; i < in_flight; ++i) {
-        if (i < left) add(sums, loaded[i], weights[i]);
+      for (unsigned row = 0; row < summed_rows; ++row) {
+        if ((has_row >> row & 1) == 0) continue;
+        const auto at = weights_at(plane) + row * static_cast<std::uint32_t>(sizeof(Real));
+        const Real weight = access_.template load_shared<Real>(shared_, at);
+        NHWC_UNROLL
+        for (unsigned lane = 0; lane < lanes; ++lane) sums[row][lane] += weight * of_plane[lane];
       }
     }
+    std::uint64_t row = (sample_ * to(0) + first_[0]) * to(1) * to(2) + std::uint64_t{1} * to1 * to(2) + to2;
+    NHWC_UNROLL
+    for (unsigned i = 0; i < summed_rows; ++i, row += std::uint64_t{1} * to(1) * to(2)) {
+      if (i >> plan_.shifts[0] == 0 && static_cast<std::int32_t>(first_[0] + i) < to(0)) store(row, of_row, sums[i]);
+    }
+  }
+
+  NHWC_HOST_DEVICE void store(std::uint64_t row, std::uint32_t of_row, const Real (&sums)[lanes]) const {
     Vector result;
     if constexpr (lanes == 1) {
       result = Element::to_bits(sums[0]);
@@ -242,7 +298,7 @@ class SummedRows {
       NHWC_UNROLL
       for (unsigned lane = 0; lane < lanes; ++lane) detail::insert<bytes>(result, lane, Element::to_bits(sums[lane]));
     }
-    access_.store(static_cast<char*>(out_) + ((sample_ * rows + row) * vectors + of_row) * sizeof(Vector), result);
+    access_.store(static_cast<char*>(out_) + (row * plan_.vectors.divisor + of_row) * sizeof(Vector), result);
   }
 
   NHWC_HOST_DEVICE static void add(Real (&sums)[lanes], const Vector& loaded, Real weight) {

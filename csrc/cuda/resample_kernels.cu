@@ -26,7 +26,7 @@ const void* copying() {
 
 template <NormType type>
 const void* summing(bool is_vector) {
-  constexpr int blocks = type == NormType::float64 ? 2 : 4;
+  constexpr int blocks = type == NormType::float64 ? 2 : 3;
   return is_vector ? reinterpret_cast<const void*>(run_resampling<SummedRows<type, 16 / bytes_of(type)>, blocks>)
                    : reinterpret_cast<const void*>(run_resampling<SummedRows<type, 1>, blocks>);
 }

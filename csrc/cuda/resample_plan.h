@@ -13,7 +13,6 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <vector>
 
 #include "cuda/norm_plan.h"
 #include "torch_nhwc/cuda/launch.h"
@@ -70,52 +69,59 @@ struct ResampleAxis {
     return {first, 1 - part, part, true};
   }
 
-  /// Calls `visit(to, weight)` for each output index that has `from` among its taps, in order.
+  /// Whether the output indices of an input index may be in three places.
+  NHWC_HOST_DEVICE bool is_folded() const { return mode == ResampleMode::reflect || mode == ResampleMode::circular; }
+
+  /// Returns in which of three places an output index may have `from` as its tap, -1 for one that another place has.
+  NHWC_HOST_DEVICE std::int32_t folded(std::int32_t from, std::int32_t place) const {
+    const std::int32_t middle = before + from;
+    if (mode == ResampleMode::circular) return middle + (place - 1) * in;
+    if (place == 1) return from == 0 ? -1 : middle;
+    return place == 0 ? before - from : from == in - 1 ? -1 : before + 2 * (in - 1) - from;
+  }
+
+  /// The output indices among which those are that have one of `count` input indices as a tap, unless it is folded.
+  struct Range {
+    std::int32_t begin, end;
+  };
+  NHWC_HOST_DEVICE Range range(std::int32_t from, std::int32_t count) const {
+    Range found{before + from, before + from + count};
+    if (!is_padding(mode)) {
+      // Generous, since the forward says which are right; a step of 0 is one output.
+      const auto step = static_cast<float>(scale);
+      const float low = (static_cast<float>(from) - 1.5f) / step - 1,
+                  high = (static_cast<float>(from + count) + 1) / step + 3;
+      found.begin = low > 0 ? low < static_cast<float>(out) ? static_cast<std::int32_t>(low) : out : 0;
+      found.end = high < static_cast<float>(out) ? static_cast<std::int32_t>(high) : out;
+    }
+    if (from == 0) found.begin = 0;
+    if (from + count >= in) found.end = out;
+    return found;
+  }
+
+  /// Calls `visit(to, weight)` for each output index that has `from` among its taps, in one order.
   template <typename Real, typename Visit>
   NHWC_HOST_DEVICE void visit_transposed(std::int32_t from, const Visit& visit) const {
-    const auto ask = [&](std::int32_t to) {
-      if (to < 0 || to >= out) return;
+    const Range all = is_folded() ? Range{0, 3} : range(from, 1);
+    for (std::int32_t i = all.begin; i < all.end; ++i) {
+      const std::int32_t to = is_folded() ? folded(from, i) : i;
+      if (to < 0 || to >= out) continue;
       const Taps<Real> found = taps<Real>(to);
       if (found.first == from) visit(to, found.weight);
       if (found.has_next && found.first + 1 == from) visit(to, found.next_weight);
-    };
-    const std::int32_t last = in - 1, middle = before + from;
-    if (mode == ResampleMode::reflect) {
-      const std::int32_t left = before - from, right = before + 2 * last - from;
-      ask(left);
-      if (middle != left) ask(middle);
-      if (right != middle) ask(right);
-    } else if (mode == ResampleMode::circular) {
-      ask(middle - in);
-      ask(middle);
-      ask(middle + in);
-    } else {
-      std::int32_t begin = middle, end = middle + 1;
-      if (!is_padding(mode)) {
-        // Generous, since the forward says which are right; a step of 0 is one output.
-        const auto step = static_cast<float>(scale);
-        const float low = (static_cast<float>(from) - 1.5f) / step - 1,
-                    high = (static_cast<float>(from) + 2) / step + 3;
-        begin = low > 0 ? low < static_cast<float>(out) ? static_cast<std::int32_t>(low) : out : 0;
-        end = high < static_cast<float>(out) ? static_cast<std::int32_t>(high) : out;
-      }
-      if (from == 0) begin = 0;
-      if (from == last) end = out;
-      for (std::int32_t to = begin; to < end; ++to) ask(to);
     }
   }
 
-  /// Returns the most taps that an index of the result has.
-  std::uint32_t most_taps(bool is_transposed) const {
-    if (!is_transposed) return is_linear(mode) && in > 1 ? 2 : 1;
-    std::vector<std::uint32_t> counts(in);
-    for (std::int32_t to = 0; to < out; ++to) {
-      const Taps<double> found = taps<double>(to);
-      ++counts[found.first];
-      if (found.has_next) ++counts[found.first + 1];
+  /// Returns how many indices of the other side are asked at most for `count` indices of the result.
+  std::uint32_t most_asked(bool is_transposed, std::int32_t count) const {
+    if (!is_transposed) return count * (is_linear(mode) && in > 1 ? 2 : 1);
+    if (is_folded()) return count * 3;
+    std::int32_t most = 0;
+    for (std::int32_t from = 0; from < in; from += count) {
+      const Range asked = range(from, std::min(count, in - from));
+      most = std::max(most, asked.end - asked.begin);
     }
-    // Of float32 and float64, an index at a border of the input's may have another tap.
-    return *std::max_element(counts.begin(), counts.end()) + (is_padding(mode) ? 0 : 2);
+    return most;
   }
 
  private:
@@ -150,6 +156,7 @@ struct Reciprocal {
 
 constexpr unsigned resample_threads = 256;
 constexpr unsigned copied_vectors = 4;  // of a thread
+constexpr unsigned summed_rows = 4;     // along the first axis, of which a thread has a vector each
 
 /// How blocks share the rows of a result. Single taps of weight 1 copy rows, in vectors of as many bytes as rows and
 /// memory allow, from the first to the last. Sums take tiles of all axes, in vectors of 16 bytes or single elements.
@@ -164,24 +171,23 @@ struct ResamplePlan {
   Reciprocal width, vector_tiles;  ///< the vectors of a row in a tile, and the tiles of a row
   Reciprocal tiles[3];
   std::uint32_t shifts[3];  ///< a tile has `1 << shift` indices
-  std::uint32_t most[3];    ///< taps of an index
+  std::uint32_t most[3];    ///< taps of an index; of the first axis those of a tile
   bool can_launch;
 
   std::int32_t to(int axis) const { return is_transposed ? axes[axis].in : axes[axis].out; }
   NHWC_HOST_DEVICE std::int32_t from(int axis) const { return is_transposed ? axes[axis].out : axes[axis].in; }
   std::uint64_t rows() const { return std::uint64_t{1} * to(0) * to(1) * to(2); }
   std::uint64_t input_rows() const { return std::uint64_t{1} * from(0) * from(1) * from(2); }
-  std::uint32_t items() const { return width.divisor << (shifts[0] + shifts[1] + shifts[2]); }
-  NHWC_HOST_DEVICE std::uint32_t taps_of_tile(int axis) const { return most[axis] << shifts[axis]; }
+  NHWC_HOST_DEVICE std::uint32_t items() const { return width.divisor << (shifts[1] + shifts[2]); }
   std::uint64_t blocks() const {
     constexpr unsigned of_a_block = resample_threads * copied_vectors;
     if (is_copy) return (samples * rows() * vectors.divisor + of_a_block - 1) / of_a_block;
     return std::uint64_t{samples} * tiles[0].divisor * tiles[1].divisor * tiles[2].divisor * vector_tiles.divisor;
   }
-  /// The taps of a tile, and how many an index has.
+  /// The taps of a tile: of the last two axes with how many an index has, of the first for all of its indices.
   std::uint32_t shared_bytes(std::uint32_t real_bytes) const {
-    std::uint32_t bytes = 0;
-    for (int axis = 0; axis < 3; ++axis) bytes += taps_of_tile(axis) * (real_bytes + 4) + (4u << shifts[axis]);
+    std::uint32_t bytes = most[0] * (summed_rows * real_bytes + 8);
+    for (int axis = 1; axis < 3; ++axis) bytes += (most[axis] * 2 * real_bytes + 4) << shifts[axis];
     return is_copy ? 0 : bytes;
   }
 };
@@ -213,29 +219,28 @@ inline ResamplePlan plan_resampling(const ResampleAxis (&axes)[3], bool is_trans
   plan.can_launch = true;
   if (plan.is_copy) return plan;
 
-  // A thread has several vectors where there are many.
-  constexpr std::uint64_t many = 1 << 20;
-  const std::uint32_t items = resample_threads * (samples * plan.rows() * vectors < many ? 1 : 4);
+  // A thread has several rows where there are many vectors.
+  constexpr std::uint64_t enough_threads = 1000 * resample_threads;
   plan.width = Reciprocal(static_cast<std::uint32_t>(std::min<std::uint64_t>(vectors, 1024)));
   plan.vector_tiles = Reciprocal(static_cast<std::uint32_t>((vectors + plan.width.divisor - 1) / plan.width.divisor));
-  for (int axis = 0; axis < 3; ++axis) plan.most[axis] = axes[axis].most_taps(is_transposed);
   const auto grows = [&](int axis) { return (std::int64_t{1} << plan.shifts[axis]) < plan.to(axis); };
-  while (plan.items() * 2 <= items) {
-    int shortest = -1;  // the last one of those
-    for (int axis = 0; axis < 3; ++axis) {
-      if (grows(axis) && (shortest < 0 || plan.shifts[axis] <= plan.shifts[shortest])) shortest = axis;
-    }
-    if (shortest < 0) break;
-    ++plan.shifts[shortest];
+  while ((2u << plan.shifts[0]) <= summed_rows && grows(0) &&
+         samples * plan.rows() * vectors >> (plan.shifts[0] + 1) >= enough_threads) {
+    ++plan.shifts[0];
   }
-  while (plan.shared_bytes(8) > most_shared_bytes / 4) {
-    int largest = -1;
+  while (plan.items() * 2 <= resample_threads && (grows(1) || grows(2))) {
+    ++plan.shifts[grows(2) && (!grows(1) || plan.shifts[2] <= plan.shifts[1]) ? 2 : 1];
+  }
+  const auto find_most = [&] {
     for (int axis = 0; axis < 3; ++axis) {
-      const bool is_larger = largest < 0 || plan.taps_of_tile(axis) > plan.taps_of_tile(largest);
-      if (plan.shifts[axis] > 0 && is_larger) largest = axis;
+      plan.most[axis] = axes[axis].most_asked(is_transposed, axis == 0 ? 1 << plan.shifts[0] : 1);
     }
-    if (largest < 0) break;
-    --plan.shifts[largest];
+  };
+  find_most();
+  while (plan.shared_bytes(8) > most_shared_bytes / 4 && plan.shifts[0] + plan.shifts[1] + plan.shifts[2] > 0) {
+    const auto bytes_of = [&](int axis) { return plan.shifts[axis] == 0 ? 0 : plan.most[axis] << plan.shifts[axis]; };
+    --plan.shifts[bytes_of(0) >= std::max(bytes_of(1), bytes_of(2)) ? 0 : bytes_of(1) >= bytes_of(2) ? 1 : 2];
+    find_most();
   }
   for (int axis = 0; axis < 3; ++axis) {
     const std::uint32_t tile = 1u << plan.shifts[axis];

@@ -70,11 +70,11 @@ Resampling resampling_of(ResampleMode mode, at::IntArrayRef in, at::IntArrayRef 
                          bool is_double, bool is_transposed) {
   Resampling resampling{};
   resampling.is_transposed = is_transposed;
-  const auto added = static_cast<int>(3 - in.size());
-  for (int axis = 0; axis < 3; ++axis) {
-    const bool is_added = axis < added;
-    const int64_t size = is_added ? 1 : in[axis - added], result = is_added ? 1 : out[axis - added];
-    const double parameter = is_added ? 0 : parameters[axis - added];
+  for (size_t axis = 0; axis < 3; ++axis) {
+    const bool is_added = in.size() == 2 && axis == 1;
+    const size_t dim = in.size() == 2 ? axis / 2 : axis;
+    const int64_t size = is_added ? 1 : in[dim], result = is_added ? 1 : out[dim];
+    const double parameter = is_added ? 0 : parameters[dim];
     ResampleAxis& of = resampling.axes[axis];
     of = {mode, static_cast<int32_t>(size), static_cast<int32_t>(result), 0, 0};
     if (is_padding(mode)) {
@@ -129,7 +129,7 @@ at::Tensor empty_resampled(const at::Tensor& input, at::IntArrayRef size) {
 
 /// Sums slices along one dimension, by operators that support batches.
 at::Tensor sum_along(const at::Tensor& input, int64_t dim, const ResampleAxis& axis, bool is_transposed) {
-  const int64_t count = is_transposed ? axis.in : axis.out, most = axis.most_taps(is_transposed);
+  const int64_t count = is_transposed ? axis.in : axis.out, most = axis.most_asked(is_transposed, 1);
   const auto longs = at::TensorOptions().dtype(at::kLong);
   const at::Tensor indices = at::zeros({most, count}, longs), weights = at::zeros({most, count}, at::kDouble);
   auto index = indices.accessor<int64_t, 2>();
@@ -172,7 +172,7 @@ at::Tensor composed_resample(const at::Tensor& input, c10::string_view mode, at:
   const bool is_copy = !is_transposed && !is_linear(resampling.axes[0].mode);
   at::Tensor out = is_copy ? input : input.to(at::toOpMathType(input.scalar_type()));
   for (size_t i = 0; i < size.size(); ++i) {
-    out = sum_along(out, static_cast<int64_t>(i) + 2, resampling.axes[3 - size.size() + i], is_transposed);
+    out = sum_along(out, static_cast<int64_t>(i) + 2, resampling.axes[size.size() == 2 ? 2 * i : i], is_transposed);
   }
   return out.to(input.scalar_type());
 }

@@ -85,8 +85,11 @@ class Case:
         result = sizes if is_transposed else self.out
         rows = placed(input.movedim(1, -1).contiguous(), offset)
         out = placed(torch.zeros(samples, *result, channels, dtype=input.dtype), offset)
-        volume = [1] * (3 - axes)
-        numbers = [*volume, *sizes, *volume, *self.out, *[0] * (3 - axes), *self.before]
+
+        def axes_of(numbers: list, of_image: float) -> list:  # an image's are the first and the last
+            return numbers if axes == 3 else [numbers[0], of_image, numbers[1]]
+
+        numbers = [*axes_of(sizes, 1), *axes_of(self.out, 1), *axes_of(self.before, 0)]
         double = input.dtype == torch.float64
         steps = [step(self.mode, *each, double) for each in zip(sizes, self.out, self.factors)]
         stores = torch.zeros(out.nbytes, dtype=torch.uint8)
@@ -94,7 +97,7 @@ class Case:
         vector = library().run_resample_model(
             MODES.index(self.mode),
             (c_int32 * 9)(*numbers),
-            (c_double * 3)(*[1.0] * (3 - axes), *steps),
+            (c_double * 3)(*axes_of(steps, 1.0)),
             is_transposed,
             samples,
             channels,
