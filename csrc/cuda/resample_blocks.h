@@ -65,8 +65,8 @@ class CopiedRows {
   std::uint32_t block_;
 };
 
-/// Sums rows: the threads compute the taps of a tile, and then its vectors, one after the other.
-template <NormType type, unsigned lanes, typename Access = DirectAccess>
+/// Sums rows: the threads compute the taps of a tile, and then its vectors, `summed_rows` at a time.
+template <NormType type, unsigned lanes, unsigned summed_rows, typename Access = DirectAccess>
 class SummedRows {
  public:
   NHWC_HOST_DEVICE SummedRows(const ResampleArguments& arguments, std::uint32_t block, char* shared, Access access = {})
@@ -209,34 +209,25 @@ class SummedRows {
   /// Walks over the taps of a plane, those of the last axis first.
   struct Walk {
     const SummedRows& rows;
-    std::uint32_t step1, step2, begin2, at1, end1, at2, end2;  // places in shared memory
-    Tap line = {};
+    std::uint32_t at1, end1, begin2, at2, end2;  // places in shared memory
+    Tap line;
 
-    NHWC_HOST_DEVICE Walk(const SummedRows& all, std::uint32_t index1, std::uint32_t index2, std::uint32_t count1,
-                          std::uint32_t count2)
-        : rows(all),
-          step1(static_cast<std::uint32_t>(sizeof(Tap)) << all.plan_.shifts[1]),
-          step2(static_cast<std::uint32_t>(sizeof(Tap)) << all.plan_.shifts[2]),
-          begin2(all.tap_at(2, index2)),
-          at1(all.tap_at(1, index1)),
-          end1(at1 + count1 * step1),
-          at2(begin2),
-          end2(begin2 + count2 * step2) {
-      if (at1 != end1) line = rows.tap(at1);
-    }
     /// Returns the next tap of the plane.
     NHWC_HOST_DEVICE Tap next() {
       const Tap found = rows.tap(at2);
       const Tap both{line.weight * found.weight, line.vector + found.vector};
-      at2 += step2;
+      at2 += rows.step(2);
       if (at2 == end2) {
         at2 = begin2;
-        at1 += step1;
+        at1 += rows.step(1);
         if (at1 != end1) line = rows.tap(at1);
       }
       return both;
     }
   };
+  NHWC_HOST_DEVICE std::uint32_t step(int axis) const {
+    return static_cast<std::uint32_t>(sizeof(Tap)) << plan_.shifts[axis];
+  }
   NHWC_HOST_DEVICE Tap tap(std::uint32_t at) const { return access_.template load_shared<Tap>(shared_, at); }
 
   NHWC_HOST_DEVICE void sum(std::uint32_t item) const {
@@ -250,14 +241,16 @@ class SummedRows {
     const std::uint64_t vectors = plan_.vectors.divisor;
     const std::uint64_t input_rows = std::uint64_t{1} * plan_.from(0) * plan_.from(1) * plan_.from(2);
     const char* input = static_cast<const char*>(input_) + (sample_ * input_rows * vectors + of_row) * sizeof(Vector);
-    const Walk begin(*this, index1, index2, count1, count2);
+    const std::uint32_t line = tap_at(1, index1), column = tap_at(2, index2);
     Real sums[summed_rows][lanes] = {};
     for (std::uint32_t plane = 0; plane < plan_.most[0]; ++plane) {
       const Pair place = access_.template load_shared<Pair>(shared_, plane_at(plane));
       const std::uint32_t has_row = place.words[1];
-      if (has_row == 0) continue;
-      Real of_plane[lanes] = {};
-      Walk walk = begin;
+      if (has_row == 0 || count == 0) continue;
+      // Rows that share nothing have weights of 1.
+      constexpr bool is_shared = summed_rows > 1;
+      Real of_plane[is_shared ? lanes : 1] = {};
+      Walk walk{*this, line, line + count1 * step(1), column, column, column + count2 * step(2), tap(line)};
       for (std::uint32_t left = count; left > 0; left -= left < in_flight ? left : in_flight) {
         Vector loaded[in_flight];
         Real weights[in_flight];
@@ -271,16 +264,21 @@ class SummedRows {
         }
         NHWC_UNROLL
         for (unsigned i = 0; i < in_flight; ++i) {
-          if (i < left) add(of_plane, loaded[i], weights[i]);
+          if (i >= left) continue;
+          if constexpr (is_shared) {
+            add(of_plane, loaded[i], weights[i]);
+          } else {
+            add(sums[0], loaded[i], Real(1));
+          }
         }
       }
       NHWC_UNROLL
-      for (unsigned row = 0; row < summed_rows; ++row) {
+      for (unsigned row = 0; is_shared && row < summed_rows; ++row) {
         if ((has_row >> row & 1) == 0) continue;
         const auto at = weights_at(plane) + row * static_cast<std::uint32_t>(sizeof(Real));
         const Real weight = access_.template load_shared<Real>(shared_, at);
         NHWC_UNROLL
-        for (unsigned lane = 0; lane < lanes; ++lane) sums[row][lane] += weight * of_plane[lane];
+        for (unsigned lane = 0; lane < lanes; ++lane) sums[row][lane] += weight * of_plane[is_shared ? lane : 0];
       }
     }
     std::uint64_t row = (sample_ * to(0) + first_[0]) * to(1) * to(2) + std::uint64_t{1} * to1 * to(2) + to2;

@@ -24,11 +24,19 @@ const void* copying() {
   return reinterpret_cast<const void*>(run_resampling<CopiedRows<bytes>, 4>);
 }
 
+template <NormType type, unsigned lanes, unsigned rows>
+const void* summing() {
+  // With as many registers as the sums and the loads in flight need.
+  constexpr int blocks = type == NormType::float64 ? 2 : rows == 1 ? 4 : lanes == 8 ? 2 : 3;
+  return reinterpret_cast<const void*>(run_resampling<SummedRows<type, lanes, rows>, blocks>);
+}
+
 template <NormType type>
-const void* summing(bool is_vector) {
-  constexpr int blocks = type == NormType::float64 ? 2 : 3;
-  return is_vector ? reinterpret_cast<const void*>(run_resampling<SummedRows<type, 16 / bytes_of(type)>, blocks>)
-                   : reinterpret_cast<const void*>(run_resampling<SummedRows<type, 1>, blocks>);
+const void* summing(const ResamplePlan& plan) {
+  constexpr unsigned lanes = 16 / bytes_of(type);
+  const bool is_vector = plan.bytes == 16;
+  if (summed_rows_of(plan.axes[0].mode) == 1) return is_vector ? summing<type, lanes, 1>() : summing<type, 1, 1>();
+  return is_vector ? summing<type, lanes, 4>() : summing<type, 1, 4>();
 }
 
 const void* kernel_of(NormType type, const ResamplePlan& plan) {
@@ -41,12 +49,11 @@ const void* kernel_of(NormType type, const ResamplePlan& plan) {
       default: return copying<16>();
     }
   }
-  const bool is_vector = plan.bytes == 16;
   switch (type) {
-    case NormType::float32: return summing<NormType::float32>(is_vector);
-    case NormType::bfloat16: return summing<NormType::bfloat16>(is_vector);
-    case NormType::float16: return summing<NormType::float16>(is_vector);
-    default: return summing<NormType::float64>(is_vector);
+    case NormType::float32: return summing<NormType::float32>(plan);
+    case NormType::bfloat16: return summing<NormType::bfloat16>(plan);
+    case NormType::float16: return summing<NormType::float16>(plan);
+    default: return summing<NormType::float64>(plan);
   }
 }
 

@@ -156,7 +156,9 @@ struct Reciprocal {
 
 constexpr unsigned resample_threads = 256;
 constexpr unsigned copied_vectors = 4;  // of a thread
-constexpr unsigned summed_rows = 4;     // along the first axis, of which a thread has a vector each
+
+/// Returns of how many rows along the first axis a thread sums a vector at a time. Rows of an interpolation share taps.
+NHWC_HOST_DEVICE constexpr unsigned summed_rows_of(ResampleMode mode) { return is_linear(mode) ? 4 : 1; }
 
 /// How blocks share the rows of a result. Single taps of weight 1 copy rows, in vectors of as many bytes as rows and
 /// memory allow, from the first to the last. Sums take tiles of all axes, in vectors of 16 bytes or single elements.
@@ -186,7 +188,7 @@ struct ResamplePlan {
   }
   /// The taps of a tile: of the last two axes with how many an index has, of the first for all of its indices.
   std::uint32_t shared_bytes(std::uint32_t real_bytes) const {
-    std::uint32_t bytes = most[0] * (summed_rows * real_bytes + 8);
+    std::uint32_t bytes = most[0] * (summed_rows_of(axes[0].mode) * real_bytes + 8);
     for (int axis = 1; axis < 3; ++axis) bytes += (most[axis] * 2 * real_bytes + 4) << shifts[axis];
     return is_copy ? 0 : bytes;
   }
@@ -219,16 +221,18 @@ inline ResamplePlan plan_resampling(const ResampleAxis (&axes)[3], bool is_trans
   plan.can_launch = true;
   if (plan.is_copy) return plan;
 
-  // A thread has several rows where there are many vectors.
+  // A thread has several vectors where there are many: of rows that share taps, or one after the other.
   constexpr std::uint64_t enough_threads = 1000 * resample_threads;
+  const unsigned summed_rows = summed_rows_of(axes[0].mode);
+  const std::uint64_t all = samples * plan.rows() * vectors;
+  const std::uint32_t items = resample_threads * (summed_rows == 1 && all >= 4 * enough_threads ? 4 : 1);
   plan.width = Reciprocal(static_cast<std::uint32_t>(std::min<std::uint64_t>(vectors, 1024)));
   plan.vector_tiles = Reciprocal(static_cast<std::uint32_t>((vectors + plan.width.divisor - 1) / plan.width.divisor));
   const auto grows = [&](int axis) { return (std::int64_t{1} << plan.shifts[axis]) < plan.to(axis); };
-  while ((2u << plan.shifts[0]) <= summed_rows && grows(0) &&
-         samples * plan.rows() * vectors >> (plan.shifts[0] + 1) >= enough_threads) {
+  while ((2u << plan.shifts[0]) <= summed_rows && grows(0) && all >> (plan.shifts[0] + 1) >= enough_threads) {
     ++plan.shifts[0];
   }
-  while (plan.items() * 2 <= resample_threads && (grows(1) || grows(2))) {
+  while (plan.items() * 2 <= items && (grows(1) || grows(2))) {
     ++plan.shifts[grows(2) && (!grows(1) || plan.shifts[2] <= plan.shifts[1]) ? 2 : 1];
   }
   const auto find_most = [&] {

@@ -541,17 +541,21 @@ RunResampling find_copy(int bytes, std::index_sequence<sizes...>) {
 }
 
 template <std::size_t... types>
-RunResampling find_sum(std::size_t type, bool is_vector, std::index_sequence<types...>) {
-  static constexpr RunResampling vectors[] = {run_resampling<
-      SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), DeviceAccess>>...};
-  static constexpr RunResampling elements[] = {
-      run_resampling<SummedRows<static_cast<NormType>(types), 1, DeviceAccess>>...};
-  return is_vector ? vectors[type] : elements[type];
+RunResampling find_sum(std::size_t type, bool is_vector, int rows, std::index_sequence<types...>) {
+  static constexpr RunResampling all[][2][2] = {
+      {{run_resampling<SummedRows<static_cast<NormType>(types), 1, 1, DeviceAccess>>,
+        run_resampling<SummedRows<static_cast<NormType>(types), 1, 4, DeviceAccess>>},
+       {run_resampling<
+            SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), 1, DeviceAccess>>,
+        run_resampling<SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), 4,
+                                  DeviceAccess>>}}...};
+  return all[type][is_vector][rows > 1];
 }
 
-// Of its mangled name: ...14run_resamplingINS0_10CopiedRowsILj16E... or ...INS0_10SummedRowsILNS0_8NormTypeE1ELj8E...
+// Of its mangled name: ...14run_resamplingINS0_10CopiedRowsILj16E... or
+// ...INS0_10SummedRowsILNS0_8NormTypeE1ELj8ELj4E...
 RunResampling parse_resampling(const std::string& name, int& kind) {
-  int bytes = 0, type = 0, lanes = 0;
+  int bytes = 0, type = 0, lanes = 0, rows = 0;
   const char* copied = std::strstr(name.c_str(), "CopiedRowsILj");
   const char* summed = std::strstr(name.c_str(), "SummedRowsILNS0_8NormTypeE");
   if (name.find("run_resampling") == std::string::npos) return nullptr;
@@ -559,8 +563,10 @@ RunResampling parse_resampling(const std::string& name, int& kind) {
   if (copied && std::sscanf(copied, "CopiedRowsILj%d", &bytes) == 1) {
     return find_copy(bytes, std::make_index_sequence<5>());
   }
-  if (!summed || std::sscanf(summed, "SummedRowsILNS0_8NormTypeE%dELj%d", &type, &lanes) != 2) return nullptr;
-  return find_sum(type, lanes > 1, std::make_index_sequence<norm_types>());
+  if (!summed || std::sscanf(summed, "SummedRowsILNS0_8NormTypeE%dELj%dELj%d", &type, &lanes, &rows) != 3) {
+    return nullptr;
+  }
+  return find_sum(type, lanes > 1, rows, std::make_index_sequence<norm_types>());
 }
 
 }  // namespace

@@ -51,9 +51,14 @@ using RunBlock = void (*)(const ResampleArguments&, std::uint32_t, char*, std::u
                           std::set<std::uint64_t>&);
 
 template <NormType type>
-RunBlock summing(bool is_vector) {
-  return is_vector ? run_block<SummedRows<type, 16 / bytes_of(type), CountingAccess>>
-                   : run_block<SummedRows<type, 1, CountingAccess>>;
+RunBlock summing(const ResamplePlan& plan) {
+  constexpr unsigned lanes = 16 / bytes_of(type);
+  if (summed_rows_of(plan.axes[0].mode) == 1) {
+    return plan.bytes == 16 ? run_block<SummedRows<type, lanes, 1, CountingAccess>>
+                            : run_block<SummedRows<type, 1, 1, CountingAccess>>;
+  }
+  return plan.bytes == 16 ? run_block<SummedRows<type, lanes, 4, CountingAccess>>
+                          : run_block<SummedRows<type, 1, 4, CountingAccess>>;
 }
 
 RunBlock find(NormType type, const ResamplePlan& plan) {
@@ -67,10 +72,10 @@ RunBlock find(NormType type, const ResamplePlan& plan) {
     }
   }
   switch (type) {
-    case NormType::float32: return summing<NormType::float32>(plan.bytes == 16);
-    case NormType::bfloat16: return summing<NormType::bfloat16>(plan.bytes == 16);
-    case NormType::float16: return summing<NormType::float16>(plan.bytes == 16);
-    default: return summing<NormType::float64>(plan.bytes == 16);
+    case NormType::float32: return summing<NormType::float32>(plan);
+    case NormType::bfloat16: return summing<NormType::bfloat16>(plan);
+    case NormType::float16: return summing<NormType::float16>(plan);
+    default: return summing<NormType::float64>(plan);
   }
 }
 
