@@ -231,7 +231,8 @@ def operator_cases_on_gpu() -> Iterator[Case]:
     plane, volume = (32, 128, 64, 64), (2, 64, 64, 64, 64)
 
     def one(layer: str, arguments: str, shape: tuple[int, ...], call: Call, *parameters: tuple[int, ...]) -> Case:
-        return Case(layer, arguments, shape, call, parameters, dtypes=half, is_ours=False)
+        is_ours = layer == "interpolate" or (layer == "pad" and "constant" not in arguments)
+        return Case(layer, arguments, shape, call, parameters, dtypes=half, is_ours=is_ours)
 
     for shape in (plane, volume):
         of_channels, axes = (shape[1],), len(shape) - 2

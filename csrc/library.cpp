@@ -37,6 +37,11 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("max_unpool3d(Tensor input, Tensor indices, SymInt[3] output_size, int[3] stride, int[3] padding) -> Tensor",
         compliant);
   m.def("pad_circular(Tensor input, SymInt[] pad) -> Tensor", compliant);
+  m.def("pad(Tensor input, SymInt[] pad, str mode) -> Tensor", compliant);
+  m.def(
+      "interpolate(Tensor input, SymInt[]? size, float[]? scale_factors, str mode, bool align_corners=False) "
+      "-> Tensor",
+      compliant);
   m.def(
       "conv2d(Tensor input, Tensor weight, Tensor? bias=None, SymInt[2] stride=1, SymInt[2] padding=0, "
       "SymInt[2] dilation=1, SymInt groups=1) -> Tensor",
@@ -99,6 +104,8 @@ TORCH_LIBRARY(nhwc, m) {
   m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
+  m.def("native_resample(Tensor input, str mode, int[] size, float[] parameters) -> Tensor", compliant);
+  m.def("native_resample_backward(Tensor grad, str mode, int[] size, float[] parameters) -> Tensor", compliant);
 
   m.def(
       "convolution_way(Tensor input, Tensor weight, Tensor? bias, SymInt[] stride, SymInt[] padding, "

@@ -36,7 +36,7 @@ def test_a_case_is_drawn_again_by_its_seed_and_number(part):
 
 
 def test_every_class_that_is_replaced_has_a_generator():
-    assert set(REPLACEMENTS) <= set(loaded("layers").GENERATORS)
+    assert {each for each, row in REPLACEMENTS.items() if row.on_cpu} <= set(loaded("layers").GENERATORS)
 
 
 BROKEN = """

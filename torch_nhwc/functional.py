@@ -47,6 +47,7 @@ __all__ = [
     "gelu",
     "group_norm",
     "instance_norm",
+    "interpolate",
     "linear",
     "log_softmax",
     "max_unpool3d",
@@ -546,7 +547,9 @@ def max_unpool3d(
 
 
 def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | None = None) -> Tensor:
-    """Stand in for `torch.nn.functional.pad` in the mode `"circular"`; the other modes are PyTorch's.
+    """Stand in for `torch.nn.functional.pad` in the mode `"circular"`, on a GPU with "reflect" and "replicate".
+
+    Other calls are PyTorch's.
 
     Example:
         >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
@@ -556,9 +559,66 @@ def pad(input: Tensor, pad: list[int], mode: str = "constant", value: float | No
     if not is_scripting():
         if _is_pytorch_s(input) or _are((int,), pad) or not _are_sizes(pad, count=2 * input.dim() - 4):
             return _pass_on("pad", input, pad, mode, value)
+        if input.is_cuda and mode in _PADDINGS and value is None:
+            return torch.ops.nhwc.pad(input, pad, mode)
     if mode != "circular" or value is not None:
         return F.pad(input, pad, mode, value)
     return torch.ops.nhwc.pad_circular(input, pad)
+
+
+_PADDINGS = ("reflect", "replicate", "circular")
+# The modes of interpolation that have a kernel on a GPU, by the rank of the input.
+_INTERPOLATIONS = {4: ("nearest", "nearest-exact", "bilinear"), 5: ("nearest", "nearest-exact", "trilinear")}
+
+
+def interpolate(
+    input: Tensor,
+    size: Optional[list[int]] = None,  # noqa: UP045
+    scale_factor: Optional[list[float]] = None,  # noqa: UP045
+    mode: str = "nearest",
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.interpolate`, which is slow on channels-last on a GPU.
+
+    Ours are the modes "nearest", "nearest-exact", "bilinear" and "trilinear" where our kernels run. Other calls are
+    PyTorch's. Gradients are the same in each run. In TorchScript, size and factor are lists.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.interpolate(x, scale_factor=2, mode="bilinear").stride()
+        (512, 1, 64, 8)
+    """
+    if not is_scripting():
+        options = (size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+        ours = None if _is_pytorch_s(input) or not input.is_cuda else _interpolation(input, *options)
+        if ours is None:
+            return _pass_on("interpolate", input, *options)
+        return torch.ops.nhwc.interpolate(input, *ours)
+    return F.interpolate(input, size, scale_factor, mode, align_corners, recompute_scale_factor, antialias)
+
+
+def _interpolation(
+    input: Tensor, size: Any, scale_factor: Any, mode: Any, align_corners: Any, recompute: Any, antialias: Any
+) -> tuple[Any, ...] | None:
+    """Return the arguments of our operator, or `None` for calls that PyTorch computes, or refuses."""
+    axes, is_nearest = input.dim() - 2, str(mode).startswith("nearest")
+    is_usual = _are((bool, _NONE), align_corners, recompute) and not (is_nearest and align_corners is not None)
+    if not is_usual or antialias is not False or _is_tracing() or mode not in _INTERPOLATIONS.get(input.dim(), ()):
+        return None
+    if not torch.ops.nhwc.runs_cuda_norms(input.device) or (size is None) == (scale_factor is None):
+        return None
+    if size is not None:
+        if recompute or not _are_sizes(size, count=axes):
+            return None
+        return _as_many(size, axes), None, mode, bool(align_corners)
+    factors = _as_many(scale_factor, axes)
+    if type(factors) not in _LISTS or len(factors) != axes or not _are(_NUMBER, *factors):
+        return None
+    if recompute:
+        return [int(length * each) for length, each in zip(input.shape[2:], factors)], None, mode, bool(align_corners)
+    return None, [float(each) for each in factors], mode, bool(align_corners)
 
 
 def pixel_shuffle(input: Tensor, upscale_factor: int) -> Tensor:

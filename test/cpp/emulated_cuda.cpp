@@ -12,6 +12,7 @@
 // The library is also loaded in the place of libcuda.so.1, whose functions PyTorch looks for without calling them.
 #include <cuda/depthwise_blocks.h>
 #include <cuda/norm_blocks.h>
+#include <cuda/resample_blocks.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch_nhwc/cuda/launch_plan.h>
@@ -123,7 +124,9 @@ Emulation emulation;
 
 struct LaunchRecord {
   std::uint64_t stream;
-  std::int32_t device, elements, is_long;  // of others: -1 less the step, after norms' those of convolutions
+  // Of other kernels than those for weights: -1 less the step, after norms' those of convolutions; of a copy of rows
+  // -100, of a sum -101.
+  std::int32_t device, elements, is_long;
   std::uint32_t weights, blocks, shared_bytes;
 };
 
@@ -562,6 +565,63 @@ void run_depthwise(const DepthwiseWork& work) {
   });
 }
 
+// A launch that resamples.
+struct ResampleWork {
+  ResampleArguments arguments;
+  int device;
+  unsigned blocks, shared_bytes;
+};
+
+template <typename Block>
+void run_resampling(const ResampleWork& work) {
+  const auto quads = std::make_unique<Quad[]>(work.shared_bytes / sizeof(Quad) + 1);
+  const DeviceAccess access{{work.shared_bytes}, work.device};
+  for (std::uint32_t block = 0; block < work.blocks; ++block) {
+    const Block each(work.arguments, block, reinterpret_cast<char*>(quads.get()), access);
+    each.run([](const auto& phase) {
+      for (unsigned thread = 0; thread < resample_threads; ++thread) phase(thread);
+    });
+  }
+}
+
+using RunResampling = void (*)(const ResampleWork&);
+
+template <std::size_t... sizes>
+RunResampling find_copy(int bytes, std::index_sequence<sizes...>) {
+  RunResampling found = nullptr;
+  ((bytes == 1 << sizes ? found = run_resampling<CopiedRows<(1 << sizes), DeviceAccess>> : nullptr), ...);
+  return found;
+}
+
+template <std::size_t... types>
+RunResampling find_sum(std::size_t type, bool is_vector, int rows, std::index_sequence<types...>) {
+  static constexpr RunResampling all[][2][2] = {
+      {{run_resampling<SummedRows<static_cast<NormType>(types), 1, 1, DeviceAccess>>,
+        run_resampling<SummedRows<static_cast<NormType>(types), 1, 4, DeviceAccess>>},
+       {run_resampling<
+            SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), 1, DeviceAccess>>,
+        run_resampling<SummedRows<static_cast<NormType>(types), 16 / bytes_of(static_cast<NormType>(types)), 4,
+                                  DeviceAccess>>}}...};
+  return all[type][is_vector][rows > 1];
+}
+
+// Of its mangled name: ...14run_resamplingINS0_10CopiedRowsILj16E... or
+// ...INS0_10SummedRowsILNS0_8NormTypeE1ELj8ELj4E...
+RunResampling parse_resampling(const std::string& name, int& kind) {
+  int bytes = 0, type = 0, lanes = 0, rows = 0;
+  const char* copied = std::strstr(name.c_str(), "CopiedRowsILj");
+  const char* summed = std::strstr(name.c_str(), "SummedRowsILNS0_8NormTypeE");
+  if (name.find("run_resampling") == std::string::npos) return nullptr;
+  kind = copied ? -100 : -101;
+  if (copied && std::sscanf(copied, "CopiedRowsILj%d", &bytes) == 1) {
+    return find_copy(bytes, std::make_index_sequence<5>());
+  }
+  if (!summed || std::sscanf(summed, "SummedRowsILNS0_8NormTypeE%dELj%dELj%d", &type, &lanes, &rows) != 3) {
+    return nullptr;
+  }
+  return find_sum(type, lanes > 1, rows, std::make_index_sequence<input_types>());
+}
+
 }  // namespace
 
 API void __cudaRegisterFunction(void** module, const char* function, char* device_function, const char* name,
@@ -599,7 +659,8 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
   const RunNorm run_norm = parse_norm(name, step);
   DepthwiseWork depthwise{};
   const bool is_depthwise = parse_depthwise(name, depthwise.step, depthwise.type);
-  if (!run_norm && !is_depthwise && !parse(name, kernel)) {
+  const RunResampling run_resampling = parse_resampling(name, step);
+  if (!run_norm && !is_depthwise && !run_resampling && !parse(name, kernel)) {
     return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
   }
   if (current_device == emulation.device_without_image) return fail(cudaErrorNoKernelImageForDevice);
@@ -632,6 +693,17 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
                           -1 - norm_steps - static_cast<int>(depthwise.step), 0, 0, grid.x,
                           static_cast<unsigned>(shared_bytes)});
     return submit(stream, [=] { run_depthwise(depthwise); });
+  }
+
+  if (run_resampling) {
+    if (shared_bytes > plain_shared_bytes || grid.x == 0 || block.x != resample_threads) {
+      return fail(cudaErrorInvalidValue);
+    }
+    const ResampleWork work{*static_cast<const ResampleArguments*>(arguments[0]), current_device, grid.x,
+                            static_cast<unsigned>(shared_bytes)};
+    launches().push_back(
+        {reinterpret_cast<std::uintptr_t>(stream), current_device, step, 0, 0, grid.x, work.shared_bytes});
+    return submit(stream, [=] { run_resampling(work); });
   }
 
   const auto agreed = runtime().shared_bytes.find({current_device, function});

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 import torch
-from losing_layers import LAYERS
+from losing_layers import LAYERS, ON_GPU
 from onnx_graphs import onnx_operators
 from reference import FORMATS, canonical_strides
 from selection import exhaustive, some_of
@@ -51,7 +51,22 @@ def as_channels_last(tensor):
 
 def test_every_class_of_the_table_is_tried():
     others = {nn.CrossEntropyLoss, nn.MaxUnpool3d, nn.Linear}
-    assert {type(make()) for make, _ in LAYERS.values()} | others == set(REPLACEMENTS)
+    assert {type(make()) for make, _ in (LAYERS | ON_GPU).values()} | others == set(REPLACEMENTS)
+    assert {type(make()) for make, _ in ON_GPU.values()} == {
+        each for each, row in REPLACEMENTS.items() if not row.on_cpu
+    }
+
+
+@pytest.mark.parametrize("name", ON_GPU)
+def test_layers_that_gain_on_a_gpu_are_pytorchs_on_a_cpu(name):
+    make, shape = ON_GPU[name]
+    stock, replaced, x = make(), make(), torch.randn(shape)
+    swap_class(replaced, Preserving)
+    for given in (x, as_channels_last(x)):
+        expected = stock(given)
+        for layer in (replaced, torch.jit.script(copy.deepcopy(replaced)), torch.jit.trace(replaced, given)):
+            assert torch.equal(layer(given), expected)
+            assert layer(given).stride() == expected.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -756,6 +756,106 @@ def test_depthwise_volumes_of_a_model_are_replaced():
     assert nhwc.Reason.DEPTHWISE_VOLUMES.value in " ".join(str(report).split())
 
 
+COPIED, SUMMED = -100, -101
+RESAMPLINGS = [
+    ((2, 24, 9, 7), lambda of, x: of.pad(x, (1, 2, 3, 0), "reflect"), COPIED),
+    ((2, 3, 4, 5, 6), lambda of, x: of.pad(x, (1, 2, 3, 0, 4, 9), "replicate"), COPIED),
+    ((2, 33, 9, 7), lambda of, x: of.pad(x, (1, 2, 3, 0), "circular"), COPIED),
+    ((1, 16, 5, 6), lambda of, x: of.interpolate(x, scale_factor=2), COPIED),
+    ((2, 16, 5, 6, 3), lambda of, x: of.interpolate(x, (7, 9, 2), mode="nearest-exact"), COPIED),
+    ((2, 8, 5, 6), lambda of, x: of.interpolate(x, scale_factor=(1.7, 0.6), mode="bilinear"), SUMMED),
+    ((2, 5, 5, 6, 3), lambda of, x: of.interpolate(x, scale_factor=2, mode="trilinear"), SUMMED),
+    ((1, 8, 3, 4, 3), lambda of, x: of.interpolate(x, (5, 1, 9), mode="trilinear", align_corners=True), SUMMED),
+    ((1, 8, 3, 4, 3), lambda of, x: of.interpolate(x, None, 1.5, "trilinear", None, True), SUMMED),
+]
+
+
+def resample(call, host, dtype=torch.float32, device="cuda"):
+    """Return an output and a gradient on a device, and what they have to be."""
+    torch.manual_seed(0)
+    host = host.to(dtype).to(memory_format=FORMATS[host.dim()])
+    exact = host.double().requires_grad_()
+    expected = call(F, exact)
+    grad = torch.randn_like(expected).to(dtype).to(memory_format=FORMATS[host.dim()])
+    x = host.to(device).requires_grad_()
+    out = call(nhwc.functional, x)
+    (back,) = torch.autograd.grad(out, x, grad.to(device), retain_graph=True)
+    return (out, back), (expected.detach(), torch.autograd.grad(expected, exact, grad.double())[0])
+
+
+@pytest.mark.usefixtures("norms_on")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(("shape", "call", "kind"), RESAMPLINGS)
+def test_padding_and_interpolation(shape, call, kind, dtype):
+    take_launches()
+    found, expected = resample(call, torch.randn(shape), dtype)
+    assert [launch.elements for launch in take_launches()] == [kind, SUMMED]
+    room = {torch.float64: 1e-11, torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps)
+    for result, right in zip(found, expected):
+        assert result.is_contiguous(memory_format=FORMATS[len(shape)])
+        torch.testing.assert_close(of_host(result).double(), right, rtol=room, atol=room)
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_pads_of_other_dtypes_and_parts():
+    x = torch.randint(0, 100, (2, 6, 7, 8)).to(memory_format=torch.channels_last)
+    for dtype in (torch.bool, torch.uint8, torch.int16, torch.int64, torch.complex64, torch.complex128):
+        on_device = x.to(dtype).to("cuda")
+        take_launches()
+        out = nhwc.functional.pad(on_device, (3, 1, 2, 4), "circular")
+        assert [launch.elements for launch in take_launches()] == [COPIED]
+        assert torch.equal(of_host(out), F.pad(x.to(dtype), (3, 1, 2, 4), "circular"))
+    z = torch.randn(1, 3, 4, 5, dtype=torch.complex64).to(memory_format=torch.channels_last)
+    found = nhwc.functional.pad(w := z.to("cuda").requires_grad_(), (1, 0, 2, 1), "reflect")
+    expected = F.pad(z.requires_grad_(), (1, 0, 2, 1), "reflect")
+    grad = torch.randn_like(expected)
+    (back,) = torch.autograd.grad(found, w, grad.to("cuda"))
+    torch.testing.assert_close(of_host(back), torch.autograd.grad(expected, z, grad)[0])
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_pads_and_interpolations_of_a_model_are_replaced():
+    layers = (nn.ReflectionPad3d(1), nn.Upsample(scale_factor=2, mode="trilinear"), nn.Upsample(9, mode="nearest"))
+    model, volume = nn.Sequential(nn.Conv3d(4, 8, 3), *layers, nn.ZeroPad3d(1)), torch.randn(2, 8, 5, 5, 5)
+    nhwc.convert_(model.to("cuda"), preserve=True)
+    names = [type(layer).__name__.startswith("Preserving") for layer in model]
+    assert names == [False, True, True, True, False]
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
+    for layer, stock in zip(model[1:4], layers):
+        torch.testing.assert_close(of_host(layer(on_device)), stock(volume))
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_resampling_runs_on_the_current_stream_of_its_device():
+    _, call, _ = RESAMPLINGS[5]
+    stream = torch.cuda.Stream("cuda:1")
+    take_launches()
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        found, expected = resample(call, torch.randn(2, 8, 5, 6), device="cuda:1")
+    launches = take_launches()
+    assert {(launch.device, launch.stream) for launch in launches} == {(1, stream.cuda_stream)}
+    torch.testing.assert_close(of_host(found[0]).double(), expected[0], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.usefixtures("norms_on")
+def test_resampling_is_recorded_in_a_graph():
+    _, call, _ = RESAMPLINGS[6]
+    host, stream = torch.randn(2, 5, 5, 6, 3), torch.cuda.Stream()
+    x = host.to(memory_format=torch.channels_last_3d).to("cuda")
+    with torch.cuda.stream(stream), Graph(stream) as graph:
+        out = call(nhwc.functional, x)
+    for _ in range(2):
+        graph.replay()
+        torch.testing.assert_close(of_host(out), call(F, host))
+
+
+def test_resampling_that_is_switched_off_is_pytorchs(monkeypatch):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "0")
+    for shape, call, _ in RESAMPLINGS:
+        with pytest.raises(RuntimeError, match="not supported"):
+            call(nhwc.functional, torch.randn(shape).to(memory_format=FORMATS[len(shape)]).to("cuda"))
+
+
 def test_norms_run_on_measured_architectures_or_as_the_switch_says(monkeypatch, capfd):
     """The first device is one of compute capability 8.0, the second of 9.0."""
     monkeypatch.delenv("TORCH_NHWC_CUDA_NORMS", raising=False)

@@ -124,6 +124,21 @@ def test_depthwise_volumes_of_a_gpu_are_replaced_whatever_the_switch_says(monkey
     assert not any(is_slow_depthwise_volume(site) for site in walk_layers(nn.Conv3d(4, 4, 3, groups=4)).sites)
 
 
+def test_pads_and_interpolations_are_replaced_on_a_gpu_alone(monkeypatch):
+    monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda device: device.type == "cuda")
+    pads = (nn.ReflectionPad2d(1), nn.ReplicationPad3d(1), nn.CircularPad2d(1), nn.ZeroPad2d(1))
+    layers = (*pads, nn.Upsample(scale_factor=2), nn.UpsamplingBilinear2d(4), nn.Upsample(4, mode="bicubic"))
+    padded = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
+    kept = {"0": Reason.OTHER_DEVICE}  # a convolution that pads with zeros
+    assert reasons(on_gpu(padded, *layers)) == kept | dict.fromkeys("123467") | {"1": None}
+    assert reasons(nn.Sequential(nn.Conv2d(2, 2, 3), padded, *layers)) == dict.fromkeys("014")
+    nhwc.convert_(model := nn.Sequential(nn.Conv2d(2, 2, 3), *layers))
+    assert [type(layer).__name__ for layer in model[1:]] == [
+        *("ReflectionPad2d", "ReplicationPad3d", "PreservingCircularPad2d", "ZeroPad2d"),
+        *("Upsample", "UpsamplingBilinear2d", "Upsample"),
+    ]
+
+
 def test_a_library_without_cuda_runs_no_norms_on_a_gpu(monkeypatch):
     monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
     assert not nhwc.ops.runs_cuda_norms("cpu")

@@ -117,6 +117,12 @@ FUNCTIONS: dict[str, list[tuple[tuple[int, ...], Callable[[], list[Any]]]]] = {
         (POOLED, lambda: [places(POOLED, 100), 2, (2, 2, 2), 0, (4, 7, 4)]),
     ],
     "pad": [(IMAGE, lambda: [(1, 2, 0, 3), "circular"]), (VOLUME, lambda: [(1, 2, 0, 3, 1, 0), "circular"])],
+    "interpolate": [
+        (IMAGE, lambda: [None, 2, "bilinear"]),
+        (IMAGE, lambda: [(7, 9)]),
+        (VOLUME, lambda: [None, (2, 1.5, 1), "nearest-exact"]),
+        (VOLUME, lambda: [(5, 4, 7), None, "trilinear", True]),
+    ],
     "pixel_shuffle": [((2, 6, 8, 5, 7), lambda: [2])],
     "pixel_unshuffle": [((2, 6, 3, 4, 6), lambda: [2])],
 }
@@ -268,6 +274,13 @@ CALLS = {
         lambda: [leaf(*POOLED), places(POOLED, 96), [4, 6, 4], [2, 2, 2], [0, 0, 0]],
     ),
     "pad_circular": Call(nhwc.pad_circular.default, circular, lambda: [leaf(*IMAGE), [1, 2, 0, 1]]),
+    "pad": Call(nhwc.pad.default, F.pad, lambda: [leaf(*IMAGE), [1, 2, 0, 1], "reflect"]),
+    "pad, circular": Call(nhwc.pad.default, F.pad, lambda: [leaf(*IMAGE), [1, 2, 0, 1], "circular"]),
+    "interpolate": Call(
+        nhwc.interpolate.default,
+        lambda x, size, factor, mode: F.interpolate(x, size, factor, mode),
+        lambda: [leaf(*IMAGE), None, [2.0, 1.5], "bilinear"],
+    ),
     "conv2d": Call(nhwc.conv2d.default, F.conv2d, lambda: in_lists("both gradients", "spdg")),
     "conv2d.padding": Call(nhwc.conv2d.padding, F.conv2d, lambda: in_lists("same", "spdg")),
     "conv3d": Call(nhwc.conv3d.default, F.conv3d, lambda: in_lists("depthwise volume", "spdg")),
@@ -325,6 +338,25 @@ CALLS = {
         lambda: of_backward(x := leaf(*IMAGE).detach(), moments(x, (0, 2, 3)), True),
     ),
     "native_pad_circular": Call(nhwc.native_pad_circular.default, circular, lambda: [leaf(*IMAGE), [1, 2, 0, 1]]),
+    "native_resample": Call(
+        nhwc.native_resample.default,
+        lambda x, mode, size, _: F.interpolate(x, size, mode="bilinear"),
+        lambda: [leaf(*IMAGE), "linear", [7, 8], [0.0, 0.0]],
+    ),
+    "native_resample, reflect": Call(
+        nhwc.native_resample.default,
+        lambda x, mode, size, _: F.pad(x, [1, 3, 2, 0], mode),
+        lambda: [leaf(*IMAGE), "reflect", [6, 9], [2.0, 1.0]],
+    ),
+    "native_resample_backward": Call(
+        nhwc.native_resample_backward.default,
+        lambda grad, mode, size, _: adjoint(
+            lambda x: F.interpolate(x, grad.shape[2:], mode="trilinear", align_corners=True),
+            grad,
+            torch.zeros_like(grad)[..., :4, :3, :5],
+        ),
+        lambda: [leaf(2, 6, 5, 7, 8), "align_corners", [4, 3, 5], [0.0] * 3],
+    ),
     "native_pad_circular_backward": Call(
         nhwc.native_pad_circular_backward.default,
         lambda grad, pad: adjoint(lambda x: circular(x, pad), grad, torch.zeros_like(grad)[..., 1:, 3:]),
@@ -377,6 +409,7 @@ LACKS = {
     **dict.fromkeys(
         ("functional.linear", "functional.linear without a bias", "linear"), ("autocast_around_the_backward",)
     ),
+    **dict.fromkeys(("functional.interpolate 0", "functional.interpolate 2"), ("scripting",)),
     "functional.conv2d same": ("scripting",),
     "functional.conv2d same, even": ("scripting",),
     "functional.conv2d same, small": ("scripting",),
@@ -403,6 +436,9 @@ LACKS = {
     "native_instance_norm": (OTHER_FORMATS,),
     "native_batch_norm": (OTHER_FORMATS,),
     "native_pad_circular": (OTHER_FORMATS,),
+    "native_resample": (OTHER_FORMATS,),
+    "native_resample, reflect": (OTHER_FORMATS,),
+    "native_resample_backward": (OTHER_FORMATS,),
     "native_pad_circular_backward": (OTHER_FORMATS,),
     # The forward has the derivatives of higher order.
     "native_group_norm_backward": (OTHER_FORMATS, "tracing", *OF_HIGHER_ORDER),

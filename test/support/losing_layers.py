@@ -43,6 +43,16 @@ LAYERS = {
     "transposed": (lambda: nn.ConvTranspose2d(6, 4, (5, 3), (2, 3), (2, 1), (1, 2), groups=2), (2, 6, 4, 3)),
     "transposed_3d": (lambda: nn.ConvTranspose3d(6, 4, 3, 2, 1), (1, 6, 3, 4, 3)),
 }
+# Layers that lose on a GPU alone, in the same form.
+ON_GPU = {
+    "reflection_pad": (lambda: nn.ReflectionPad2d((1, 2, 0, 3)), (2, 6, 5, 7)),
+    "reflection_pad_3d": (lambda: nn.ReflectionPad3d((1, 2, 0, 3, 1, 1)), (2, 6, 4, 5, 7)),
+    "replication_pad": (lambda: nn.ReplicationPad2d((1, 2, 0, 9)), (2, 6, 5, 7)),
+    "replication_pad_3d": (lambda: nn.ReplicationPad3d((1, 2, 0, 3, 1, 1)), (2, 6, 4, 5, 7)),
+    "nearest": (lambda: nn.Upsample(scale_factor=(2.0, 1.7)), (2, 6, 5, 7)),
+    "bilinear": (lambda: nn.Upsample((9, 4), mode="bilinear", align_corners=True), (2, 6, 5, 7)),
+    "trilinear": (lambda: nn.Upsample(scale_factor=2, mode="trilinear", recompute_scale_factor=True), (1, 6, 3, 5, 7)),
+}
 
 
 def known_subclass():

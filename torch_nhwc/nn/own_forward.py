@@ -22,11 +22,12 @@ from torch_nhwc.nn.each_forward import converting_weight, is_in_each_forward
 _OURS = {getattr(F, name): getattr(functional, name) for name in functional.__all__}
 
 # `torch.nn.functional` with our functions, norms whose results wait, and the operators of convolutions: in TorchScript,
-# where alone they are called by it, a padding by name has a type of its own.
+# where alone they are called by it, a padding by name has a type of its own. An interpolation there takes lists alone.
 _F = ModuleType(F.__name__)
 vars(_F).update({name: getattr(functional, name) for name in functional.__all__})
 vars(_F).update({name: getattr(torch.ops.nhwc, name) for name in functional.__all__ if name.startswith("conv")})
 vars(_F).update({name: getattr(pending, name) for name in ("batch_norm", "group_norm")})
+del vars(_F)["interpolate"]
 _F.__getattr__ = functools.partial(getattr, F)  # type: ignore[method-assign]
 
 

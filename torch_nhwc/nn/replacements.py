@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
@@ -218,6 +219,42 @@ class PreservingCircularPad3d(Preserving, nn.CircularPad3d):
     forward = PreservingCircularPad2d.forward
 
 
+class PreservingReflectionPad2d(Preserving, nn.ReflectionPad2d):
+    """`ReflectionPad2d` that keeps the format on a GPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pad(input, self.padding, "reflect")  # type: ignore[arg-type]
+
+
+class PreservingReflectionPad3d(Preserving, nn.ReflectionPad3d):
+    """`ReflectionPad3d` that keeps the format on a GPU."""
+
+    forward = PreservingReflectionPad2d.forward
+
+
+class PreservingReplicationPad2d(Preserving, nn.ReplicationPad2d):
+    """`ReplicationPad2d` that keeps the format on a GPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return functional.pad(input, self.padding, "replicate")  # type: ignore[arg-type]
+
+
+class PreservingReplicationPad3d(Preserving, nn.ReplicationPad3d):
+    """`ReplicationPad3d` that keeps the format on a GPU."""
+
+    forward = PreservingReplicationPad2d.forward
+
+
+class PreservingUpsample(Preserving, nn.Upsample):
+    """`Upsample` that is one pass over memory on a GPU."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        options = (self.size, self.scale_factor, self.mode, self.align_corners, self.recompute_scale_factor)
+        if not is_scripting():
+            return functional.interpolate(input, *options)  # type: ignore[arg-type]
+        return F.interpolate(input, options[0], options[1], options[2], options[3], options[4])
+
+
 class PreservingPixelShuffle(Preserving, nn.PixelShuffle):
     """`PixelShuffle` that takes volumes."""
 
@@ -324,6 +361,23 @@ class Replacement(NamedTuple):
     """Says of a layer if the replacement takes its arguments."""
     gains_here: Callable[[Any], bool] | None = None
     """Says of a layer if it gains on this machine, where that depends on the machine."""
+    on_cpu: bool = True
+    """Whether it gains on a CPU."""
+    on_gpu: Callable[[Any], bool] = lambda layer: False
+    """Says of a layer if it gains on a GPU where our kernels run."""
+
+
+def _always(layer: Any) -> bool:
+    return True
+
+
+def _is_padded_by_itself(layer: Any) -> bool:
+    """Return whether a convolution pads with what its input has."""
+    return layer.padding_mode != "zeros"
+
+
+def _has_kernel(layer: Any) -> bool:
+    return layer.mode in ("nearest", "nearest-exact", "bilinear", "trilinear")
 
 
 _CONVOLUTION = "right for every shape, and faster where PyTorch's kernels are slow"
@@ -334,13 +388,14 @@ _FORMAT = "in channels-last, forward and backward, and fast"
 _FAST = "fast, forward and backward"
 _VOLUMES = "able to take volumes, too"
 _FORWARD = "in channels-last and fast, forward"
+_ONE_PASS = "in channels-last and one pass over memory, forward and backward"
 _IN_FLOAT32 = "fast in half precision, where PyTorch's is slow on this CPU"
 REPLACEMENTS: dict[type[nn.Module], Replacement] = {
-    nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM),
-    nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _INSTANCE_NORM),
-    nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _INSTANCE_NORM),
-    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _BATCH_NORM),
-    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _BATCH_NORM),
+    nn.GroupNorm: Replacement(PreservingGroupNorm, _GROUP_NORM, on_gpu=_always),
+    nn.InstanceNorm2d: Replacement(PreservingInstanceNorm2d, _INSTANCE_NORM, on_gpu=_always),
+    nn.InstanceNorm3d: Replacement(PreservingInstanceNorm3d, _INSTANCE_NORM, on_gpu=_always),
+    nn.BatchNorm2d: Replacement(PreservingBatchNorm2d, _BATCH_NORM, on_gpu=_always),
+    nn.BatchNorm3d: Replacement(PreservingBatchNorm3d, _BATCH_NORM, on_gpu=_always),
     nn.GELU: Replacement(PreservingGELU, _FAST),
     nn.Linear: Replacement(PreservingLinear, _IN_FLOAT32, gains_here=_is_slow_in_half_precision),
     nn.Softmax: Replacement(PreservingSoftmax, _FORMAT, serves=_is_over_channels),
@@ -351,12 +406,17 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.AdaptiveAvgPool3d: Replacement(PreservingAdaptiveAvgPool3d, _FORMAT),
     nn.AdaptiveMaxPool3d: Replacement(PreservingAdaptiveMaxPool3d, _FORMAT),
     nn.MaxUnpool3d: Replacement(PreservingMaxUnpool3d, _FORWARD),
-    nn.CircularPad2d: Replacement(PreservingCircularPad2d, _FORWARD),
-    nn.CircularPad3d: Replacement(PreservingCircularPad3d, _FORWARD),
+    nn.CircularPad2d: Replacement(PreservingCircularPad2d, _FORWARD, on_gpu=_always),
+    nn.CircularPad3d: Replacement(PreservingCircularPad3d, _FORWARD, on_gpu=_always),
+    nn.ReflectionPad2d: Replacement(PreservingReflectionPad2d, _ONE_PASS, on_cpu=False, on_gpu=_always),
+    nn.ReflectionPad3d: Replacement(PreservingReflectionPad3d, _ONE_PASS, on_cpu=False, on_gpu=_always),
+    nn.ReplicationPad2d: Replacement(PreservingReplicationPad2d, _ONE_PASS, on_cpu=False, on_gpu=_always),
+    nn.ReplicationPad3d: Replacement(PreservingReplicationPad3d, _ONE_PASS, on_cpu=False, on_gpu=_always),
+    nn.Upsample: Replacement(PreservingUpsample, _ONE_PASS, on_cpu=False, on_gpu=_has_kernel),
     nn.PixelShuffle: Replacement(PreservingPixelShuffle, _VOLUMES),
     nn.PixelUnshuffle: Replacement(PreservingPixelUnshuffle, _VOLUMES),
-    nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION),
-    nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION),
+    nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION, on_gpu=_is_padded_by_itself),
+    nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION, on_gpu=_is_padded_by_itself),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),
     nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
 }

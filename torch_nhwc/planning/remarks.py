@@ -112,7 +112,9 @@ def _remarks_on_layers(found: Found, options: Options, layers: _Layers) -> Itera
             yield Reason.WRONG_GRADIENTS
     elif any(issubclass(each, torch.jit.ScriptModule) for each in found.module_types):
         names = {getattr(module, "original_name", "") for module in found.model.modules()}
-        if not names.isdisjoint(each.__name__ for each, row in REPLACEMENTS.items() if row.gains_here is None):
+        if not names.isdisjoint(
+            each.__name__ for each, row in REPLACEMENTS.items() if row.gains_here is None and row.on_cpu
+        ):
             yield Reason.SCRIPTED_LAYERS
 
 

@@ -77,13 +77,9 @@ def walk_layers(model: nn.Module) -> Found:
         sites += found
     device = next((tensor.device for tensor in tensors if tensor is not None), None)
     if device is not None and device.type not in MEASURED_DEVICES:  # that of layers without tensors, too
-        layers = [
-            each._replace(reason=_reason_of_device(device, each.module))
-            if each.reason is None and _device_of(each.module) is None
-            else each
-            for each in layers
-        ]
-    return Found(model, sites, {*kinds}, tensors, layers)
+        layers = [_on_device(each, device) if _device_of(each.module) is None else each for each in layers]
+    gaining = [each for each in layers if each.gains_here is not False or _gains_on_cpu(kinds[type(each.module)])]
+    return Found(model, sites, {*kinds}, tensors, gaining)
 
 
 def is_layer(module: nn.Module) -> bool:
@@ -172,13 +168,18 @@ def _layer_kind(module: nn.Module) -> _LayerKind:
     return _LayerKind(*family, replacement, original.__name__, reason)
 
 
+def _gains_on_cpu(kind: _LayerKind) -> bool:
+    return kind.replacement is not None and kind.replacement.on_cpu
+
+
 def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason | None) -> ReplaceableLayer:
     replacement: Any = kind.replacement
     reason = kind.reason
     if reason is not Reason.REPLACED:
         reason = wrapped or reason or _reason_of(module, replacement)
-    is_here = replacement.gains_here and reason is not Reason.REPLACED
-    gains_here = replacement.gains_here(module) if is_here else None
+    gains_here = None
+    if reason is not Reason.REPLACED:
+        gains_here = replacement.gains_here(module) if replacement.gains_here else None if replacement.on_cpu else False
     return ReplaceableLayer(path, module, kind.name, replacement.gains, reason, gains_here)
 
 
@@ -194,26 +195,32 @@ def _reason_of(module: nn.Module, replacement: Replacement) -> Reason | None:
     if not replacement.serves(module):
         return Reason.OTHER_ARGUMENTS
     device = _device_of(module)
-    return None if device is None else _reason_of_device(device, module)
+    return None if device is None else _reason_of_device(device, module, replacement)
 
 
-def _reason_of_device(device: torch.device, layer: nn.Module) -> Reason | None:
+def _on_device(layer: ReplaceableLayer, device: torch.device) -> ReplaceableLayer:
+    """Return a layer without tensors as it is in a model on a GPU."""
+    if layer.reason is not None:
+        return layer
+    replacement: Any = _layer_kind(layer.module).replacement
+    reason = _reason_of_device(device, layer.module, replacement)
+    return layer._replace(reason=reason, gains_here=layer.gains_here if replacement.on_cpu else reason is None)
+
+
+def _reason_of_device(device: torch.device, layer: nn.Module, replacement: Replacement) -> Reason | None:
     """Return `OTHER_DEVICE` where it is not known what a layer loses on a device, or nothing replaces it there."""
     if device.type in MEASURED_DEVICES or (device.type == "cuda" and is_depthwise_volume(layer)):
         return None
-    is_norm = isinstance(layer, NORMS)
-    if is_norm:
-        ops.qualify_norms(device)
-    return None if is_norm and ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
+    if not replacement.on_gpu(layer):
+        return Reason.OTHER_DEVICE
+    ops.qualify_norms(device)
+    return None if ops.runs_cuda_norms(device) else Reason.OTHER_DEVICE
 
 
 def is_depthwise_volume(layer: nn.Module) -> bool:
     """Return whether a layer is a depthwise 3D convolution, which cuDNN computes slowly in channels-last."""
     return isinstance(layer, nn.Conv3d) and layer.groups == layer.in_channels > 1
 
-
-# The layers that kernels of a GPU compute.
-NORMS = (nn.GroupNorm, nn.InstanceNorm2d, nn.InstanceNorm3d, nn.BatchNorm2d, nn.BatchNorm3d)
 
 # The devices whose losses and faults are known; a meta tensor stands for one on a CPU.
 MEASURED_DEVICES = ("cpu", "meta")

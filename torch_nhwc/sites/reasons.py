@@ -190,8 +190,8 @@ class Reason(enum.Enum):
     OTHER_ARGUMENTS = Kind.LAYER, "there is no replacement that keeps channels-last with its arguments"
     OTHER_DEVICE = (
         Kind.LAYER,
-        "it is not on a CPU: on GPUs depthwise Conv3d layers are replaced, and group and instance norm on those GPUs "
-        "that were measured or with TORCH_NHWC_CUDA_NORMS=1",
+        "it is not on a CPU: on GPUs norms, pads, upsampling and depthwise Conv3d layers alone are replaced, where our "
+        "kernels were measured or with TORCH_NHWC_CUDA_NORMS=1",
     )
 
     STRIDED_POINTWISE = (

@@ -91,6 +91,23 @@ inline at::Tensor pad_circular(const at::Tensor& input, at::SymIntArrayRef pad) 
   return op.call(input, pad);
 }
 
+/// Pads by "reflect", "replicate" or "circular"; `pad` begins with the last dimension, two numbers for each.
+inline at::Tensor pad(const at::Tensor& input, at::SymIntArrayRef pad, c10::string_view mode) {
+  using Signature = at::Tensor(const at::Tensor&, at::SymIntArrayRef, c10::string_view);
+  static const auto op = ops_detail::find<Signature>("nhwc::pad");
+  return op.call(input, pad, mode);
+}
+
+/// Interpolates by "nearest", "nearest-exact", "bilinear" or "trilinear" to a size, or by a factor for each dimension.
+inline at::Tensor interpolate(const at::Tensor& input, at::OptionalSymIntArrayRef size,
+                              std::optional<at::ArrayRef<double>> scale_factors, c10::string_view mode = "nearest",
+                              bool align_corners = false) {
+  using Signature = at::Tensor(const at::Tensor&, at::OptionalSymIntArrayRef, std::optional<at::ArrayRef<double>>,
+                               c10::string_view, bool);
+  static const auto op = ops_detail::find<Signature>("nhwc::interpolate");
+  return op.call(input, size, scale_factors, mode, align_corners);
+}
+
 namespace detail {
 
 using Convolution = at::Tensor(const at::Tensor&, const at::Tensor&, const OptionalTensor&, at::SymIntArrayRef,
