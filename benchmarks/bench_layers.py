@@ -11,7 +11,8 @@ On a GPU, norms alone, forward and backward by itself, next to a copy of the act
 The calls of a job go through so many sets of memory that no cache holds them, in a CUDA graph (stopwatch.py). PyTorch's
 norm on channels-last includes what restores the format of its output, where it loses it. The bandwidth of a norm is
 that of the bytes that must move: two reads and a write forward, four reads and a write backward. With `--operators`,
-PyTorch's other operators that follow convolutions, in bfloat16, next to a copy of their input.
+other operators that follow convolutions, in bfloat16, next to a copy of their input: PyTorch's, and ours of padding and
+interpolation.
 """
 
 import math
@@ -178,7 +179,7 @@ def run(cases: Sequence[Case], seconds: float, out: Path, device: str = "cpu", t
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--operators", action="store_true", help="PyTorch's, on a GPU")
+    parser.add_argument("--operators", action="store_true", help="those after convolutions, on a GPU")
     parser.add_argument("--case", nargs="*", default=[], metavar="NAME", help="a part of the names of cases")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=0.6, help="for each measurement; 0 is for a look")

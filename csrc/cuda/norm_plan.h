@@ -16,7 +16,7 @@ namespace nhwc::cuda {
 
 /// The type of an activation, and of the result if that has another one, as under autocast.
 enum class NormType : std::uint8_t { float32, bfloat16, float16, float64, bfloat16_to_float32, float16_to_float32 };
-constexpr int norm_types = 6, input_types = 4;  // the first ones are those of inputs
+constexpr int norm_types = 6;
 
 constexpr NormType input_type(NormType type) {
   return type == NormType::bfloat16_to_float32  ? NormType::bfloat16

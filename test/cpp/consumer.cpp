@@ -71,6 +71,10 @@ void keeps_activations_channels_last() {
   check(torch::equal(ours::linear(rows, matrix), torch::linear(rows, matrix)), "linear");
   const std::array<c10::SymInt, 6> pad = {1, 1, 0, 0, 0, 0};
   expect(ours::pad_circular(x, pad), torch::cat({dense.slice(4, 3), dense, dense.slice(4, 0, 1)}, 4), "pad");
+  expect(ours::pad(x, pad, "circular"), ours::pad_circular(dense, pad), "pad by a mode");
+  const std::array<double, 3> twice = {2, 2, 2};
+  expect(ours::interpolate(x, {}, at::ArrayRef<double>(twice), "trilinear"),
+         torch::upsample_trilinear3d(dense, {8, 8, 8}, false), "interpolate");
   ours::gelu(x).sum().backward();
   check(x.grad().is_contiguous(format), "the gradient's format");
 }

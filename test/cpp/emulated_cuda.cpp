@@ -619,7 +619,7 @@ RunResampling parse_resampling(const std::string& name, int& kind) {
   if (!summed || std::sscanf(summed, "SummedRowsILNS0_8NormTypeE%dELj%dELj%d", &type, &lanes, &rows) != 3) {
     return nullptr;
   }
-  return find_sum(type, lanes > 1, rows, std::make_index_sequence<input_types>());
+  return find_sum(type, lanes > 1, rows, std::make_index_sequence<summed_types>());
 }
 
 }  // namespace
