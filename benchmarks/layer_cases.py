@@ -248,7 +248,8 @@ def operator_cases_on_gpu() -> Iterator[Case]:
             yield one("interpolate", f'2, "{mode}"', smaller, partial(enlarged, mode))
         for kernel in (3, 7) if axes == 2 else (3, 5, 7):
             weight = (shape[1], 1, *[kernel] * axes)
-            yield one(f"conv{axes}d", f"depthwise {kernel}", shape, partial(convolution, shape[1]), weight)
+            depthwise = one(f"conv{axes}d", f"depthwise {kernel}", shape, partial(convolution, shape[1]), weight)
+            yield depthwise._replace(is_ours=axes == 3)
         transposed = (shape[1], shape[1] // 2, *[2] * axes)
         yield one(f"conv_transpose{axes}d", "2, stride 2", smaller, enlarging, transposed)
         yield one("cross_entropy", "classes", (2, 21, *shape[2:]), cross_entropy)._replace(target="classes")
