@@ -1,7 +1,7 @@
 r"""Whole models in three layouts: contiguous, channels-last, and channels-last with replaced layers.
 
-    python benchmarks/bench_layouts.py [--device cpu|cuda] [--model NAME ...] [--dtype NAME ...] [--seconds S]
-        [--out FILE]
+    python benchmarks/bench_layouts.py [--device cpu|cuda] [--model NAME ...] [--compiled NAME ...] [--dtype NAME ...]
+        [--seconds S] [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
 forward, a mean of squares, and backward. Times are milliseconds that a caller waits, minimum and median. The results of
@@ -123,6 +123,7 @@ def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--model", nargs="*", choices=list(MODELS | cuda_layouts.MODELS), help="all by default")
+    parser.add_argument("--compiled", nargs="*", help="those that are also compiled on a GPU; all by default")
     parser.add_argument("--dtype", nargs="*", default=default_dtypes(), choices=["float32", "bfloat16"])
     parser.add_argument(
         "--seconds", type=float, default=4.0, help="for each model, dtype and mode; 0 is for a look at what comes out"
@@ -131,7 +132,9 @@ def main() -> None:
     out = arguments.out or machine.RESULTS / f"layouts-{arguments.device}.json"
     if arguments.device == "cuda":
         machine.switch_norms_on()
-        cuda_layouts.run(arguments.model or cuda_layouts.CHOSEN, arguments.seconds, out)
+        names = arguments.model or cuda_layouts.CHOSEN
+        compiled = names if arguments.compiled is None else arguments.compiled
+        cuda_layouts.run(names, arguments.seconds, out, compiled)
     else:
         run(arguments.model or list(MODELS), arguments.dtype, arguments.seconds, out)
 

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 COMPILED, BOTH = "compiled", "preserved, compiled"
 AUTOCAST, BFLOAT16 = "bfloat16 autocast", "bfloat16"
 SAMPLES = range(5, 50)
-COMPILING = 140.0  # seconds; who needs more is left out
+COMPILING = 90.0  # seconds; who needs more is left out
 
 
 class GpuModel(NamedTuple):
@@ -120,9 +120,10 @@ def ways(measured: GpuModel, mode: str, device: str) -> dict[str, tuple[nn.Modul
     return called
 
 
-def measure(name: str, mode: str, seconds: float, device: str, wait: Callable[[], object]) -> dict[str, object]:
+def measure(
+    measured: GpuModel, name: str, mode: str, seconds: float, device: str, wait: Callable[[], object]
+) -> dict[str, object]:
     """Measure every way of a model after `wait`; what fails is among the errors."""
-    measured = MODELS[name]
     made = ways(measured, mode, device)
     # What a step calls is a model as in the other benchmarks, whose own `forward` has all that it takes.
     called = LayoutModel(measured.model.make, measured.model.shape)
@@ -174,8 +175,8 @@ def measure(name: str, mode: str, seconds: float, device: str, wait: Callable[[]
     }
 
 
-def start(name: str, mode: str, seconds: float, device: str) -> subprocess.Popen[str]:
-    command = [sys.executable, __file__, name, mode, str(seconds), device]
+def start(name: str, mode: str, seconds: float, device: str, compiles: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, __file__, name, mode, str(seconds), device, *([] if compiles else ["--eager"])]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
@@ -185,13 +186,17 @@ def last_line(process: subprocess.Popen[str], of: str) -> str:
     return next((line.removeprefix(of).strip() or of for line in process.stdout if line.startswith(of)), "")
 
 
-def run(names: Sequence[str], seconds: float, out: Path, at_once: int = 22) -> None:
+def run(
+    names: Sequence[str], seconds: float, out: Path, compiled: Sequence[str] = tuple(MODELS), at_once: int = 22
+) -> None:
     """Measure models in processes that compile together and are measured in turns; write the file after each."""
     cases = [(name, mode) for name in names for mode in MODELS[name].model.modes]
     device, order = STOPWATCHES["cuda"]().device, list(MODELS)
     with ThreadPoolExecutor(at_once) as pool:
         for begin in range(0, len(cases), at_once):
-            processes = {case: start(*case, seconds, device) for case in cases[begin : begin + at_once]}
+            processes = {
+                case: start(*case, seconds, device, case[0] in compiled) for case in cases[begin : begin + at_once]
+            }
             ready = {case: pool.submit(last_line, process, "ready") for case, process in processes.items()}
             end = time.monotonic() + COMPILING
             for case, is_ready in ready.items():
@@ -235,6 +240,7 @@ def main() -> None:
     parser.add_argument("mode", choices=list(STEPS))
     parser.add_argument("seconds", type=float)
     parser.add_argument("device")
+    parser.add_argument("--eager", action="store_true")
     arguments = parser.parse_args()
     torch.backends.cudnn.allow_tf32 = False
     torch.set_num_threads(1)
@@ -243,7 +249,9 @@ def main() -> None:
         print("ready", flush=True)
         sys.stdin.readline()
 
-    row = measure(arguments.name, arguments.mode, arguments.seconds, arguments.device, wait)
+    measured = MODELS[arguments.name]
+    measured = measured._replace(compiles=measured.compiles and not arguments.eager)
+    row = measure(measured, arguments.name, arguments.mode, arguments.seconds, arguments.device, wait)
     print("row", json.dumps(machine.rounded(row)), flush=True)
 
 

@@ -103,8 +103,8 @@ class SummedRows {
   }
 
   // Shared memory: the taps of the last two axes, of which the n-th of a tile's indices are neighbours, so that threads
-  // find them in different banks; the weights that a plane, of those on the first axis, has in each row; the planes,
-  // and for which rows they are, by bits; and how many taps an index has.
+  // find them in different banks; the planes, on the first axis, and for which rows they are, by bits; the weights that
+  // a plane has in each row; and how many taps an index has.
   struct alignas(2 * sizeof(Real)) Tap {
     Real weight;
     std::uint32_t vector;
@@ -113,12 +113,14 @@ class SummedRows {
     const std::uint32_t before = axis == 1 ? 0 : plan_.most[1] << plan_.shifts[1];
     return (before + index) * static_cast<std::uint32_t>(sizeof(Tap));
   }
-  NHWC_HOST_DEVICE std::uint32_t weights_at(std::uint32_t plane) const {
-    return tap_at(2, plan_.most[2] << plan_.shifts[2]) + plane * summed_rows * static_cast<std::uint32_t>(sizeof(Real));
+  NHWC_HOST_DEVICE std::uint32_t plane_at(std::uint32_t plane) const {
+    return tap_at(2, plan_.most[2] << plan_.shifts[2]) + plane * 8;
   }
-  NHWC_HOST_DEVICE std::uint32_t plane_at(std::uint32_t plane) const { return weights_at(plan_.most[0]) + plane * 8; }
+  NHWC_HOST_DEVICE std::uint32_t weights_at(std::uint32_t plane) const {
+    return plane_at(plan_.most[0]) + plane * summed_rows * static_cast<std::uint32_t>(sizeof(Real));
+  }
   NHWC_HOST_DEVICE std::uint32_t count_at(int axis, std::uint32_t index) const {
-    return plane_at(plan_.most[0]) + ((axis == 1 ? 0 : 1u << plan_.shifts[1]) + index) * 4;
+    return weights_at(plan_.most[0]) + ((axis == 1 ? 0 : 1u << plan_.shifts[1]) + index) * 4;
   }
 
   NHWC_HOST_DEVICE std::int32_t to(int axis) const { return static_cast<std::int32_t>(plan_.sizes[axis].divisor); }

@@ -375,15 +375,20 @@ struct SharedAccess {
     if (reinterpret_cast<std::uintptr_t>(pointer) % sizeof(Value) != 0) die("a kernel's access is misaligned");
   }
   template <typename Value>
-  Value load_shared(const char* shared, std::uint32_t offset) const {
+  void check_shared(std::uint32_t offset) const {
     if (offset + sizeof(Value) > shared_bytes) die("a kernel leaves its shared memory");
+    if (offset % sizeof(Value) != 0) die("a kernel's access to shared memory is misaligned");
+  }
+  template <typename Value>
+  Value load_shared(const char* shared, std::uint32_t offset) const {
+    check_shared<Value>(offset);
     Value value;
     std::memcpy(&value, shared + offset, sizeof(Value));
     return value;
   }
   template <typename Value>
   void store_shared(char* shared, std::uint32_t offset, const Value& value) const {
-    if (offset + sizeof(Value) > shared_bytes) die("a kernel leaves its shared memory");
+    check_shared<Value>(offset);
     std::memcpy(shared + offset, &value, sizeof(Value));
   }
 };
