@@ -611,7 +611,8 @@ def test_norms_of_a_model_are_replaced():
 
 @pytest.fixture
 def small_ones_wait(monkeypatch):
-    monkeypatch.setattr(pending, "_FEWEST_ON_CUDA", 0)
+    for name in ("_FEWEST_ON_CUDA", "_FEWEST_CAST"):
+        monkeypatch.setattr(pending, name, 0)
 
 
 WAITING = {

@@ -158,7 +158,7 @@ ACTIVATIONS = {
 
 @pytest.fixture
 def small_ones_wait(monkeypatch):
-    for name in ("_FEWEST", "_FEWEST_IN_GROUPS", "_FEWEST_ON_CUDA"):
+    for name in ("_FEWEST", "_FEWEST_IN_GROUPS", "_FEWEST_ON_CUDA", "_FEWEST_CAST"):
         monkeypatch.setattr(pending, name, 0)
 
 

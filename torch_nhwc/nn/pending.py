@@ -20,8 +20,9 @@ from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
 
-# Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches.
-_FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA = 1 << 15, 1 << 18, 1 << 21
+# Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches. On a GPU
+# launches cost more, less so where casts are saved, too (H200).
+_FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 15, 1 << 18, 1 << 25, 1 << 21
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
@@ -112,8 +113,13 @@ def pending_norm(
     """
     if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor:
         return None
-    fewest = _FEWEST_ON_CUDA if input.is_cuda else _FEWEST_IN_GROUPS if groups else _FEWEST
-    if input.numel() < fewest or not (input.is_cpu or input.is_cuda):
+    is_cuda, is_float = input.is_cuda, False
+    if is_cuda:
+        is_float = casts and torch.is_autocast_enabled("cuda") and input.dtype in _HALVES
+        fewest = _FEWEST_CAST if is_float else _FEWEST_ON_CUDA
+    else:
+        fewest = _FEWEST_IN_GROUPS if groups else _FEWEST
+    if input.numel() < fewest or not (is_cuda or input.is_cpu):
         return None
     if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
         return None
@@ -121,7 +127,6 @@ def pending_norm(
         return None
     if not isinstance(eps, float) or not isinstance(momentum, float) or type(groups) is not int:
         return None
-    is_float = casts and input.is_cuda and torch.is_autocast_enabled("cuda") and input.dtype in _HALVES
     mean, deviation, result = torch.ops.nhwc.norm_waiting._op(
         input, running_mean, running_var, weight, bias, groups, training, momentum, eps, is_float
     )
