@@ -1,9 +1,10 @@
 """The figures on GPUs, by the benchmarks with `--device cuda`."""
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from figures_weights import taps
-from tables import Row, at_least, at_most, bars, grouped, markdown, ratio, ratios, span, table
+from tables import Row, at_least, at_most, bars, commits, grouped, markdown, ratio, ratios, span, table
 
 LARGE = 16 << 20
 TAPS_OF_THE_BARS = (9, 25, 27, 49)
@@ -65,16 +66,34 @@ def norm_bandwidth(row: Row) -> float | None:
 
 
 def norm_bars(layers: Sequence[Row]) -> list[list[str]]:
-    large = [row for row in layers if row["bytes"] >= 64e6]
-    round_trips = ratios(layers, "stock_channels_last", "ours")
+    alone = [row for row in layers if row["layer"] in ("group_norm", "instance_norm") and not activation(row)]
+    large = [row for row in alone if row["bytes"] >= 64e6]
+    round_trips = ratios(alone, "stock_channels_last", "ours")
+    batch = [row for row in layers if row["layer"] == "batch_norm" and not activation(row) and row["bytes"] >= LARGE]
     return [
         at_least("norms of 64 MB and more: bandwidth over a copy", 0.8, map(norm_bandwidth, large)),
         at_least("norms of any size: PyTorch's round trip through contiguous over ours", 1, round_trips),
+        *(
+            at_least(
+                f"batch norm in bfloat16 of 16 MB and more, {axes}D: PyTorch's over ours",
+                limit,
+                ratios([row for row in batch if len(row["shape"]) == axes + 2], "stock_channels_last", "ours"),
+            )
+            for axes, limit in ((2, 1.1), (3, 2))
+        ),
     ]
 
 
+def activation(row: Row) -> str:
+    """Return the activation after a norm, or nothing."""
+    return next((name for name in ("leaky_relu", "relu", "silu") if name in row["arguments"]), "")
+
+
+SIZES = ("16 MB and more", "less")
+
+
 def size_class(row: Row) -> str:
-    return "16 MB and more" if row["bytes"] >= LARGE else "less"
+    return SIZES[0] if row["bytes"] >= LARGE else SIZES[1]
 
 
 def ranges(rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]], columns: Columns, head: str) -> str:
@@ -97,7 +116,9 @@ def weights(points: Iterable[Row]) -> str:
         "eager cast, then `copy_` / ours": over("eager_two_steps", "ours"),
         "`torch.compile` of the clone / `convert_weight`": over("compiled_clone", "ours_fresh"),
     }
-    moved = (point for point in points if not point["back"])
+    moved = (
+        point for point in points if not point["back"] and not {point["dtype"], point["to"]} & {"float16", "float64"}
+    )
     return ranges(moved, lambda point: (dtypes(point), size_class(point)), columns, "dtype | a weight | weights")
 
 
@@ -133,42 +154,84 @@ def models(measured: Iterable[Row]) -> str:
 
 
 def layers(measured: Iterable[Row]) -> str:
-    """Return the table of norms, without float16, which takes as long as bfloat16."""
+    """Return the table of norms, without float16, which takes as long as bfloat16, and small ones alone."""
     columns: Columns = {
         "bandwidth / `copy_`": norm_bandwidth,
         "PyTorch's round trip / ours": over("stock_channels_last", "ours"),
         "PyTorch on contiguous / ours": over("contiguous", "ours"),
     }
-    shown = (row for row in measured if row["dtype"] != "float16")
+    small = ("group_norm", "instance_norm")
+    shown = (
+        row
+        for row in measured
+        if row["dtype"] != "float16"
+        and (size_class(row) == SIZES[0] or (row["layer"] in small and not activation(row)))
+    )
     return ranges(
         shown,
-        lambda row: (f"`{row['layer']}`", size_class(row), row["dtype"], row["mode"]),
+        lambda row: (
+            "any, and an activation" if activation(row) else f"`{row['layer']}`",
+            size_class(row),
+            row["mode"],
+        ),
         columns,
-        "norm | an activation | dtype | pass | cases",
+        "norm | of | pass | cases",
     )
 
 
 def layouts(measured: Iterable[Row]) -> str:
     names = {"contiguous": "contiguous", "full": "channels-last", "preserved": "ours", "compiled": "compiled"}
+    names |= {"preserved, compiled": "ours, compiled"}
+
+    def figure(row: Row, name: str) -> str:
+        if name not in row["times"]:
+            return "fails" if name in row["errors"] else ""
+        of = f", {row['compiled_commit']}" if name == "compiled" and "compiled_commit" in row else ""
+        speed = ratio(row, "contiguous", name)
+        return f"{row['times'][name]['median']:.1f} ms ({speed:.2f}x), {row['extra_bytes'][name] / 1e9:.2f} GB{of}"
 
     def figures(row: Row) -> str:
-        times, extra = row["times"], row["extra_bytes"]
-        return " | ".join(
-            f"{times[name]['median']:.1f} ms ({ratio(row, 'contiguous', name):.2f}x), {extra[name] / 1e9:.2f} GB"
-            if name in times
-            else "fails"
-            for name in names
-        )
+        return " | ".join(figure(row, name) for name in names)
 
     head = " | ".join(["model, bfloat16 autocast", "input", "", *names.values()])
     return table(measured, head, "`{model}` | {shape} | {mode} | {figures}", figures=figures)
+
+
+def operators(measured: Iterable[Row]) -> str:
+    """Return the table of the other operators that have kernels of ours, in bfloat16."""
+    ways = {"stock_channels_last": "PyTorch / ours", "contiguous": "contiguous / ours"}
+    columns: Columns = {
+        f"{mode}: {text}": partial(of_mode, mode, way) for mode in ("forward", "backward") for way, text in ways.items()
+    }
+    columns |= {f"{mode}: ours / a copy": partial(over_copy, mode) for mode in ("forward", "backward")}
+    return ranges(
+        (row for row in measured if "ours" in row["times"]),
+        lambda row: (f"`{row['layer']}`", kind_of(row), f"{len(row['shape']) - 2}D"),
+        columns,
+        "operator |  |  | passes",
+    )
+
+
+def kind_of(row: Row) -> str:
+    """Return what rows of the table have in common."""
+    if row["layer"] == "pad":
+        return "reflect, replicate, circular"
+    return "depthwise 3 to 7" if "depthwise" in row["arguments"] else row["arguments"].removeprefix("2, ").strip('"')
+
+
+def of_mode(mode: str, way: str, row: Row) -> float | None:
+    return ratio(row, way, "ours") if row["mode"] == mode else None
+
+
+def over_copy(mode: str, row: Row) -> float | None:
+    return ratio(row, "ours", "copy") if row["mode"] == mode else None
 
 
 def origin(measured: Row) -> str:
     gpu, machine = measured["gpu"], measured["machine"]
     return (
         f"`{measured['command']}`: {gpu['name']}, driver {gpu['driver']}, CUDA {gpu['CUDA']}, torch "
-        f"{machine['environment']['torch']}, commit {machine['commit']}."
+        f"{machine['environment']['torch']}, {commits(measured)}."
     )
 
 
@@ -179,16 +242,17 @@ def whole_models(measured: Row) -> str:
 
 
 def section(*measured: Row) -> str:
-    """Return the section of docs/measurements.md, from the results on weights, models and layers."""
-    of_weights, of_models, of_layers = found = [each["results"] for each in measured]
+    """Return the section of docs/measurements.md, from the results on weights, models, layers and operators."""
+    of_weights, of_models, of_layers, of_operators = found = [each["results"] for each in measured]
     if not any(found):
         return NOTHING
-    jobs = [*of_weights, *of_layers, *(each for m in of_models for each in m["device"].values())]
+    jobs = [*of_weights, *of_layers, *of_operators, *(each for m in of_models for each in m["device"].values())]
+    of_whole = model_bars(of_models) if of_models else []
     failures = {f"Failed: {job}: {error}" for each in jobs for job, error in each["errors"].items()}
     parts = [
         *(origin(each) for each in measured if each["results"]),
-        bars("case, medians", [*weight_bars(of_weights), *model_bars(of_models), *norm_bars(of_layers)]),
+        bars("case, medians", [*weight_bars(of_weights), *of_whole, *norm_bars(of_layers)]),
         *sorted(failures),
     ]
-    tables = ((layers, of_layers), (models, of_models), (weights, of_weights))
+    tables = ((layers, of_layers), (operators, of_operators), (models, of_models), (weights, of_weights))
     return "\n\n".join([*parts, *(make(results) for make, results in tables if results)])

@@ -7,7 +7,6 @@ the files of results that it is made of; `PICTURES` has the same for each pictur
 """
 
 import json
-from collections import Counter
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,7 +17,7 @@ import figures_peers
 import figures_weights
 import pictures
 from layout_models import MODES
-from tables import Row
+from tables import Row, commits
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
@@ -27,7 +26,7 @@ LAYOUTS = ("layouts-cpu", "layouts-avx2-cpu")
 PASSES = ("passes-cpu", "passes-avx2-cpu")
 ERRORS = ("errors-cpu", "errors-avx2-cpu")
 LARGE = ("weights-large-avx2-cpu", "weights-large-cpu")
-GPU = ("weights-cuda", "models-cuda", "layers-cuda")
+GPU = ("weights-cuda", "models-cuda", "layers-cuda", "operators-cuda")
 MACHINES = {
     "docs/performance.md": [
         ("Whole models, and half precision", "layouts-cpu"),
@@ -52,15 +51,6 @@ MACHINES = {
 
 # What makes the text of a mark, and of which results.
 Block = tuple[Callable[..., str], tuple[str, ...]]
-
-
-def commits(measured: Row) -> str:
-    """Return at which commits results were taken: of rows that do not say it, that of the file."""
-    rows = measured["results"]
-    counted = Counter(row.get("commit", measured["machine"]["commit"]) for row in rows)
-    if len(counted) == 1:
-        return f"commit {next(iter(counted))}"
-    return "commits " + ", ".join(f"{commit} ({count} of {len(rows)} rows)" for commit, count in counted.most_common())
 
 
 def machine(measured: Row) -> str:

@@ -3,6 +3,7 @@
 import math
 import operator
 import string
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any
 
@@ -17,6 +18,15 @@ def markdown(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     head = list(head)
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def commits(measured: Row) -> str:
+    """Return at which commits results were taken: of rows that do not say it, that of the file."""
+    rows = measured["results"]
+    counted = Counter(row.get("commit", measured["machine"]["commit"]) for row in rows)
+    if len(counted) == 1:
+        return f"commit {next(iter(counted))}"
+    return "commits " + ", ".join(f"{commit} ({count} of {len(rows)} rows)" for commit, count in counted.most_common())
 
 
 def shape(row: Row) -> str:

@@ -155,7 +155,7 @@ struct Reciprocal {
 };
 
 constexpr unsigned resample_threads = 256;
-constexpr int summed_types = 4;  // the first ones of `NormType`
+constexpr int summed_types = 4;         // the first ones of `NormType`
 constexpr unsigned copied_vectors = 4;  // of a thread
 
 /// Returns of how many rows along the first axis a thread sums a vector at a time. Rows of an interpolation share taps.
