@@ -234,6 +234,20 @@ def test_the_documents_are_short():
     assert sum(len(document.read_text().splitlines()) for document in DOCUMENTS[1:]) <= 3900
 
 
+def test_the_readme_is_short_and_its_tables_are_narrow():
+    """The first screen ends where the first section begins."""
+    lines = DOCUMENTS[0].read_text().splitlines()
+    assert len("\n".join(lines).partition("\n## ")[0].strip().splitlines()) <= 45
+    assert len(lines) <= 120
+    assert max(line.count("|") for line in lines if line.startswith("|")) <= 6  # around five columns
+
+
+@pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda document: document.name)
+def test_a_page_opens_with_a_sentence_on_what_it_is_for(document):
+    first = document.read_text().splitlines()[2]
+    assert not first.startswith(("#", "|", "-", "```", "!")), first
+
+
 def test_the_hazards_name_files_of_tests_and_each_one_once():
     text = (ROOT / "docs/hazards.md").read_text()
     for path in re.findall(r"`(test/[\w./]+)`", text):

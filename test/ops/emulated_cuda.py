@@ -925,7 +925,7 @@ def test_a_gpu_that_is_right_and_fast_runs_norms_from_then_on(tmp_path):
     take_launches()
     assert nhwc.ops.qualify_norms("cuda:0") is found
     forget()
-    assert nhwc.ops.kept_qualifications()[0] == str(found)
+    assert qualification.kept_qualifications()[0] == str(found)
     assert nhwc.ops.qualify_norms("cuda:0") == found
     assert not take_launches()
     model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8)).to("cuda")

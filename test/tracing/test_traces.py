@@ -105,6 +105,25 @@ def test_one_cause_of_all_mixed_convolutions_is_said_once(channels, options, cau
     assert text.count("each convolution copies") == bool(cause)
 
 
+def test_what_a_gain_and_a_loss_cause_is_not_said_of_the_input():
+    class Gaining(nn.Module):
+        def forward(self, x):
+            return x.contiguous(memory_format=torch.channels_last_3d)
+
+    class Losing(nn.Module):
+        def forward(self, x):
+            return x.contiguous()
+
+    small, x = segmenting(1)
+    model = nn.Sequential(*small, Gaining(), Losing(), nn.Conv3d(8, 8, 3))
+    nhwc.convert_(model, preserve=False, input_format="channels_last")
+    with nhwc.trace(model) as trace:
+        model(x).sum().backward()
+    assert trace.mixed_cause() == "the input has one channel and stayed contiguous; from 1 to 3 each convolution copies"
+    assert {row.path for row in trace.mixed_by_others()} == {"6"}
+    assert "mixed convolution operator phase" in " ".join(str(trace).split())
+
+
 def test_a_budget_names_the_largest_first(trace):
     with pytest.raises(AssertionError) as error:
         assert_layout(trace)

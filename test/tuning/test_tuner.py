@@ -342,6 +342,15 @@ def test_the_loss_is_the_outputs_own_or_the_callers_or_a_mean_of_squares(x):
     assert seen
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "torch.optim.AdamW"])
+@pytest.mark.parametrize("autocast", ["bf16", "BF16"])
+def test_names_are_spelled_as_on_the_command_line(optimizer, autocast, model, x):
+    tuning = nhwc.tune(model, x, mode="training", optimizer=optimizer, autocast=autocast, budget_seconds=0.1)
+    assert (tuning.workload["optimizer"], tuning.workload["autocast"]) == ("AdamW", "bfloat16")
+    with pytest.raises(ValueError, match="its class or name, or a function that makes one, got 'adamz'"):
+        nhwc.tune(model, x, mode="training", optimizer="adamz")
+
+
 def test_autocast_is_that_around_the_call_or_the_given_one(model, x):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         tuning = nhwc.tune(model, x, mode="training", budget_seconds=0.1)
@@ -441,7 +450,7 @@ SGD_OF_ANOTHER = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=1)
         ({"compile": "yes"}, "expected compile to be True or False, got 'yes'"),
         ({"autocast": "bfloat15"}, "expected autocast to be a floating dtype or None, got 'bfloat15'"),
         ({"optimizer": torch.optim.SGD}, "an optimizer and a loss are for mode='training'"),
-        ({"mode": "training", "optimizer": 0.1}, "expected an optimizer, its class, or a function that makes one"),
+        ({"mode": "training", "optimizer": 0.1}, "expected an optimizer, its class or name, or a function"),
         ({"mode": "training", "optimizer": torch.optim.LBFGS}, "LBFGS calls the model several times in a step"),
         ({"mode": "training", "optimizer": SGD_OF_ANOTHER}, "the SGD holds none of the model's parameters"),
     ],

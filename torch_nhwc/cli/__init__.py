@@ -1,8 +1,8 @@
 """The command line. The commands call the public functions; `torch-nhwc env` works without the extra `cli`."""
 
 from torch_nhwc import __version__
-from torch_nhwc.ops import kept_qualifications
 from torch_nhwc.ops.library import build_info, library_path
+from torch_nhwc.ops.qualification import kept_qualifications
 from torch_nhwc.running.machine import machine
 
 

@@ -23,7 +23,7 @@ from torch_nhwc.serialization import write_whole
 from torch_nhwc.tracing import Trace, assert_layout
 from torch_nhwc.tracing import audit as read_profile
 from torch_nhwc.tuning import Tuning
-from torch_nhwc.tuning.workload import loss_of
+from torch_nhwc.tuning.workload import loss_of, optimizer_named
 from torch_nhwc_cli.options import Answer, Limits, ModelOptions, in_options
 
 
@@ -259,11 +259,7 @@ def _advice(tuning: Tuning, save: Path | None, model: nn.Module) -> str:
 
 
 def _optimizer(name: str) -> type[torch.optim.Optimizer]:
-    """Return the class of `torch.optim` with a name, in any case."""
-    base = torch.optim.Optimizer
-    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base)]
-    found = {kind.__name__.lower(): kind for kind in kinds if kind is not base}
-    kind = found.get(name.lower().removeprefix("torch.optim."))
+    kind = optimizer_named(name)
     if kind is None:
         raise ValueError(f"--optimizer: expected a class of torch.optim, such as AdamW, got {name!r}")
     return kind

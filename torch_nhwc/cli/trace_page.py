@@ -106,8 +106,9 @@ def _tables(trace: Trace) -> list[Table]:
     if trace.losses:
         losses: list[list[Cell]] = [[*_cells(row), row.advice or ""] for row in trace.losses]
         tables.append(Table("Losses", [*_HEAD, "advice"], losses))
-    if trace.mixed and not trace.mixed_cause():
-        tables.append(Table("Mixed convolutions", _HEAD, [_cells(row) for row in trace.mixed]))
+    mixed = trace.mixed_by_others()
+    if mixed:
+        tables.append(Table("Mixed convolutions", _HEAD, [_cells(row) for row in mixed]))
     if trace.reorders:
         rows: list[list[Cell]] = [[row.kernel, row.milliseconds, row.count] for row in trace.reorders]
         tables.append(Table("Kernels that reorder", ["kernel", "milliseconds", "times"], rows))

@@ -94,7 +94,8 @@ def _convert(module: _M, memory_format: torch.memory_format | str, rank: int, ca
         raise TypeError(f"{caller}: expected a torch.nn.Module, got {type(module).__name__}{instead_of(module)}")
     memory_format = named_format(memory_format)
     if not isinstance(memory_format, (torch.memory_format, type(None))):
-        raise TypeError(f"{caller}: memory_format must be torch.memory_format, not {type(memory_format).__name__}")
+        got = repr(memory_format) if isinstance(memory_format, str) else type(memory_format).__name__
+        raise TypeError(f"{caller}: memory_format must be torch.memory_format or its name, not {got}")
     found = walk_layers(module)
     sites = [site for site in found.sites if site.rank == rank]
     if memory_format not in (torch.contiguous_format, CHANNELS_LAST[rank]):

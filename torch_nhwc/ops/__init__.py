@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from torch_nhwc.ops import library, sharding
-from torch_nhwc.ops.qualification import NormQualification, kept_qualifications, qualify_norms
+from torch_nhwc.ops.qualification import qualify_norms
 
 __all__ = [
-    "NormQualification",
     "Outcome",
     "Storage",
     "convert_weight",
@@ -27,7 +26,6 @@ __all__ = [
     "convert_weights_",
     "copy_weight_",
     "cpu_capability",
-    "kept_qualifications",
     "mismatched_layouts",
     "plan_weights",
     "qualify_norms",

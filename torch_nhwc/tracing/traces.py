@@ -240,18 +240,33 @@ class Trace:
         callers = {".".join(each[:depth]) for each in names for depth in range(len(each))}
         return [module for module in self.modules if module.path not in callers]
 
+    def mixed_by_the_input(self) -> tuple[MixedConvolution, ...]:
+        """Return the mixed convolutions that copy because the input stayed contiguous: those before the first gain."""
+        places = {module.path: place for place, module in enumerate(self.leaves())}
+        changes: list[OperatorRow] = [row for row in (*self.gained, *self.losses) if row.phase == "forward"]
+        end = min((places.get(row.path, -1) for row in changes), default=len(places))
+        rows = tuple(row for row in self.mixed if places.get(row.path, len(places)) <= end)
+        is_contiguous = [row.inputs[-2].format == CONTIGUOUS for row in rows if len(row.inputs) >= 2]
+        given = [layout for module in self.modules[:1] for layout in module.inputs]
+        is_last = not _has_one_channel(given) and any(is_channels_last(layout.format) for layout in given)
+        is_one_row = bool(changes) and len({row.path for row in rows}) < 2  # which a table says as well
+        return () if is_last or is_one_row or not all(is_contiguous) else rows
+
+    def mixed_by_others(self) -> list[MixedConvolution]:
+        """Return the mixed convolutions that have causes of their own, for a table."""
+        rows = self.mixed_by_the_input()
+        return [row for row in self.mixed if row not in rows]
+
     def mixed_cause(self) -> str:
-        """Return the one cause of all mixed convolutions, if their activations were contiguous from the beginning."""
-        is_contiguous = [row.inputs[-2].format == CONTIGUOUS for row in self.mixed if len(row.inputs) >= 2]
-        if not self.mixed or self.losses or self.gained or not all(is_contiguous):
+        """Return the one cause of the mixed convolutions that `mixed_by_the_input` returns."""
+        rows = self.mixed_by_the_input()
+        if not rows:
             return ""
         given = [layout for module in self.modules[:1] for layout in module.inputs]
-        why = "the input stayed contiguous"
-        if any(len(layout.shape) in CHANNELS_LAST and layout.shape[1] == 1 for layout in given):
-            why = "the input has one channel and stayed contiguous"
-        elif any(is_channels_last(layout.format) for layout in given):
-            return ""
-        return f"{why}; from {self.mixed[0].path or 'the model'} on each convolution copies"
+        why = f"the input {'has one channel and ' * _has_one_channel(given)}stayed contiguous"
+        first, *others = dict.fromkeys(row.path or "the model" for row in rows)  # in backward they come again
+        end = "on" if len(rows) == len(self.mixed) else f"to {others[-1]}"
+        return f"{why}; from {first} {end} each convolution copies"
 
     def remarks(self) -> list[str]:
         """Return where channels-last begins, what replaced layers restore, and the cause of mixed convolutions."""
@@ -264,7 +279,7 @@ class Trace:
             remarks.append(f"{count} inside of replaced layers, of {size}, by design: the layers restore the format")
         cause = self.mixed_cause()
         if cause:
-            remarks.append(f"{cause} ({amount(sum(row.bytes for row in self.mixed))})")
+            remarks.append(f"{cause} ({amount(sum(row.bytes for row in self.mixed_by_the_input()))})")
         return remarks
 
     def __str__(self) -> str:
@@ -273,12 +288,16 @@ class Trace:
             counts = Counter(row.advice for row in self.losses if row.advice)
             advice = [f"{count} of {len(self.losses)}: {each}" for each, count in counts.items()]
             text += _table("loss in", self.losses, "losses") + paragraphs(advice)
-        if self.mixed and not self.mixed_cause():
-            text += _table("mixed convolution", self.mixed, "mixed")
+        if mixed := self.mixed_by_others():
+            text += _table("mixed convolution", mixed, "mixed")
         if self.reorders:
             cells = [[row.kernel, f"{row.milliseconds:.2f}", str(row.count)] for row in self.reorders]
             text += "\n" + table(cells, ["kernel that reorders", "ms", "times"], most=_MOST_ROWS, name="reorders")
         return text + paragraphs(f"not seen: {row.path or 'the model'}: {row.why}" for row in self.unseen)
+
+
+def _has_one_channel(layouts: Iterable[Layout]) -> bool:
+    return any(len(layout.shape) in CHANNELS_LAST and layout.shape[1] == 1 for layout in layouts)
 
 
 def _expect_both_phases(trace: Trace) -> None:

@@ -26,12 +26,13 @@ from torch_nhwc.sites.finding import find
 from torch_nhwc.sites.reasons import Reason
 from torch_nhwc.sites.wrappers import reason_of
 from torch_nhwc.tuning.decision import Tuning, TuningRow
-from torch_nhwc.tuning.workload import LONG, Loss, Mode, Workload, loss_of, optimizer_for, tuning_copy
+from torch_nhwc.tuning.workload import LONG, Loss, Mode, Workload, loss_of, optimizer_for, optimizer_named, tuning_copy
 
 CONTIGUOUS = "contiguous"
 WEIGHTS = "weights only"
 FULL = "full"
 PRESERVED = "full, preserved"
+_SPELLINGS: dict[str, Any] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tune(
@@ -72,7 +73,8 @@ def tune(
         autocast: The dtype of the autocast region in which the model is called, or its name; `None` is that of the
             region around this call, or none.
         optimizer: For training, an optimizer, whose class and groups are used, or a function of parameters that makes
-            one, such as a class. It takes its steps on the copy, with a learning rate of zero. `None` leaves them out.
+            one, such as a class, or the name of a class of `torch.optim`. It takes its steps on the copy, with a
+            learning rate of zero. `None` leaves them out.
         loss: For training, a function of the model's output that computes the loss; `None` takes the output's `loss`,
             or the mean of its squares. Weights that it holds itself get gradients.
         compile: Whether compiled models are measured, too. The time to compile them is not part of the budget, of which
@@ -95,7 +97,9 @@ def tune(
         >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
         ('contiguous', True)
     """
-    region: torch.dtype | None = named_dtype(autocast)
+    region: torch.dtype | None = named_dtype(_SPELLINGS.get(str(autocast).lower(), autocast))
+    if isinstance(optimizer, str):
+        optimizer = optimizer_named(optimizer) or optimizer
     _check(model, mode, budget_seconds, region, optimizer, loss, compile)
     arguments_of(model, example_inputs)  # raises for a shape
     tensors = [*model.parameters(), *model.buffers(), *(each for _, each in tensors_in(example_inputs))]
@@ -189,8 +193,11 @@ class _Candidates:
             KeyboardInterrupt: The user interrupted the first round.
         """
         try:
+            begun = time.monotonic()
             call = self._prepare(CONTIGUOUS, self.workload)
-            self._warn_if_long(call, time.monotonic() - started, budget)
+            now = time.monotonic()
+            # The contiguous model's outputs and gradients are computed twice, and those of the others once.
+            self._warn_if_long(call, now - started, (now - begun + call) / 2, budget)
             for name in list(self.plans)[1:]:
                 self.race.enter(name, partial(self._prepare, name, self.workload))
             self._run(started + (budget if copied is None else budget / 2))
@@ -207,16 +214,17 @@ class _Candidates:
                 raise
             self.notes.append("It was interrupted: this is the best so far.")
 
-    def _warn_if_long(self, call: float, prepared: float, budget: float) -> None:
+    def _warn_if_long(self, call: float, spent: float, preparation: float, budget: float) -> None:
         """Warn if the preparations and the first two rounds will take much longer than the budget.
 
         Args:
             call: The seconds of a call of the contiguous model, which is a candidate's turn in a round if it is long.
-            prepared: The seconds that its preparation took; that of another candidate takes about as long.
+            spent: The seconds that it took until now.
+            preparation: The seconds that the preparation of each other candidate takes, about.
             budget: The seconds that the caller allows.
         """
         count = len(self.plans)
-        total = count * prepared + 2 * count * call
+        total = spent + (count - 1) * preparation + 2 * count * call
         if call >= LONG and total > max(1.5 * budget, budget + 5):
             warn(
                 f"torch_nhwc: tune: a round takes about {count * call:.0f} s: this takes about {total:.0f} s instead "
@@ -567,7 +575,9 @@ def _check(model: Any, mode: Any, budget: Any, autocast: Any, optimizer: Any, lo
     if mode == "inference" and (optimizer is not None or loss is not None):
         raise ValueError("tune: an optimizer and a loss are for mode='training'")
     if optimizer is not None and not (callable(optimizer) or isinstance(optimizer, torch.optim.Optimizer)):
-        raise ValueError(f"tune: expected an optimizer, its class, or a function that makes one, got {optimizer!r}")
+        raise ValueError(
+            f"tune: expected an optimizer, its class or name, or a function that makes one, got {optimizer!r}"
+        )
     if not isinstance(compiles, bool):
         raise ValueError(f"tune: expected compile to be True or False, got {compiles!r}")
     if compiles and any(reason_of(module) is Reason.COMPILED for module in model.modules()):

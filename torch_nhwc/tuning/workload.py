@@ -205,6 +205,15 @@ def tuning_copy(model: nn.Module, mode: Mode) -> nn.Module:
     return copied
 
 
+def optimizer_named(name: str) -> type[torch.optim.Optimizer] | None:
+    """Return the class of `torch.optim` with a name, in any case, such as `adamw` or `torch.optim.AdamW`."""
+    base = torch.optim.Optimizer
+    kinds = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, base)]
+    return {kind.__name__.lower(): kind for kind in kinds if kind is not base}.get(
+        name.lower().removeprefix("torch.optim.")
+    )
+
+
 def optimizer_for(copied: nn.Module, model: nn.Module, optimizer: Any) -> Any:
     """Return an optimizer for a copy of a model. Its steps do all their work, with a learning rate of zero.
 
