@@ -1,6 +1,7 @@
-"""Whether norms in channels-last are right and faster on kernels of this library, measured once on each GPU."""
+"""Whether layers in channels-last are right and faster on kernels of this library, measured once on each GPU."""
 
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -170,7 +171,7 @@ def _measure(device: torch.device) -> NormQualification:
     with torch.cuda.device(device), torch.no_grad(), torch.random.fork_rng([device]):
         torch.manual_seed(0)
         with _kernels(device, runs=True):
-            right = [_is_right(*case, device) for case in _cases()]
+            right = [_is_right(case, device) for case in _cases()]
         are_right = all(right) and not torch.are_deterministic_algorithms_enabled()
         speedups = {kind: [_speedup(kind, size, device) if are_right else 0.0 for size in SIZES] for kind in KINDS}
     if all(right) and not are_right:  # so that two runs agree, whatever a clock says
@@ -188,30 +189,58 @@ def _kernels(device: torch.device, runs: bool) -> Iterator[None]:
         torch.ops.nhwc.set_cuda_norms(device, [])
 
 
-def _cases() -> Iterator[tuple[str, torch.dtype, int, int, int]]:
-    """Yield kinds, dtypes, channels, groups and sides: vectors that fill rows or do not, one block and chunks."""
+class _Case(NamedTuple):
+    """A call that returns a result and its gradients, of an input, a gradient and parameters of these shapes."""
+
+    call: Callable[..., list[Tensor]]
+    dtype: torch.dtype
+    input: tuple[int, ...]
+    grad: tuple[int, ...]
+    parameters: tuple[tuple[int, ...], ...] = ()
+
+
+def _cases() -> Iterator[_Case]:
+    """Yield norms and other layers: vectors that fill rows or do not, one block and chunks."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for side in (6, 36):
+        for shape in ((2, 6, 6), (1, 36, 36)) if dtype != torch.float16 else ((2, 6, 6),):
             for channels, groups in ((64, 32), (64, 64), (33, 11), (33, 33)):
-                yield "group", dtype, channels, groups, side
-    for side in (6, 36):
-        yield "batch", torch.bfloat16, 64, 64, side
+                input = shape[0], channels, *shape[1:]
+                yield _Case(partial(_results, "group", groups), dtype, input, input, ((channels,),) * 2)
+    for input in ((2, 64, 6, 6), (1, 64, 36, 36)):
+        yield _Case(partial(_results, "batch", 64), torch.bfloat16, input, input, ((64,),) * 2)
+    nhwc = torch.ops.nhwc
+    for dtype, channels in itertools.product((torch.float32, torch.bfloat16), (33, 64)):
+        plane, volume = (2, channels, 5, 6), (1, channels, 3, 4, 5)
+        pad = partial(_with_gradients, lambda x: nhwc.pad(x, [1, 2, 2, 1], "reflect"))
+        yield _Case(pad, dtype, plane, (2, channels, 8, 9))
+        for mode in ("nearest", "trilinear"):
+            larger = partial(_with_gradients, lambda x, mode=mode: nhwc.interpolate(x, None, [2.0] * 3, mode))
+            yield _Case(larger, dtype, volume, (1, channels, 6, 8, 10))
+        depthwise = partial(
+            _with_gradients, lambda x, weight: nhwc.conv3d(x, weight, None, [1] * 3, [1] * 3, [1] * 3, len(weight))
+        )
+        yield _Case(depthwise, dtype, volume, volume, ((channels, 1, 3, 3, 3),))
 
 
-def _is_right(kind: str, dtype: torch.dtype, channels: int, groups: int, side: int, device: torch.device) -> bool:
+def _is_right(case: _Case, device: torch.device) -> bool:
     """Return whether results and gradients are those of float64 on the CPU, and the same bits twice."""
-    host = torch.device("cpu")
-    given = [torch.randn(2 if side < 36 else 1, channels, side, side, device=host).to(dtype) for _ in range(2)]
-    parameters = [torch.randn(channels, device=host).to(dtype) for _ in range(2)]
-    exact = _results(kind, groups, *(each.double() for each in (*given, *parameters)))
-    dense = [each.contiguous(memory_format=torch.channels_last).to(device) for each in given]
-    on_device = [*dense, *(each.to(device) for each in parameters)]
-    first, second = ([each.cpu() for each in _results(kind, groups, *on_device)] for _ in range(2))
-    room = 4 * torch.finfo(dtype).eps
+    given = [torch.randn(shape, device="cpu").to(case.dtype) for shape in (case.input, case.grad, *case.parameters)]
+    exact = case.call(*(each.double() for each in given))
+    dense = [each.movedim(1, -1).contiguous().movedim(-1, 1) if each.dim() > 3 else each for each in given]
+    first, second = ([each.cpu() for each in case.call(*(each.to(device) for each in dense))] for _ in range(2))
+    room = 8 * torch.finfo(case.dtype).eps
     return all(
         torch.equal(one, other) and bool((one.double() - each).norm() <= room * each.norm())
         for one, other, each in zip(first, second, exact)
     )
+
+
+def _with_gradients(call: Callable[..., Tensor], input: Tensor, grad: Tensor, *parameters: Tensor) -> list[Tensor]:
+    """Return the output of a call, and its gradients."""
+    with torch.enable_grad():
+        leaves = [each.detach().requires_grad_() for each in (input, *parameters)]
+        out = call(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 def _results(kind: str, groups: int, input: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
