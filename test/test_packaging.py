@@ -171,7 +171,7 @@ def test_the_cuda_switch_is_checked():
 
 @pytest.mark.parametrize(
     ("listed", "architectures"),
-    [("80 86 89 90", "8.0;9.0+PTX"), ("80 90 100 120", "8.0;9.0;10.0+PTX"), ("90 100 103", "9.0;10.0+PTX")],
+    [("80 86 89 90", "8.0;9.0+PTX"), ("75 80 90 100 120", "7.5;8.0;9.0;10.0;12.0+PTX"), ("90 100 103", "9.0;10.0+PTX")],
 )
 def test_without_a_gpu_the_toolkit_says_what_to_compile_for(listed, architectures, tmp_path, monkeypatch):
     nvcc = tmp_path / "bin/nvcc"
