@@ -49,9 +49,42 @@ def main(device="cuda"):
         out.backward(torch.randn_like(out))
         expected = torch.nn.functional.group_norm(input, groups, *parameters)
         torch.testing.assert_close(out, expected, rtol=0.02, atol=0.02)
+    for activation, dtype in itertools.product(("relu", "silu"), (torch.float32, torch.bfloat16)):
+        input, parameters = (
+            volume(2, 24, 9, 16, 16, device=device, dtype=dtype),
+            [ones(24, device, dtype) for _ in "wb"],
+        )
+        run(lambda x, *p: nhwc.functional.group_norm(x, 4, *p, activation=activation), input, *parameters)
+        run(
+            lambda x, *p: nhwc.functional.batch_norm(x, None, None, *p, True, activation=activation), input, *parameters
+        )
+    for channels, dtype in itertools.product((33, 64), (torch.float32, torch.bfloat16)):
+        input = volume(2, channels, 5, 6, 7, device=device, dtype=dtype)
+        for mode in ("reflect", "replicate", "circular"):
+            run(lambda x, mode=mode: nhwc.functional.pad(x, (1, 2, 2, 1, 1, 1), mode), input)
+        for mode in ("nearest", "trilinear"):
+            run(lambda x, mode=mode: nhwc.functional.interpolate(x, scale_factor=1.7, mode=mode), input)
+        for kernel in (3, 5, 7):
+            weight = torch.randn(channels, 1, *[kernel] * 3, device=device, dtype=dtype)
+            run(lambda x, w: nhwc.functional.conv3d(x, w, None, 1, len(w[0, 0]) // 2, 1, len(w)), input, weight)
     if device != "cpu":
         torch.cuda.synchronize()
     print("every conversion and norm was right")
+
+
+def volume(*shape, device, dtype):
+    return torch.randn(shape, device=device, dtype=dtype).to(memory_format=torch.channels_last_3d)
+
+
+def ones(size, device, dtype):
+    return torch.ones(size, device=device, dtype=dtype)
+
+
+def run(call, *tensors):
+    """Compute a result and its gradients."""
+    leaves = [each.detach().requires_grad_() for each in tensors]
+    out = call(*leaves)
+    torch.autograd.grad(out, leaves, torch.randn_like(out))
 
 
 if __name__ == "__main__":
