@@ -19,6 +19,8 @@ constexpr int blocks_of_processor(NormStep step, NormType type, Follower followe
   if (!has_followers(step)) return 4;
   const int more = (type != input_type(type)) + static_cast<int>(follower);
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // whose compiler needs a few registers more
+  constexpr bool needs_most = __CUDA_ARCH__ >= 1200;
+  if (needs_most && step == NormStep::gradient) return more == 0 ? 3 : follower == Follower::exponentials ? 1 : 2;
   if (more > 0) return 2;
 #endif
   const int most = step == NormStep::normalise ? 4 : step == NormStep::gradient ? 1 : 2;
