@@ -18,6 +18,7 @@ import torch.nn.functional as F  # noqa: N812
 from exactness import CASTS
 from reference import ALL_DTYPES, DTYPES, FORMATS, canonical_strides, channels_last_of, random_weight
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import torch_nhwc as nhwc
 from torch_nhwc import Outcome
@@ -931,6 +932,16 @@ def test_a_gpu_that_is_right_and_fast_runs_norms_from_then_on(tmp_path):
     model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8)).to("cuda")
     nhwc.convert_(model)
     assert "Preserving" in type(model[1]).__name__
+
+
+@pytest.mark.usefixtures("unqualified")
+def test_a_gpu_is_measured_in_any_mode():
+    with torch.inference_mode(), torch.autocast("cuda", torch.bfloat16), torch.autocast("cpu", torch.bfloat16):
+        found = nhwc.ops.qualify_norms("cuda:0")
+    assert found.right == found.cases
+    forget()
+    with FakeTensorMode():
+        assert nhwc.ops.qualify_norms("cuda:1") is None
 
 
 @pytest.mark.usefixtures("unqualified")

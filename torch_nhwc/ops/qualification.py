@@ -6,7 +6,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -75,6 +75,8 @@ def qualify_norms(device: torch.device | str = "cuda") -> NormQualification | No
     """
     device = torch.device(device)
     if device.type != "cuda" or os.environ.get(SWITCH) in ("0", "1") or torch.compiler.is_compiling():
+        return None
+    if torch._C._len_torch_dispatch_stack() > 0:  # of fake tensors, for example
         return None
     if torch.ops.nhwc.missing_cuda_image(device) or torch.cuda.is_current_stream_capturing():
         return None
@@ -168,7 +170,13 @@ def _write(device: torch.device, found: NormQualification) -> NormQualification:
 
 def _measure(device: torch.device) -> NormQualification:
     properties = torch.cuda.get_device_properties(device)
-    with torch.cuda.device(device), torch.no_grad(), torch.random.fork_rng([device]):
+    with ExitStack() as stack:
+        # Whatever the caller computes with.
+        for each in (torch.inference_mode(False), torch.no_grad(), torch.cuda.device(device)):
+            stack.enter_context(each)
+        for kind in ("cpu", "cuda"):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(torch.random.fork_rng([device]))
         torch.manual_seed(0)
         with _kernels(device, runs=True):
             right = [_is_right(case, device) for case in _cases()]
