@@ -2,18 +2,14 @@
 
 import ctypes
 import functools
-import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_bool, c_int, c_int32, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_model import Counts
-from norm_model import CXX, ROOT, TYPES, placed, poisoned
+from gpu_model import Counts, compiled
+from norm_model import TYPES, placed, poisoned
 from torch import Tensor
-
-import torch_nhwc as nhwc
 
 CONVOLVE, CHUNKS, MERGE = 0, 1, 2
 
@@ -48,12 +44,7 @@ class Result(NamedTuple):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{ROOT / 'csrc'}"]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(__file__).with_suffix(".cpp")
-        subprocess.run([CXX, *flags, source, "-o", f"{folder}/depthwise_model.so"], check=True)
-        model = ctypes.CDLL(f"{folder}/depthwise_model.so")
+    model = compiled(Path(__file__).with_suffix(".cpp"), "-O1")
     model.plan_depthwise_model.argtypes = [POINTER(Plan), c_int, c_uint32]
     model.depthwise_blocks_of.argtypes = [c_int, POINTER(Plan)]
     model.depthwise_blocks_of.restype = c_uint64

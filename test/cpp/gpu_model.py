@@ -35,6 +35,7 @@ TAPS = (4, 8, 9, 16, 25, 27, 49, 125)
 ARGUMENT_BYTES = [4 << 10, (32 << 10) - 4]
 SOMEWHERE, ELSEWHERE = 1 << 40, 1 << 50  # addresses for plans, which read and write nothing
 CXX = os.environ.get("CXX", "c++")
+ROOT = Path(__file__).parents[2]
 
 
 class Weight(Structure):
@@ -94,23 +95,20 @@ class Launch(NamedTuple):
     scratch_bytes: int
 
 
+def compiled(source: Path, *flags: str) -> ctypes.CDLL:
+    """Compile a model of kernels of a GPU, and load it."""
+    common = ["-std=c++17", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
+    common += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{ROOT / 'csrc'}"]
+    with tempfile.TemporaryDirectory() as folder:
+        library = f"{folder}/{source.stem}.so"
+        subprocess.run([CXX, *common, *flags, source, "-o", library], check=True)
+        return ctypes.CDLL(library)
+
+
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    source = Path(__file__).with_suffix(".cpp")
-    flags = [
-        "-std=c++17",
-        "-O2",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-fPIC",
-        "-shared",
-        f"-I{nhwc.cpp_extension.include_paths()[0]}",
-    ]
-    with tempfile.TemporaryDirectory() as folder:
-        subprocess.run([CXX, *flags, source, "-o", f"{folder}/gpu_model.so"], check=True)
-        model = ctypes.CDLL(f"{folder}/gpu_model.so")
+    model = compiled(Path(__file__).with_suffix(".cpp"), "-O2")
     a_list = [POINTER(Weight), c_int, POINTER(Limits)]
     model.plan_model.argtypes = [*a_list, POINTER(LaunchSummary), c_int, POINTER(Filters), c_int]
     model.run_model.argtypes = [*a_list, c_uint, POINTER(Counts)]

@@ -3,18 +3,13 @@
 import ctypes
 import functools
 import math
-import os
-import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_bool, c_double, c_int, c_uint, c_uint8, c_uint16, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from gpu_model import Counts
+from gpu_model import Counts, compiled
 from torch import Tensor
-
-import torch_nhwc as nhwc
 
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.float64: 3}
 # Of results in float32.
@@ -23,8 +18,6 @@ ACTIVATIONS = ("none", "relu", "leaky_relu", "silu", "gelu", "gelu_tanh")
 FORWARD, BACKWARD, PARAMETERS = (0, 1, 2), (3, 4, 5), (6,)
 WHOLE_FORWARD, WHOLE_BACKWARD, KNOWN = (7,), (8,), (9,)
 DIFFERING = 16  # the offset of tensors that differ in it
-CXX = os.environ.get("CXX", "c++")
-ROOT = Path(__file__).parents[2]
 
 
 class Plan(Structure):
@@ -74,12 +67,7 @@ class Result(NamedTuple):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{ROOT / 'csrc'}"]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(__file__).with_suffix(".cpp")
-        subprocess.run([CXX, *flags, source, "-o", f"{folder}/norm_model.so"], check=True)
-        model = ctypes.CDLL(f"{folder}/norm_model.so")
+    model = compiled(Path(__file__).with_suffix(".cpp"), "-O1")
     sizes = [c_uint64, c_uint64, c_uint32, c_uint32]
     model.plan_norm_model.argtypes = [*sizes, c_int, c_uint32, c_uint32, c_int, POINTER(Plan)]
     model.norm_blocks_of.argtypes = [c_int, POINTER(Plan)]

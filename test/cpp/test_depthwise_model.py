@@ -7,7 +7,7 @@ import depthwise_model as model
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from norm_model import ROOT
+from gpu_model import ROOT
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE, TWO = (1, 1, 1), (2, 2, 2)

@@ -9,7 +9,8 @@ import norm_model
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from norm_model import BACKWARD, FORWARD, MIXED, ROOT, TYPES, Result
+from gpu_model import ROOT
+from norm_model import BACKWARD, FORWARD, MIXED, TYPES, Result
 from torch import Tensor
 
 LOW = (torch.bfloat16, torch.float16)

@@ -4,8 +4,6 @@ import ctypes
 import functools
 import itertools
 import re
-import subprocess
-import tempfile
 from ctypes import POINTER, Structure, c_double, c_int, c_int32, c_uint, c_uint8, c_uint32, c_uint64, c_void_p
 from pathlib import Path
 
@@ -13,11 +11,9 @@ import cuda_build
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_model import Counts
-from norm_model import CXX, ROOT, TYPES, placed
+from gpu_model import ROOT, Counts, compiled
+from norm_model import TYPES, placed
 from torch import Tensor
-
-import torch_nhwc as nhwc
 
 MODES = ("reflect", "replicate", "circular", "nearest", "nearest-exact", "linear", "align_corners")
 PADDINGS = MODES[:3]
@@ -32,12 +28,7 @@ class Cost(Structure):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fPIC", "-shared"]
-    flags += [f"-I{nhwc.cpp_extension.include_paths()[0]}", f"-I{ROOT / 'csrc'}"]
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(__file__).with_name("resample_model.cpp")
-        subprocess.run([CXX, *flags, source, "-o", f"{folder}/resample_model.so"], check=True)
-        model = ctypes.CDLL(f"{folder}/resample_model.so")
+    model = compiled(Path(__file__).with_name("resample_model.cpp"), "-O1")
     model.run_resample_model.argtypes = [c_int, POINTER(c_int32), POINTER(c_double), c_int, c_uint64, c_uint64, c_int]
     model.run_resample_model.argtypes += [c_uint32, c_void_p, c_uint64, c_void_p, c_uint64, c_uint, POINTER(Cost)]
     model.check_reciprocal.argtypes = [c_uint32] * 3
