@@ -365,12 +365,6 @@ class DepthwiseMerge {
   Access access_;
 };
 
-/// Names a class of blocks, which it has none of.
-template <typename Block>
-struct BlockType {
-  using Type = Block;
-};
-
 namespace detail {
 
 template <NormType type, unsigned lanes, unsigned taps, typename Access, typename Use>

@@ -27,6 +27,13 @@
 #endif
 
 namespace nhwc::cuda {
+
+/// Names a class of blocks, which it has none of.
+template <typename Block>
+struct BlockType {
+  using Type = Block;
+};
+
 namespace detail {
 
 template <typename To, typename From>

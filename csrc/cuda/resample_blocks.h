@@ -12,6 +12,8 @@ namespace nhwc::cuda {
 template <unsigned bytes, typename Access = DirectAccess>
 class CopiedRows {
  public:
+  static constexpr int blocks_of_processor = 4;
+
   NHWC_HOST_DEVICE CopiedRows(const ResampleArguments& arguments, std::uint32_t block, char*, Access access = {})
       : plan_(arguments.plan), input_(arguments.input), out_(arguments.out), access_(access), block_(block) {}
 
@@ -69,6 +71,9 @@ class CopiedRows {
 template <NormType type, unsigned lanes, unsigned summed_rows, typename Access = DirectAccess>
 class SummedRows {
  public:
+  /// With as many registers as the sums and the loads in flight need.
+  static constexpr int blocks_of_processor = type == NormType::float64 ? 2 : summed_rows == 1 ? 4 : lanes == 8 ? 2 : 3;
+
   NHWC_HOST_DEVICE SummedRows(const ResampleArguments& arguments, std::uint32_t block, char* shared, Access access = {})
       : plan_(arguments.plan), input_(arguments.input), out_(arguments.out), access_(access), shared_(shared) {
     first_vector_ = remainder(block, plan_.vector_tiles) * plan_.width.divisor;
@@ -320,5 +325,40 @@ class SummedRows {
   std::uint32_t first_vector_, first_[3];
   std::uint64_t sample_;
 };
+
+namespace detail {
+
+template <NormType type, typename Access, typename Use>
+auto with_summed_rows(const ResamplePlan& plan, const Use& use) {
+  constexpr unsigned lanes = 16 / bytes_of(type);
+  if (summed_rows_of(plan.axes[0].mode) == 1) {
+    return plan.bytes == 16 ? use(BlockType<SummedRows<type, lanes, 1, Access>>{})
+                            : use(BlockType<SummedRows<type, 1, 1, Access>>{});
+  }
+  return plan.bytes == 16 ? use(BlockType<SummedRows<type, lanes, 4, Access>>{})
+                          : use(BlockType<SummedRows<type, 1, 4, Access>>{});
+}
+
+}  // namespace detail
+
+/// Calls `use` with the `BlockType` of a plan.
+template <typename Access = DirectAccess, typename Use>
+auto with_resample_block(NormType type, const ResamplePlan& plan, const Use& use) {
+  if (plan.is_copy) {
+    switch (plan.bytes) {
+      case 1: return use(BlockType<CopiedRows<1, Access>>{});
+      case 2: return use(BlockType<CopiedRows<2, Access>>{});
+      case 4: return use(BlockType<CopiedRows<4, Access>>{});
+      case 8: return use(BlockType<CopiedRows<8, Access>>{});
+      default: return use(BlockType<CopiedRows<16, Access>>{});
+    }
+  }
+  switch (type) {
+    case NormType::float32: return detail::with_summed_rows<NormType::float32, Access>(plan, use);
+    case NormType::bfloat16: return detail::with_summed_rows<NormType::bfloat16, Access>(plan, use);
+    case NormType::float16: return detail::with_summed_rows<NormType::float16, Access>(plan, use);
+    default: return detail::with_summed_rows<NormType::float64, Access>(plan, use);
+  }
+}
 
 }  // namespace nhwc::cuda

@@ -50,35 +50,6 @@ void run_block(const ResampleArguments& arguments, std::uint32_t index, char* sh
 using RunBlock = void (*)(const ResampleArguments&, std::uint32_t, char*, std::uint64_t, Cost&,
                           std::set<std::uint64_t>&);
 
-template <NormType type>
-RunBlock summing(const ResamplePlan& plan) {
-  constexpr unsigned lanes = 16 / bytes_of(type);
-  if (summed_rows_of(plan.axes[0].mode) == 1) {
-    return plan.bytes == 16 ? run_block<SummedRows<type, lanes, 1, CountingAccess>>
-                            : run_block<SummedRows<type, 1, 1, CountingAccess>>;
-  }
-  return plan.bytes == 16 ? run_block<SummedRows<type, lanes, 4, CountingAccess>>
-                          : run_block<SummedRows<type, 1, 4, CountingAccess>>;
-}
-
-RunBlock find(NormType type, const ResamplePlan& plan) {
-  if (plan.is_copy) {
-    switch (plan.bytes) {
-      case 1: return run_block<CopiedRows<1, CountingAccess>>;
-      case 2: return run_block<CopiedRows<2, CountingAccess>>;
-      case 4: return run_block<CopiedRows<4, CountingAccess>>;
-      case 8: return run_block<CopiedRows<8, CountingAccess>>;
-      default: return run_block<CopiedRows<16, CountingAccess>>;
-    }
-  }
-  switch (type) {
-    case NormType::float32: return summing<NormType::float32>(plan);
-    case NormType::bfloat16: return summing<NormType::bfloat16>(plan);
-    case NormType::float16: return summing<NormType::float16>(plan);
-    default: return summing<NormType::float64>(plan);
-  }
-}
-
 }  // namespace
 
 extern "C" {
@@ -104,7 +75,9 @@ int run_resample_model(int mode, const std::int32_t* numbers, const double* scal
   make_reachable(out, out_bytes);
   const std::uint64_t blocks = plan.blocks(), bytes = plan.shared_bytes(element_bytes == 8 ? 8 : 4);
   const auto shared = std::make_unique<Line[]>(bytes / sizeof(Line) + 1);
-  const RunBlock run = find(static_cast<NormType>(type), plan);
+  const RunBlock run = with_resample_block<CountingAccess>(
+      static_cast<NormType>(type), plan,
+      [](auto block) -> RunBlock { return run_block<typename decltype(block)::Type>; });
   std::uint64_t stride = seed == 0 ? 1 : blocks / 2 + seed;
   while (std::gcd(stride, blocks) != 1) ++stride;
   std::set<std::uint64_t> touched;
