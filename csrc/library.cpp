@@ -101,6 +101,16 @@ TORCH_LIBRARY(nhwc, m) {
   m.def(
       "norm_waiting_sum(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor residual, "
       "int groups, bool training, float eps, bool is_float) -> Tensor");
+  // The same of a convolution by oneDNN, where nothing is derived, and of the batch norm after it.
+  m.def(
+      "convolution_waiting(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
+      "int groups) -> Tensor");
+  m.def(
+      "convolution_activation(Tensor input, Tensor weight, Tensor? bias, Tensor? running_mean, "
+      "Tensor? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? residual, int[] stride, int[] padding, "
+      "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
+      "-> (Tensor, bool is_finite)");
+  m.def("waiting_like(Tensor waiting) -> Tensor");
   m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);

@@ -22,7 +22,7 @@ FOLDERS = ["layout", "cpu", "cuda", "no_cuda", "batch", "in_place", "ops"]
 # And for the rooms of these folders, which are files without their endings, or folders; `*` are all others.
 FLOORS = {
     "cpu": ["work", "*kernels", "isa", "dispatch", "*"],
-    "ops/convolution": ["call", "faults", "rewrites", "choice", "passes", "operators"],
+    "ops/convolution": ["call", "faults", "rewrites", "choice", "passes", "fused", "operators"],
 }
 
 

@@ -17,23 +17,13 @@
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
 #include "ops/norm.h"
+#include "ops/waiting.h"
 #include "torch_nhwc/ops.h"
 
 namespace nhwc {
 namespace {
 
 using cpu::ActivationKind;
-
-const std::array<const char*, cpu::activation_kinds> names = {"none", "relu", "leaky_relu",
-                                                              "silu", "gelu", "gelu_tanh"};
-
-cpu::Activation activation_of(c10::string_view name, double parameter) {
-  for (int kind = 0; kind < cpu::activation_kinds; ++kind) {
-    if (name == names[kind]) return {static_cast<ActivationKind>(kind), parameter};
-  }
-  TORCH_CHECK_VALUE(false, "nhwc::norm_activation: expected none, relu, leaky_relu, silu, gelu or gelu_tanh, got \"",
-                    name, "\"");
-}
 
 /// A norm whose statistics are known: `[samples, groups]` of double, or `[channels]`. No groups are batch norm.
 struct Known {
@@ -75,18 +65,6 @@ struct Known {
 };
 
 // --- In PyTorch's differentiable operators ---
-
-at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation) {
-  switch (activation.kind) {
-    case ActivationKind::relu:
-      return std::isinf(activation.parameter) ? at::relu(y) : at::hardtanh(y, 0, activation.parameter);
-    case ActivationKind::leaky_relu: return at::leaky_relu(y, activation.parameter);
-    case ActivationKind::silu: return at::silu(y);
-    case ActivationKind::gelu: return at::gelu(y);
-    case ActivationKind::gelu_tanh: return at::gelu(y, "tanh");
-    default: return y;
-  }
-}
 
 /// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`. In
 /// operators that take batches of gradients.
@@ -254,9 +232,10 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
                            const Optional& weight, const Optional& bias, const Optional& residual, int64_t groups,
                            bool training, double eps, bool is_float, c10::string_view name, double parameter) {
   const cpu::HugePages requested;
+  const WithVersions with_versions;
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
   const at::Tensor& other = value_of(residual);
-  const cpu::Activation activation = activation_of(name, parameter);
+  const cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
   known.check();
   if (!has_kernels(known, other, activation)) {
     const at::Tensor alone = norm_alone(known);
@@ -277,22 +256,6 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
   }
   record_if_needed(known, other, activation, out);
   return out;
-}
-
-/// Returns a tensor like an activation that has no memory: whoever reads it without asking Python gets an error.
-at::Tensor waiting_like(const at::Tensor& input, at::ScalarType type) {
-  const auto bytes = static_cast<size_t>(input.numel()) * c10::elementSize(type);
-  auto storage = c10::make_intrusive<c10::StorageImpl>(c10::StorageImpl::use_byte_size_t(), bytes,
-                                                       c10::DataPtr(nullptr, input.device()), /*allocator=*/nullptr,
-                                                       /*resizable=*/false);
-  storage->release_data_and_set_meta_custom_data_ptr_error_msg_(
-      "torch_nhwc: this is the result of a norm that waits for the activation after it, so that both are computed in "
-      "one pass, and it has no memory yet. PyTorch's functions compute it when they read it; code in C++ that reads it "
-      "without them cannot. Set the environment variable TORCH_NHWC_PENDING=0");
-  const auto key = input.is_cuda() ? c10::DispatchKey::CUDA : c10::DispatchKey::CPU;
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
-      c10::Storage(std::move(storage)), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(type));
-  return as_new_channels_last(std::move(tensor), input.sizes());
 }
 
 /// Returns mean, rstd and a result that waits, or nothing where a norm is not computed in two steps: what PyTorch
@@ -330,7 +293,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
     }
   }
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
-  const at::Tensor waiting = waiting_like(input, known.type_of_result());
+  const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, {}, {}, waiting);
   return {mean, rstd, waiting};
 }
@@ -341,7 +304,7 @@ at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, con
                             bool training, double eps, bool is_float) {
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
   if (!has_kernels(known, residual, {}) || !is_channels_last(residual)) return {};
-  const at::Tensor waiting = waiting_like(input, known.type_of_result());
+  const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, residual, {}, waiting);
   return waiting;
 }

@@ -363,12 +363,15 @@ CALLS = {
         lambda: [leaf(2, 6, 5, 8), [1, 2, 0, 1]],
     ),
 }
-# The steps of a norm in two: results have no memory, and statistics are those of one input. Their tests are those of
+# The steps of norms and convolutions that wait: results have no memory. Their tests are those of
 # norms with activations, and of results that wait.
 IN_STEPS = {
     nhwc.norm_waiting.default,
     nhwc.norm_waiting_sum.default,
     nhwc.norm_become_.default,
+    nhwc.convolution_waiting.default,
+    nhwc.convolution_activation.default,
+    nhwc.waiting_like.default,
     nhwc.norm_activation.default,
 }
 # Operators whose results have no gradient: the arguments and the options of a call.

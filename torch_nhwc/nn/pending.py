@@ -1,10 +1,11 @@
-"""Results of norms that wait for the activation after them, so that one pass over memory computes both.
+"""Results of norms and convolutions that wait for the activation after them, so that one pass computes both.
 
 A replaced norm returns a `Pending`: a tensor with the sizes, dtype, device and derivative of its result, and no memory.
 PyTorch's functions ask it before they read it, by `__torch_function__`. An activation then computes norm and activation
-in one pass, and so does a sum of a residual and the activation after it. Anything else makes the tensor compute the
-norm, once: from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number.
-A norm whose results were read by something else twice waits no more.
+in one pass, and so does a sum of a residual and the activation after it. Where nothing is derived, a convolution waits
+as well, and becomes one with a batch norm in evaluation mode. Anything else makes the tensor compute its layer, once:
+from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number. A layer
+whose results were read by something else twice waits no more.
 """
 
 import math
@@ -23,6 +24,7 @@ from torch_nhwc import functional
 # Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches. On a GPU
 # launches cost more, less so where casts are saved, too (H200).
 _FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 15, 1 << 18, 1 << 25, 1 << 21
+_FEWEST_INPUTS = 1 << 14  # of a convolution; its own rule is for the results
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
@@ -52,9 +54,9 @@ class Pending(Tensor):
 class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
-    __slots__ = ("grad_mode", "operands", "options", "owner", "residual", "stream", "versions")
+    __slots__ = ("grad_mode", "operands", "options", "owner", "read", "residual", "stream")
 
-    def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...]) -> None:
+    def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
         self.owner = owner
         self.operands = operands
         """Input, mean, reciprocal deviation, weight and bias."""
@@ -64,31 +66,104 @@ class Waiting:
         self.residual: Tensor | None = None
         self.grad_mode = torch.is_grad_enabled()
         self.stream = torch.cuda.current_stream(operands[0].device) if operands[0].is_cuda else None
-        self.versions = self.current_versions()
+        self.read: list[tuple[Tensor, int]] = [*read]
+        """What is read, and how often it had changed at the calls of the layers."""
+        known = [each for each, _ in self.read]
+        for each in self.operands:
+            if each is not None and not each.is_inference() and not any(each is other for other in known):
+                self.read.append((each, each._version))
 
-    def current_versions(self) -> list[int]:
-        """Return how often what will be read has changed; tensors of the inference mode do not count."""
-        given = (self.operands[0], *self.operands[3:], self.residual)
-        return [each._version for each in given if each is not None and not each.is_inference()]
+    @property
+    def gains(self) -> bool:
+        """Whether several layers are computed at once, even without an activation."""
+        return False
 
     def compute(self, activation: str = "none", parameter: float = 0.0) -> Tensor:
         """Return the norm, with the residual and the activation, in one pass."""
-        if self.versions != self.current_versions():
+        if any(each._version != version for each, version in self.read):
             raise RuntimeError(
-                f"torch_nhwc: what a {type(self.owner).__name__} normalises was changed in place before its result "
-                "was read. The result waits for the activation after it, so that both are computed in one pass: set "
-                "the environment variable TORCH_NHWC_PENDING=0"
+                f"torch_nhwc: what a {type(self.owner).__name__} reads was changed in place before its result was "
+                "read. The result waits for the activation after it, so that both are computed in one pass: set the "
+                "environment variable TORCH_NHWC_PENDING=0"
             )
-        # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
-        operands = (*self.operands, self.residual, *self.options, activation, parameter)
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
-            return torch.ops.nhwc.norm_activation._op(*operands)
+            return self._computed(activation, parameter)
         # The memory of what is read may be given to something else as soon as the norm's own stream is done.
         with torch.cuda.stream(self.stream):
-            value: Tensor = torch.ops.nhwc.norm_activation._op(*operands)
+            value = self._computed(activation, parameter)
         current.wait_stream(self.stream)
         value.record_stream(current)
         return value
+
+    def _computed(self, activation: str, parameter: float) -> Tensor:
+        # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
+        return torch.ops.nhwc.norm_activation._op(*self.operands, self.residual, *self.options, activation, parameter)
+
+    def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
+        """Return a tensor for the sum, or `None` where it is to be computed at once."""
+        input, *others = self.operands
+        return torch.ops.nhwc.norm_waiting_sum._op(input, *others, residual, *self.options)
+
+
+class WaitingConvolution(Waiting):
+    """A call of a convolution, the batch norm in evaluation mode after it, and a residual."""
+
+    __slots__ = ()
+    # Operands: input, weight and bias; of the norm: running mean and variance, weight and bias.
+    # Options: stride, padding, dilation and groups, and what is added to the variance.
+
+    @property
+    def gains(self) -> bool:
+        return self.operands[3] is not None or self.residual is not None
+
+    def _computed(self, activation: str, parameter: float) -> Tensor:
+        is_finite = all(map(_is_known_finite, (self.operands[0], self.residual)))
+        operands = (*self.operands, self.residual, *self.options, is_finite, activation, parameter)
+        value: Tensor
+        value, is_finite = torch.ops.nhwc.convolution_activation._op(*operands)
+        if is_finite:
+            key = id(value)
+            _finite[key] = (weakref.ref(value, lambda _: _finite.pop(key, None)), value._version)
+        return value
+
+    def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
+        is_alike = residual.shape == result.shape and residual.dtype == result.dtype and residual.is_cpu
+        return _waiting_like(result) if is_alike and residual.stride() == result.stride() else None
+
+
+def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    """Call `functional.conv2d` or `conv3d`, or return a result that waits, where nothing is derived.
+
+    The options are stride, padding, dilation and groups. The owner is the layer, of which is counted how often
+    something else than a norm or an activation reads its results.
+    """
+    if not _is_on or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return function(input, weight, bias, *options)
+    if type(input) is Pending:
+        _compute_among((input,))
+    if type(input) is not Tensor or input.numel() < _FEWEST_INPUTS or torch.is_autocast_enabled("cpu"):
+        return function(input, weight, bias, *options)
+    if _refused.get(id(owner)) != input.shape and _early_reads.get(id(owner), 0) < _MOST_EARLY_READS:
+        both = owner._reversed_padding_repeated_twice  # of each axis, the last one first
+        is_plain = type(weight) in _PLAIN and type(bias) in _PLAIN and both[::2] == both[1::2]
+        if is_plain and owner.padding_mode == "zeros" and not _is_observed():
+            stride, _, dilation, groups = options
+            known = (stride, both[::-2], dilation, groups)
+            result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
+            if result is not None:
+                operands = (input, weight, bias, None, None, None, None)
+                return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0)))
+        _remember(_refused, owner, input.shape)
+    if not torch.is_inference_mode_enabled():
+        return function(input, weight, bias, *options)
+    with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
+        return function(input, weight, bias, *options)
+
+
+def _as_pending(result: Any, waiting: Waiting) -> Tensor:
+    result.__class__ = Pending
+    result.waiting = waiting
+    return result
 
 
 def pending_norm(
@@ -111,7 +186,15 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if not _is_on or torch.compiler.is_compiling() or type(input) is not Tensor:
+    if not _is_on or torch.compiler.is_compiling():
+        return None
+    if type(input) is Pending:
+        if groups == 0 and training is False:
+            folded = _with_batch_norm(input, running_mean, running_var, weight, bias, eps)
+            if folded is not None:
+                return folded
+        _compute_among((input,))
+    if type(input) is not Tensor or input.is_inference():  # which has no version
         return None
     is_cuda, is_float = input.is_cuda, False
     if is_cuda:
@@ -132,9 +215,31 @@ def pending_norm(
     )
     if result is None:
         return None
-    result.__class__ = Pending
-    result.waiting = Waiting(owner, (input, mean, deviation, weight, bias), (groups, training, eps, is_float))
-    return result
+    options = (groups, training, eps, is_float)
+    return _as_pending(result, Waiting(owner, (input, mean, deviation, weight, bias), options))
+
+
+def _with_batch_norm(
+    input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, eps: Any
+) -> Tensor | None:
+    """Return the result of a convolution that waits and of a batch norm, which waits as well."""
+    waiting = input.waiting
+    if type(waiting) is not WaitingConvolution or waiting.gains or torch.is_grad_enabled() or _is_observed():
+        return None
+    of_norm, channels = (running_mean, running_var, weight, bias), waiting.operands[1].shape[:1]
+    for each in of_norm:
+        if type(each) not in _PLAIN or (each is not None and (each.shape != channels or not each.is_cpu)):
+            return None
+    if running_mean is None or running_var is None or type(eps) is not float:
+        return None
+    options = (*waiting.options[:-1], eps)
+    waiting = WaitingConvolution(waiting.owner, (*waiting.operands[:3], *of_norm), options, waiting.read)
+    return _as_pending(_waiting_like(input), waiting)
+
+
+def _waiting_like(result: Tensor) -> Tensor:
+    with torch._C.DisableTorchFunctionSubclass():
+        return torch.ops.nhwc.waiting_like._op(result)
 
 
 def group_norm(
@@ -192,13 +297,18 @@ def _compute_among(values: Any) -> None:
 
 
 def _early(waiting: Any) -> Tensor:
-    """Compute a norm for something that is no activation."""
-    owner = waiting.owner
-    if id(owner) not in _early_reads:
-        weakref.finalize(owner, _early_reads.pop, id(owner), None)
-    _early_reads[id(owner)] = _early_reads.get(id(owner), 0) + 1
+    """Compute a layer for something that is no activation."""
+    if not waiting.gains:
+        _remember(_early_reads, waiting.owner, _early_reads.get(id(waiting.owner), 0) + 1)
     with torch.set_grad_enabled(waiting.grad_mode):
         return waiting.compute()
+
+
+def _remember(values: dict[int, Any], owner: Any, value: Any) -> None:
+    """Keep a value of an owner, as long as that lives."""
+    if id(owner) not in values:
+        weakref.finalize(owner, values.pop, id(owner), None)
+    values[id(owner)] = value
 
 
 def _become(result: Any, value: Tensor) -> Tensor:
@@ -213,8 +323,10 @@ def _become(result: Any, value: Tensor) -> Tensor:
 
 
 _lock = threading.Lock()
-# How often the results of an owner were read by something else, by its id.
+# How often the results of an owner were read by something else, and the sizes of which a convolution does not wait. By
+# the id of the owner.
 _early_reads: dict[int, int] = {}
+_refused: dict[int, torch.Size] = {}
 
 
 def _activated(result: Any, activation: str, parameter: float, inplace: bool) -> Tensor | None:
@@ -279,19 +391,24 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
         return None
     if type(residual) is Pending:
         _compute_among((residual,))
-    if type(residual) is not Tensor:
+    if type(residual) is not Tensor or residual.is_inference():
         return None
-    input, *others = waiting.operands
-    added = torch.ops.nhwc.norm_waiting_sum._op(input, *others, residual, *waiting.options)
+    added = waiting.with_residual(result, residual)
     if added is None:
         return None
-    added.__class__ = Pending
-    added.waiting = Waiting(waiting.owner, waiting.operands, waiting.options)
-    added.waiting.versions = waiting.versions + ([] if residual.is_inference() else [residual._version])
-    added.waiting.residual = residual
+    read = [*waiting.read, (residual, residual._version)]
+    _as_pending(added, type(waiting)(waiting.owner, waiting.operands, waiting.options, read))
+    added.waiting.residual = residual  # type: ignore[attr-defined]
     return added
 
 
+def _is_known_finite(tensor: Tensor | None) -> bool:
+    return tensor is None or _finite.get(id(tensor), _UNKNOWN)[1] == tensor._version
+
+
+_UNKNOWN = (None, -1)
+# References to tensors whose numbers are known to be finite, with their versions, by their ids.
+_finite: dict[int, tuple[Any, int]] = {}
 _PLAIN = (Tensor, nn.Parameter, type(None))
 _HALVES = (torch.bfloat16, torch.float16)
 # The functions with which one pass computes a norm.
@@ -311,8 +428,9 @@ _READERS: dict[Any, Any] = {
     Tensor.add: _add,
     Tensor.add_: _add_,
 }
-# What can be asked of a result without its values, and of its sizes and dtype alone.
+# What can be asked of a result without its values.
 _WITHOUT_VALUES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cpu", "is_cuda")),
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, Tensor.element_size),
+    *(Tensor.stride, Tensor.is_contiguous),
 }

@@ -17,7 +17,7 @@ from torch_nhwc import functional
 from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 from torch_nhwc.nn.own_forward import with_our_functions
-from torch_nhwc.nn.pending import pending_norm
+from torch_nhwc.nn.pending import convolution, pending_norm
 
 
 class Preserving(Swap):
@@ -289,7 +289,8 @@ class PreservingConv2d(Preserving, nn.Conv2d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
         if not is_scripting():
-            return functional.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            options = (self.stride, self.padding, self.dilation, self.groups)
+            return convolution(self, functional.conv2d, input, weight, bias, *options)
         # In TorchScript a padding by name has a type of its own.
         return torch.ops.nhwc.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -304,7 +305,8 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             padded = functional.pad(input, self._reversed_padding_repeated_twice, self.padding_mode)
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
-            return functional.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
+            options = (self.stride, self.padding, self.dilation, self.groups)
+            return convolution(self, functional.conv3d, input, weight, bias, *options)
         return torch.ops.nhwc.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 
