@@ -28,6 +28,7 @@ DTYPES = ("float32", "bfloat16")
 MODES = ("forward", "forward with backward")
 STEPS = ("inference", "training")
 PASSES = ("forward", "input gradient", "weight gradient")
+MOST_OVER_READING = 1.4
 RESULTS_OF_CALL = ("output", "input gradient", "weight gradient")
 LEAST_GAIN = 0.98
 LEAST_OF_TUNE, BUDGET_OF_TUNE = 0.97, 60
@@ -288,6 +289,23 @@ def gains(measured: Row, on_a_gpu: Row) -> str:
     device = on_a_gpu["gpu"]["name"].removeprefix("NVIDIA ")
     after += f", **{gain(row):.1f}x** (`torch.compile` alone: {compiled})"
     return markdown(["task", "on", "before", "after"], [*lines, [task, device, before, after]])
+
+
+def positions(measured: Row) -> str:
+    """Return a sentence on each weight that meets few positions."""
+    sentences = []
+    for weight, rows in grouped(measured["results"], lambda row: row["weight"]).items():
+        met = "; ".join(str(row["positions"]) for row in rows)
+        times, least = (
+            "; ".join(f"{row[key]:.1f}" for row in rows)
+            for key in ("over reading", "products at the peak over reading")
+        )
+        sentences.append(
+            f"A weight of {rows[0]['bytes'] / 1e6:.1f} MB ({weight}) that meets {met} positions of one image takes "
+            f"{times} times as long as reading it from memory (bar: {MOST_OVER_READING}); its products alone, at the "
+            f"peak, {least}."
+        )
+    return "\n".join(sentences)
 
 
 # What `tune` decides
