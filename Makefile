@@ -76,6 +76,7 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_overhead.py
 	$(bin)/python benchmarks/bench_convolutions.py
 	$(bin)/python benchmarks/bench_errors.py
+	$(bin)/python benchmarks/bench_positions.py
 	$(bin)/python benchmarks/bench_collate.py
 	$(bin)/python benchmarks/bench_kept.py
 	$(bin)/python benchmarks/bench_layers.py

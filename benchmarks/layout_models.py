@@ -54,7 +54,7 @@ def first_tensor(output: Any) -> Tensor:
 
 def channels_last(x: Tensor) -> Tensor:
     """Return the same values in canonical channels-last strides, even if one channel or one voxel leaves a choice."""
-    return x.movedim(1, -1).contiguous().movedim(-1, 1)
+    return x.movedim(1, -1).clone(memory_format=torch.contiguous_format).movedim(-1, 1)
 
 
 def layouts(measured: LayoutModel, model: nn.Module, x: Tensor) -> Copies:

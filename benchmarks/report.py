@@ -37,6 +37,7 @@ MACHINES = {
     "docs/measurements.md": [
         ("The passes of convolutions", "passes-cpu"),
         ("The same held to AVX2", "passes-avx2-cpu"),
+        ("A weight that meets few positions", "positions-cpu"),
         ("The call of a replaced layer", "overhead-cpu"),
         ("Replaced layers", "layers-cpu"),
         ("Decisions of `tune`", "tune-cpu"),
@@ -91,6 +92,7 @@ BLOCKS: dict[str, dict[str, Block]] = {
     "docs/measurements.md": {
         "machine": machines_of("docs/measurements.md"),
         "passes": (figures_layers.passes, PASSES),
+        "positions": (figures_layers.positions, ("positions-cpu",)),
         "errors": (figures_layers.errors, ERRORS),
         "overhead": (figures_layers.overhead, ("overhead-cpu",)),
         "calls": (figures_layers.calls, ("overhead-cpu",)),

@@ -83,6 +83,7 @@ RUNS = {
     "bench_models": ("models-cpu", {"MODELS": {"tiny, as of monai": tiny}}, ["--rounds", 1]),
     "bench_overhead": ("overhead-cpu", {}, ["--rounds", 1, "--case", "Conv2d 3x3"]),
     "bench_peers": ("peers-cpu", {"MODELS": {"tiny": MODEL}, "PEERS": FEW_PEERS}, ["--seconds", 0, "--model", "tiny"]),
+    "bench_positions": ("positions-cpu", {"LAYERS": LAYERS[:1], "BEYOND_CACHES": 1}, ["--seconds", 0]),
     "bench_tune": ("tune-cpu", {"MODELS": {"tiny": MODEL}}, ["--seconds", 0.01, "--budget", 0.05, "--model", "tiny"]),
     "bench_weights": ("weights-cpu", {"points": lambda *_: POINTS}, ["--samples", 1]),
     "profile_peers": ("peers-profile-cpu", {"MODELS": {"tiny": MODEL}, "PROFILES": PROFILES}, ["--model", "tiny"]),

@@ -240,6 +240,8 @@ def test_the_readme_is_short_and_its_tables_are_narrow():
     assert len("\n".join(lines).partition("\n## ")[0].strip().splitlines()) <= 45
     assert len(lines) <= 120
     assert max(line.count("|") for line in lines if line.startswith("|")) <= 6  # around five columns
+    gains = "\n".join(lines).partition("<!-- figures: gains -->\n")[2].partition("<!--")[0].splitlines()
+    assert [line.count("|") for line in gains] == [5] * (2 + 5)  # five rows of four columns
 
 
 @pytest.mark.parametrize("document", DOCUMENTS[1:], ids=lambda document: document.name)

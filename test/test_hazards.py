@@ -99,6 +99,27 @@ def test_h03_safetensors_refuses_channels_last_tensors(tmp_path):
     assert not nhwc.check(model, plan)
 
 
+@pytest.mark.parametrize("kind", ["safetensors", "torch.save", "torch.save, assigned"])
+def test_h03_a_plain_model_loads_the_file_of_a_converted_one_and_computes_the_same(kind, tmp_path):
+    """It cannot say whose file it is, and need not: names, shapes and values are those of a plain model."""
+    from safetensors.torch import load_file, save_file
+
+    model, plain = network(), network()
+    x = torch.randn(2, 3, 8, 8).double()
+    expected = model(x)
+    nhwc.convert_(model)
+    if kind == "safetensors":
+        save_file(nhwc.checkpoint.contiguous_state_dict(model), tmp_path / "model")
+    else:
+        torch.save(model.state_dict(), tmp_path / "model")
+    state = (load_file if kind == "safetensors" else torch.load)(tmp_path / "model")
+    plain.load_state_dict(state, assign="assigned" in kind)
+    torch.testing.assert_close(plain(x), expected)
+    assert nhwc.plan(plain).rows[0].action is (Action.KEEP if "assigned" in kind else Action.CONVERT)
+    plain.load_state_dict(nhwc.checkpoint.convert_state_dict(state, nhwc.plan(plain)), assign=True)
+    torch.testing.assert_close(plain(x), expected)
+
+
 def test_h08_a_model_of_2d_and_3d_layers_is_half_converted():
     model = nn.ModuleDict({"image": nn.Conv2d(3, 4, 3), "volume": nn.Conv3d(3, 4, 3)})
     plain = copy.deepcopy(model)

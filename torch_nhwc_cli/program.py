@@ -322,7 +322,9 @@ def convert(
     wanted = format_name(memory_format)
     if path_in is not None:
         if preserve is not None or any((model, factory, input_shape, device, dtype, each_forward, from_plan, out)):
-            raise ValueError("a saved model: expected the files IN and OUT, without options for models that run")
+            raise ValueError(
+                "with the files IN and OUT, leave out --preserve, --each-forward, --plan, --out and what names a model"
+            )
         if path_out is None:
             example = path_in.with_name(f"converted{path_in.suffix}")
             raise ValueError(f"name the file to write: torch-nhwc convert {path_in} {example}")

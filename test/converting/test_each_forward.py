@@ -14,9 +14,39 @@ from torch_nhwc import Plan, Reason
 from torch_nhwc.planning import Action
 
 
+class Standardised(nn.Conv2d):
+    """Weight standardisation as in most repositories."""
+
+    def forward(self, x):
+        weight = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+        std = weight.view(weight.size(0), -1).std(dim=1).view(-1, 1, 1, 1) + 1e-5
+        return nn.functional.conv2d(x, weight / std, self.bias, self.stride, self.padding, self.dilation, self.groups)
+
+
 def network():
     torch.manual_seed(0)
     return nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4), nn.Unflatten(1, (2, 2)), nn.Conv3d(2, 4, (1, 3, 3)))
+
+
+@pytest.mark.parametrize("preserve", [True, False])
+def test_a_weight_that_its_layer_views_stays_contiguous_and_what_is_computed_is_converted(preserve):
+    model = nn.Sequential(Standardised(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), Standardised(8, 4, 1)).double()
+    plain, x = copy.deepcopy(model), torch.randn(2, 3, 9, 9).double()
+    report = nhwc.convert_(model, input_format="channels_last", preserve=preserve, strict=True)
+    assert actions(report.plan) == [Action.EACH_FORWARD, Action.CONVERT, Action.EACH_FORWARD]
+    for each in (model, plain):
+        each(x).square().sum().backward()
+    with nhwc.trace(model) as trace:
+        torch.testing.assert_close(model(x), plain(x))
+    assert "no loss, no mixed convolution" in str(trace)
+    for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, expected.grad)
+    assert model[0].weight.grad.is_contiguous()
+    assert not nhwc.check(model, report.plan)
+    report.revert()
+    assert kinds(model) == kinds(plain)
+    again = nhwc.convert_(model, plan=Plan.from_json(report.plan.to_json()), strict=True)
+    assert actions(again.plan) == actions(report.plan)
 
 
 def kinds(model):

@@ -2,6 +2,7 @@
 
 import re
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 
 import pytest
 import reference
@@ -245,8 +246,9 @@ def test_what_is_not_a_memory_format_raises(function, wrong):
 @pytest.mark.parametrize("prefix", ["", "torch."])
 def test_names_mean_memory_formats_and_dtypes(prefix):
     weight = torch.randn(4, 3, 3, 3)
-    for name, dtype in (("channels_last", "bfloat16"), ("contiguous_format", "half")):
-        expected = reference.convert_weight(weight.to(getattr(torch, dtype)), getattr(torch, name))
+    spellings = {"bfloat16": torch.bfloat16, "half": torch.half, "BF16": torch.bfloat16, "fp32": torch.float32}
+    for name, (dtype, meant) in product(("channels_last", "contiguous_format"), spellings.items()):
+        expected = reference.convert_weight(weight.to(meant), getattr(torch, name))
         assert_same(nhwc.convert_weight(weight, prefix + name, dtype=prefix + dtype), expected)
         assert_same(nhwc.convert_weights([weight], prefix + name, dtype=prefix + dtype)[0], expected)
     assert nhwc.ops.plan_weights([weight], f"{prefix}channels_last") == [nhwc.Outcome.IN_PLACE]
@@ -261,6 +263,14 @@ def test_names_mean_memory_formats_and_dtypes(prefix):
         ):
             with pytest.raises(TypeError, match=f"expected dtype to be a torch.dtype or its name, got {wrong!r}"):
                 call()
+
+
+@pytest.mark.parametrize("names", [{"memory_format": "channels_last"}, {"dtype": "bfloat16"}], ids=str)
+def test_operators_take_no_names(names):
+    """A schema of PyTorch's knows them as numbers alone."""
+    [(argument, _)] = names.items()
+    with pytest.raises(RuntimeError, match=f"for argument '{argument}' but instead found type 'str'"):
+        torch.ops.nhwc.convert_weight(torch.randn(4, 3, 3, 3), **names)
 
 
 def test_a_memory_format_may_be_an_input_of_a_traced_graph():

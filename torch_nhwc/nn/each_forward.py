@@ -1,10 +1,14 @@
 """Layers that convert their weight on its way to the convolution, in each forward: the parameter stays contiguous."""
 
+import dis
+import re
+from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 
 from torch_nhwc.layout import CHANNELS_LAST, to_format
@@ -41,6 +45,19 @@ class EachForward(Swap):
 def is_in_each_forward(layer_type: type) -> bool:
     """Return whether layers of a class convert their weight in each forward."""
     return issubclass(layer_type, EachForward)
+
+
+def views_weight(layer: nn.Module) -> bool:
+    """Return whether a convolution's own code takes a `view` of a weight by name, which raises for channels-last."""
+    if isinstance(layer, _ConvNd):
+        for each in type(layer).__mro__:
+            if each.__module__.startswith("torch."):
+                break
+            codes = (getattr(value, "__code__", None) for value in vars(each).values())
+            for before, step in (pair for code in codes if code for pair in pairwise(dis.get_instructions(code))):
+                if step.argval == "view" and re.search(r"\b(w|\w*weight)\b", str(before.argval)):
+                    return True
+    return False
 
 
 class _InConvForward(EachForward):

@@ -109,6 +109,7 @@ _NUMBERS: dict[object, object] = {
 _BY_NAME = {str(each): each for each in (torch.contiguous_format, torch.channels_last, torch.channels_last_3d)}
 _BY_NAME |= {name.removeprefix("torch."): each for name, each in _BY_NAME.items()}
 _NUMBERS |= {name: _NUMBERS[each] for name, each in _BY_NAME.items()}
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
 _convert_weight = torch.ops.nhwc.convert_weight.default
 
 
@@ -118,8 +119,9 @@ def named_format(given: Any) -> Any:
 
 
 def named_dtype(given: Any) -> Any:
-    """Return the dtype with a name, such as `"bfloat16"`; anything else as it is."""
-    found = getattr(torch, given.removeprefix("torch."), None) if isinstance(given, str) else None
+    """Return the dtype with a name, such as `"bfloat16"` or `"bf16"`; anything else as it is."""
+    name = given.lower().removeprefix("torch.") if isinstance(given, str) else ""
+    found = getattr(torch, _SHORT.get(name, name), None)
     return found if isinstance(found, torch.dtype) else given
 
 

@@ -16,7 +16,7 @@ from torch_nhwc.layout import (
     tied_by_view,
 )
 from torch_nhwc.nn.class_swap import is_pickled_otherwise
-from torch_nhwc.nn.each_forward import is_in_each_forward
+from torch_nhwc.nn.each_forward import is_in_each_forward, views_weight
 from torch_nhwc.nn.hooks import InputHook
 from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
@@ -203,6 +203,8 @@ def _decide_sites(found: Found, options: Options, plan: Plan | None) -> tuple[li
         if key in tied and (reason is None or reason.kind is Kind.REMARK):
             reason = Reason.TIED_BY_VIEW
         in_each_forward = planned.is_in_each_forward if planned else options.each_forward
+        if wanted.is_channels_last and reason is None and site.name == "weight" and views_weight(site.module):
+            in_each_forward = True
         if planned and planned.reason not in _FROM_OPTIMIZERS and (planned.is_wanted or in_each_forward):
             planned = None
         earlier = None if tensor is None else first.get(key)

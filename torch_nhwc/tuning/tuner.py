@@ -32,7 +32,6 @@ CONTIGUOUS = "contiguous"
 WEIGHTS = "weights only"
 FULL = "full"
 PRESERVED = "full, preserved"
-_SPELLINGS: dict[str, Any] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def tune(
@@ -97,7 +96,7 @@ def tune(
         >>> tuning.table[0].name, tuning.choice in [row.name for row in tuning.table]
         ('contiguous', True)
     """
-    region: torch.dtype | None = named_dtype(_SPELLINGS.get(str(autocast).lower(), autocast))
+    region: torch.dtype | None = named_dtype(autocast)
     if isinstance(optimizer, str):
         optimizer = optimizer_named(optimizer) or optimizer
     _check(model, mode, budget_seconds, region, optimizer, loss, compile)
