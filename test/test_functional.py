@@ -118,6 +118,18 @@ def test_nested_tensors_get_pytorch_s_function():
             assert torch.equal(output, expected)
 
 
+@pytest.mark.parametrize("given", [None, torch.randn(1, 4, 4, 4).to_sparse()], ids=["none", "sparse"])
+@pytest.mark.parametrize("name", ["gelu", "softmax", "conv2d", "conv_transpose2d"])
+def test_no_tensor_and_a_sparse_one_get_pytorch_s_error(name, given):
+    arguments = {"gelu": (), "softmax": (1,)}.get(name, (torch.randn(4, 4, 3, 3),))
+    errors = []
+    for module in (functional, F):
+        with pytest.raises((TypeError, AttributeError, RuntimeError)) as raised:
+            getattr(module, name)(given, *arguments)
+        errors.append((raised.type, str(raised.value).partition(" - got")[0]))
+    assert errors[0] == errors[1]
+
+
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad mode": torch.enable_grad}
 
 

@@ -819,7 +819,8 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                     _options_of_ours.clear()
                 is_ours = _way_of(axes, input, weight, bias, options)[0] != "pytorch"
                 # The operator requests huge pages for a large output, whoever computes it.
-                is_ours |= input.is_cpu and input.nbytes >= _LARGE and _are_usual(options, axes)
+                is_large = input.is_cpu and input.numel() * input.element_size() >= _LARGE  # sparse ones have no nbytes
+                is_ours |= is_large and _are_usual(options, axes)
                 ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
@@ -914,9 +915,12 @@ def is_exported() -> bool:
     return torch.compiler.is_compiling() or (torch._C._is_tracing() and torch.onnx.is_in_onnx_export())
 
 
-def _is_pytorch_s(*tensors: Any) -> bool:
+def _is_pytorch_s(input: Any, *others: Any) -> bool:
     """Return whether a call is not ours: with a tensor subclass or a proxy, or while a compiler or ONNX traces."""
-    return is_exported() or not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
+    if input is None or is_exported():
+        return True
+    tensors = input, *others
+    return not (_PLAIN.issuperset(map(type, tensors)) or _are_plain_inside(tensors))
 
 
 def _keeps_its_class(tensor: Tensor) -> bool:

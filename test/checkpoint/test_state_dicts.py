@@ -96,10 +96,14 @@ class Fields:
     inner: Any = None
 
 
+class History(list):
+    """A list with an attribute."""
+
+
 def test_every_container_in_a_state_dict_is_made_again():
     def tensors(state):
-        named, fields = state["named"], state["list"][0]
-        return [named.weight, fields.weight, fields.inner.weight, state["read_only"]["w"], state["ordered"]["weight"]]
+        fields, mappings = state["list"][0], (state["read_only"]["w"], state["ordered"]["weight"])
+        return [state["named"].weight, fields.weight, fields.inner.weight, *mappings, *state["history"]]
 
     model, _ = converted()
     weight, ordered = model.block.weight.detach(), model.state_dict()
@@ -109,7 +113,9 @@ def test_every_container_in_a_state_dict_is_made_again():
         "read_only": types.MappingProxyType({"w": weight}),
         "ordered": OrderedDict(weight=weight),
         "model": ordered,
+        "history": History([weight]),
     }
+    state["history"].length = 7
     contiguous = contiguous_state_dict(state)
     assert not any(each.is_contiguous() for each in tensors(state))
     assert all(each.is_contiguous() and torch.equal(each, weight) for each in tensors(contiguous))
@@ -117,6 +123,7 @@ def test_every_container_in_a_state_dict_is_made_again():
     assert (type(contiguous["named"]), contiguous["named"].step) == (Named, 3)
     assert (type(contiguous["list"][0]), type(contiguous["list"][0].inner)) == (Fields, Named)
     assert contiguous["list"][1] == "text"
+    assert (type(contiguous["history"]), contiguous["history"].length) == (History, 7)
     assert contiguous["model"]._metadata == ordered._metadata
 
 

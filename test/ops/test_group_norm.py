@@ -10,7 +10,7 @@ import torch_nhwc  # noqa: F401  registers the operators
 
 ops = torch.ops.nhwc
 # Shape and groups: 3D to 5D, channels that fill registers and that do not, a voxel, a group for each channel, a sample
-# larger than a cache.
+# larger than a cache, groups of many neighbours, in small and in large samples.
 SHAPES = [
     ((2, 16, 8, 9, 10), 4),
     ((3, 20, 7, 9), 5),
@@ -22,6 +22,11 @@ SHAPES = [
     ((2, 3, 2, 2), 1),
     ((1, 7, 130, 1), 7),
     ((2, 24, 1, 1, 2), 2),
+    ((3, 257, 8, 8), 1),
+    ((2, 1023, 4, 4), 3),
+    ((2, 255, 9, 7), 5),
+    ((1, 1023, 16, 3, 4), 3),
+    ((2, 63, 3, 3, 9), 1),
 ]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -66,6 +71,19 @@ def test_a_drift_and_constants_are_summed_around_their_own_mean():
     # A group of one value: what is left of rounding, over eps.
     flat = torch.full((1, 8, 30, 30), 0.1)
     assert ops.group_norm(channels_last(flat), 2).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize(("channels", "rows"), [(257, 64), (96, 12), (1030, 40)])
+def test_groups_of_many_neighbours_are_summed_around_their_own_mean(channels, rows, groups):
+    """The first rows, by which the mean is guessed, are far from it; and what is no finite number stays so."""
+    x = torch.randn(3, channels // groups * groups, rows, 1) + 100
+    x[:, :, : rows // 2] += 1e4
+    x[1, -1, -1], x[2, 0, 0] = torch.inf, torch.nan
+    ours, exact = ops.group_norm(channels_last(x), groups), F.group_norm(x.double(), groups)
+    assert torch.equal(ours.isnan(), exact.isnan())
+    assert error(ours[:1], exact[:1]) < 1e-6
+    assert error(ops.group_norm(channels_last(x[:1].double()), groups), exact[:1]) < 1e-11
 
 
 def test_h76_a_first_layer_whose_input_needs_no_gradient():

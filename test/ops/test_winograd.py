@@ -80,6 +80,18 @@ def test_the_error_is_at_most_twice_that_of_pytorch_on_contiguous(shape, kind):
         assert (own.double() - real).norm() <= 2 * (theirs.double() - real).norm()
 
 
+@pytest.mark.parametrize("name", [name for name in CASES if "groups" in name or "transposed" in name])
+def test_results_of_groups_and_of_transposed_ones_are_as_accurate(name):
+    case = CASES[name]
+    x, w, _, arguments = operands(case)
+    function = getattr(F, case[0])
+    for given in (x, x.relu()):
+        exact = function(given.double(), w.double(), None, *arguments)
+        stock = function(given.contiguous(), w.contiguous(), None, *arguments)
+        ours = getattr(functional, case[0])(given, w, None, *arguments)
+        assert (ours.double() - exact).norm() <= 2 * (stock.double() - exact).norm()
+
+
 @pytest.mark.parametrize(
     ("case", "why"),
     [

@@ -49,7 +49,7 @@ def _map(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
     other = dict(value) if isinstance(value, Mapping) and not isinstance(value, MutableMapping) else copy.copy(value)
     for key, child in _fields_of(value):
         mapped = _map(child, function)
-        if isinstance(other, MutableMapping):
+        if isinstance(other, (MutableMapping, list)):
             other[key] = mapped
         else:
             object.__setattr__(other, key, mapped)  # a dataclass may be frozen
@@ -83,9 +83,11 @@ def _is_inside(container: Any) -> Callable[[Any], bool]:
 
 
 def _fields_of(value: Any) -> list[tuple[Any, Any]]:
-    """Return what a mapping or a dataclass holds."""
+    """Return what a mapping, a dataclass or a list of the user's own class holds."""
     if isinstance(value, Mapping):
         return list(value.items())
+    if isinstance(value, list):
+        return list(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(each.name, getattr(value, each.name)) for each in dataclasses.fields(value)]
     return []

@@ -324,11 +324,100 @@ void moments_of_blocks(const NormRows& shape, const Element* rows, double* mean,
   }
 }
 
+/// Sums of deviations and of their squares: of few terms in registers, of all others in doubles.
+template <typename Number>
+struct Deviations {
+  static constexpr std::int64_t lanes = VectorOf<Number>::lanes;
+  static constexpr int at_once = 4, most_terms = 8;
+  Vector<Number> sums[at_once] = {}, squares[at_once] = {};
+  Pair<double> all = {}, all_squares = {};
+  int terms = 0;
+
+  NHWC_ALWAYS_INLINE void add(int to, Vector<Number> deviation) {
+    sums[to] += deviation;
+    squares[to] += deviation * deviation;
+  }
+  NHWC_ALWAYS_INLINE void flush() {
+    all = all + doubles_of((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    all_squares = all_squares + doubles_of((squares[0] + squares[1]) + (squares[2] + squares[3]));
+    for (int each = 0; each < at_once; ++each) sums[each] = squares[each] = Vector<Number>{};
+    terms = 0;
+  }
+  NHWC_ALWAYS_INLINE void count() {
+    if (++terms >= most_terms) flush();
+  }
+
+ private:
+  static NHWC_ALWAYS_INLINE Pair<double> doubles_of(Vector<Number> values) {
+    if constexpr (std::is_same_v<Number, double>) {
+      return {values, Vector<double>{}};
+    } else {
+      Number stored[lanes];
+      store_vector(stored, values);
+      return load_doubles(stored);
+    }
+  }
+};
+
+/// Adds up the deviations from `center`, and their squares, of runs of neighbouring elements, each of at least a
+/// register. The last register of a run overlaps the one before it.
+template <typename Element>
+void sum_runs(const Element* first, std::int64_t runs, std::int64_t length, std::int64_t step, Real<Element> center,
+              double* sum, double* square) {
+  using Number = Real<Element>;
+  constexpr std::int64_t lanes = VectorOf<Number>::lanes, at_once = Deviations<Number>::at_once;
+  const std::int64_t rest = length % lanes, filled = length - rest;
+  Vector<Number> is_fresh{};
+  for (std::int64_t lane = lanes - rest; lane < lanes; ++lane) is_fresh[lane] = 1;
+  Deviations<Number> found;
+  for (std::int64_t run = 0; run < runs; ++run, first += step) {
+    std::int64_t k = 0;
+    for (; k + at_once * lanes <= filled; k += at_once * lanes) {
+      NHWC_UNROLL
+      for (int each = 0; each < at_once; ++each) found.add(each, load_vector(first + k + each * lanes) - center);
+      found.count();
+    }
+    for (; k < filled; k += lanes) found.add(0, load_vector(first + k) - center);
+    if (rest > 0) found.add(1, (load_vector(first + length - lanes) - center) * is_fresh);
+    found.count();
+  }
+  found.flush();
+  *sum = total_of<double>(found.all.first + found.all.second);
+  *square = total_of<double>(found.all_squares.first + found.all_squares.second);
+}
+
+/// Computes moments group by group, by the deviations from a guess, the mean of a few rows, as `moments_of_blocks`
+/// does.
+template <typename Element>
+void moments_of_runs(const NormRows& shape, const Element* rows, double* mean, double* deviations) {
+  using Number = Real<Element>;
+  const auto [count, channels, groups] = shape;
+  const std::int64_t of_group = channels / groups, few = larger_of(1, smaller_of(4, count / 8));
+  const std::int64_t length = groups == 1 ? count * channels : of_group, runs = groups == 1 ? 1 : count;
+  const double elements = static_cast<double>(count * of_group);
+  for (std::int64_t g = 0; g < groups; ++g) {
+    const Element* first = rows + g * of_group;
+    double guess = sum_of<false>(first, few, count / few * channels, of_group, 0) / static_cast<double>(few * of_group);
+    for (bool is_good = false, is_second = false; !is_good; is_second = true) {
+      const auto center = static_cast<Number>(guess);
+      double sum, square;
+      sum_runs(first, runs, length, channels, center, &sum, &square);
+      const double moved = sum / elements, cancelled = sum * moved;
+      is_good = is_second || !(square < 2 * cancelled);
+      mean[g] = guess = static_cast<double>(center) + moved;
+      deviations[g] = square - cancelled;
+    }
+  }
+}
+
 template <typename Element>
 void moments(const NormRows& shape, const void* data, double* mean, double* deviations, double* scratch) {
   const auto [count, channels, groups] = shape;
   const auto* rows = static_cast<const Element*>(data);
-  if (has_few_rows<Element>(shape)) {
+  // Runs need no sums of channels. Short ones of a large sample are read from the same lines of memory several times.
+  if (has_runs_of<Element>(shape, bytes_of<Element>(shape) <= 1 << 17 ? 128 : 1024)) {
+    moments_of_runs(shape, rows, mean, deviations);
+  } else if (has_few_rows<Element>(shape)) {
     moments_of_few_rows(shape, rows, mean, deviations);
   } else {
     moments_of_blocks(shape, rows, mean, deviations, scratch);
@@ -347,18 +436,20 @@ template <typename Number>
 struct Affine {
   Number* __restrict mean, * __restrict scale, * __restrict shift;
 
-  Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded)
-      : mean(reinterpret_cast<Number*>(scratch)), scale(mean + padded), shift(scale + padded) {
+  int arrays;  // those that are read: the mean, scale, shift
+
+  Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded, int arrays = 3)
+      : mean(reinterpret_cast<Number*>(scratch)), scale(mean + padded), shift(scale + padded), arrays(arrays) {
     const std::int64_t of_group = shape.channels / shape.groups;
-    for (std::int64_t g = 0, k = 0; g < shape.groups; ++g) {
+    for (std::int64_t g = 0, first = 0; g < shape.groups; ++g, first += of_group) {
       const double average = numbers.mean[g], r = numbers.rstd[g];
       const auto rounded = static_cast<Number>(average);
       const double lost = static_cast<double>(rounded) - average;
-      for (const std::int64_t end = k + of_group; k < end; ++k) {
-        const double by = r * numbers.weight[k];
-        mean[k] = rounded;
-        scale[k] = static_cast<Number>(by);
-        shift[k] = static_cast<Number>(numbers.bias[k] + lost * by);
+      const std::int64_t end = first + of_group;
+      for (std::int64_t k = first; k < end; ++k) mean[k] = rounded;
+      for (std::int64_t k = first; arrays > 1 && k < end; ++k) scale[k] = static_cast<Number>(r * numbers.weight[k]);
+      for (std::int64_t k = first; arrays > 2 && k < end; ++k) {
+        shift[k] = static_cast<Number>(numbers.bias[k] + lost * (r * numbers.weight[k]));
       }
     }
   }
@@ -367,7 +458,8 @@ struct Affine {
 
   template <typename Element>
   void arrange(const Strip<Element>& strip) const {
-    for (Number* each : {mean, scale, shift}) strip.arrange(each);
+    Number* const all[] = {mean, scale, shift};
+    for (int each = 0; each < arrays; ++each) strip.arrange(all[each]);
   }
 };
 
@@ -392,7 +484,7 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
   const std::int64_t step = strip.width;
   const Affine<Number> by(shape, numbers, scratch, strip.padded());
   const Activation<Number, kind> activation(numbers.parameter);
-  if (has_few_rows<Element>(shape)) {
+  if (is_written_by_groups<Element>(shape)) {
     return normalise_few_rows(shape, rows, residual, to, numbers.mean, by.scale, by.shift, activation);
   }
   by.arrange(strip);
@@ -479,7 +571,7 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
   const auto* rows = static_cast<const Element*>(data);
   auto* to = static_cast<Element*>(before);
   const Strip<Element> strip(shape.count, shape.channels);
-  const Affine<Number> by(shape, numbers, scratch, strip.padded());
+  const Affine<Number> by(shape, numbers, scratch, strip.padded(), kind == cpu::ActivationKind::none ? 1 : 3);
   const Activation<Number, kind> activation(numbers.parameter);
   if (has_few_rows<Element>(shape)) {
     return backward_sums_of_few_rows(shape, grad, rows, to, numbers.mean, by.scale, by.shift, activation, sum, product);
@@ -512,7 +604,7 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
   auto* to = static_cast<Element*>(out);
   const Strip<Element> strip(count, channels);
   const std::int64_t of_group = channels / groups, padded = strip.padded(), step = strip.width;
-  const Affine<Number> by(shape, numbers, scratch, padded);
+  const Affine<Number> by(shape, numbers, scratch, padded, kind == cpu::ActivationKind::none ? 2 : 3);
   const Activation<Number, kind> activation(numbers.parameter);
   if (!sum) {  // the input only tells where the activation is, and takes no other part, whatever is in it
     by.arrange(strip);
@@ -534,7 +626,7 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
     return;
   }
   const double share = 1 / static_cast<double>(of_group * sample_rows);
-  const bool is_few = has_few_rows<Element>(shape);
+  const bool is_few = is_written_by_groups<Element>(shape);
   Number* __restrict by_row = by.end(padded), * __restrict by_all = by_row + padded;
   // out = g * scale + (rows - mean) * by_row + by_all
   for (std::int64_t g = 0; g < groups; ++g) {

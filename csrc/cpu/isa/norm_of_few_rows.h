@@ -11,13 +11,32 @@ inline namespace NHWC_CPU_LEVEL {
 
 using cpu::NormRows;
 
+template <typename Element>
+std::int64_t bytes_of(const NormRows& shape) {
+  return shape.count * shape.channels * static_cast<std::int64_t>(sizeof(Element));
+}
+
 /// Returns whether rows are few: of groups that fill registers, or of few numbers at all. Where the channels do not
-/// fill pairs of registers, strips are longer.
+/// fill pairs of registers, strips are longer. Columns of a larger sample are too far apart for the caches.
 template <typename Element>
 bool has_few_rows(const NormRows& shape) {
   if (shape.count * shape.channels <= 128) return true;
   const bool fills_registers = shape.channels >= shape.groups * VectorOf<Real<Element>>::lanes;
-  return fills_registers && shape.count <= (shape.channels % pair_size<Element> == 0 ? 16 : 64);
+  return fills_registers && shape.count <= (shape.channels % pair_size<Element> == 0 ? 16 : 64) &&
+         bytes_of<Element>(shape) <= 3 << 15;
+}
+
+/// Returns whether a group is one run of neighbours in memory, or has so many in each row.
+template <typename Element>
+bool has_runs_of(const NormRows& shape, std::int64_t bytes) {
+  const auto run = shape.channels / shape.groups * static_cast<std::int64_t>(sizeof(Element));
+  return shape.groups == 1 ? shape.count * shape.channels > 128 : run >= bytes;
+}
+
+/// Returns whether a sample of few rows is also written by the registers of each group.
+template <typename Element>
+bool is_written_by_groups(const NormRows& shape) {
+  return has_few_rows<Element>(shape) && (bytes_of<Element>(shape) <= 8192 || has_runs_of<Element>(shape, 512));
 }
 
 /// Calls `work<Value>(channel, fresh)` for each register of a group's channels; in a group that is narrower than one,
@@ -33,6 +52,26 @@ NHWC_ALWAYS_INLINE void for_each_register(std::int64_t group, std::int64_t of_gr
     work.template operator()<Vector<Number>>(end - lanes, k - (end - lanes));
   } else {
     for (; k < end; ++k) work.template operator()<Number>(k, 0);
+  }
+}
+
+/// Calls `column<Value>(channel)(place)` for each register of a group, at its places in all rows. A small sample goes
+/// down the columns, whose parameters stay in registers; a larger one row after row, as it is in memory.
+template <typename Element, typename Column>
+NHWC_ALWAYS_INLINE void for_each_place(const NormRows& shape, std::int64_t group, const Column& column) {
+  const auto [count, channels, groups] = shape;
+  const std::int64_t elements = count * channels, of_group = channels / groups;
+  if (bytes_of<Element>(shape) <= 8192) {
+    for_each_register<Element>(group, of_group, [&]<typename Value>(std::int64_t k, std::int64_t) {
+      const auto work = column.template operator()<Value>(k);
+      for (std::int64_t at = k; at < elements; at += channels) work(at);
+    });
+  } else {
+    for (std::int64_t row = 0; row < elements; row += channels) {
+      for_each_register<Element>(group, of_group, [&]<typename Value>(std::int64_t k, std::int64_t) {
+        column.template operator()<Value>(k)(row + k);
+      });
+    }
   }
 }
 
@@ -126,17 +165,14 @@ void normalise_few_rows(const NormRows& shape, const Element* rows, const Elemen
                         const double* means, const Real<Element>* scale, const Real<Element>* shift,
                         const Activated& activation) {
   using Number = Real<Element>;
-  const auto [count, channels, groups] = shape;
-  const std::int64_t elements = count * channels;
-  for (std::int64_t g = 0; g < groups; ++g) {
+  for (std::int64_t g = 0; g < shape.groups; ++g) {
     const auto mean = static_cast<Number>(means[g]);
-    for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
-      const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
-      for (std::int64_t at = k; at < elements; at += channels) {
+    for_each_place<Element>(shape, g, [&]<typename Value>(std::int64_t k) {
+      return [&, a = load_as<Value>(scale + k), b = load_as<Value>(shift + k)](std::int64_t at) {
         Value y = (load_as<Value>(rows + at) - mean) * a + b;
         if (residual) y += load_as<Value>(residual + at);
         store_as<Value>(out + at, activation.value(y));
-      }
+      };
     });
   }
 }
@@ -173,14 +209,12 @@ template <typename Element, typename Activated>
 void backward_of_few_rows(const NormRows& shape, std::int64_t group, const Element* grad, const Element* rows,
                           Element* out, Real<Element> mean, const Real<Element>* scale, const Real<Element>* shift,
                           Real<Element> by_row, Real<Element> by_all, const Activated& activation) {
-  const std::int64_t elements = shape.count * shape.channels, step = shape.channels;
-  for_each_register<Element>(group, shape.channels / shape.groups, [&]<typename Value>(std::int64_t k, std::int64_t) {
-    const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
-    for (std::int64_t at = k; at < elements; at += step) {
+  for_each_place<Element>(shape, group, [&]<typename Value>(std::int64_t k) {
+    return [&, a = load_as<Value>(scale + k), b = load_as<Value>(shift + k)](std::int64_t at) {
       const Value centred = load_as<Value>(rows + at) - mean,
                   from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
       store_as<Value>(out + at, from * a + (centred * by_row + by_all));
-    }
+    };
   });
 }
 

@@ -378,14 +378,17 @@ bool is_winograd_on() {
 
 /// Returns whether a tile of four results along the width has at most twice the error of PyTorch's contiguous kernels,
 /// as one of two has: `bench_errors.py`. In half precision the error is that of the result's rounding. oneDNN's is
-/// larger below AVX-512, that of its weight gradients with it, and PyTorch's own products of small samples are more
-/// exact.
+/// larger below AVX-512, that of its weight gradients with it. Its results of transposed convolutions and of groups,
+/// and PyTorch's own products of small samples, are more exact.
 bool is_right_by_wide_tiles(const Call& call, Pass pass) {
   if (call.is_half()) return true;
   if (pass == Pass::input_gradient || !is_onednns(call.backend())) return false;
   const Sizes sizes(call);
   const bool is_below_avx512 = onednn_isa() == OnednnIsa::below_avx512;
-  if (pass == Pass::forward) return is_below_avx512 && (sizes.is_3d || sizes.inputs >= 64);
+  if (pass == Pass::forward) {
+    const bool is_plain = !call.is_transposed && call.groups == 1;
+    return is_below_avx512 && is_plain && (sizes.is_3d || sizes.inputs >= 64);
+  }
   return sizes.is_3d ? !is_below_avx512 && sizes.positions >= 4096 : sizes.positions >= 1024;
 }
 
