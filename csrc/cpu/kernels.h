@@ -5,6 +5,7 @@
 #include "cpu/depthwise_kernels.h"
 #include "cpu/inner_product_kernels.h"
 #include "cpu/norm_kernels.h"
+#include "cpu/output_kernels.h"
 #include "cpu/pointwise_kernels.h"
 #include "cpu/softmax_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
@@ -23,6 +24,7 @@ struct Kernels {
   ByType<DepthwiseKernels> depthwise;
   ByType<InnerProductKernels> inner_product;
   ByType<NormKernels> norm;
+  OutputKernels output;
   ByType<PointwiseKernels> pointwise;
   SoftmaxKernels softmax;
   ByType<WeightGradientKernels> weight_gradient;

@@ -181,7 +181,7 @@ at::Tensor outputs_of(const at::Tensor& weight, int64_t groups, int64_t group) {
 
 /// Returns a convolution's results of one group, by the points of its weight.
 void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, const at::Tensor& source,
-              const Weight& weight, const at::Tensor& bias, const at::Tensor& results) {
+              const Weight& weight, const at::Tensor& bias, const at::Tensor& results, const Output& output) {
   const WinogradKernels& kernels = kernels_of(source.scalar_type());
   const int64_t inputs = source.size(1), outputs = results.size(1), lanes = kernels.lanes,
                 element = source.element_size();
@@ -200,6 +200,18 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
   const PointArray of_source(blocks.size * depth), of_results(blocks.size * panels_of(most) * lanes);
   const int64_t floats = of_source.floats(tile) + of_results.floats(tile);
 
+  const bool finishes = !output.is_empty();
+  const auto finish = [&](const WinogradBox& box) {
+    const int64_t neighbours = box.step[2] == box.channels ? box.inside[2].size() : 1;
+    for (int64_t d = box.inside[0].begin; d < box.inside[0].end; ++d) {
+      for (int64_t h = box.inside[1].begin; h < box.inside[1].end; ++h) {
+        for (int64_t w = box.inside[2].begin; w < box.inside[2].end; w += neighbours) {
+          const int64_t offset = d * box.step[0] + h * box.step[1] + w * box.step[2];
+          output.finish(results, static_cast<const float*>(box.first) + offset, neighbours * box.channels);
+        }
+      }
+    }
+  };
   const auto compute = [&](int64_t task, char* scratch) {
     const Range block = blocks[task / shares.parts], share = shares[task % shares.parts];
     auto* from = reinterpret_cast<float*>(scratch);
@@ -236,6 +248,7 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
         const WinogradBox box =
             tiles.results_of(index, bytes_of(results) + part.begin * element, element, part.size(), groups * outputs);
         kernels.points_to_results(tile, {to + (index - block.begin) * lanes, of_results.point_step, panel_step}, box);
+        if (finishes) finish(box);
       }
     }
   };
@@ -245,11 +258,13 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
 /// Returns a convolution's results, one group after the other, by a transform of a group's weight.
 void convolve_groups(const Plane& plane, const ConvolutionSizes& sizes, const WinogradTile& tile,
                      const at::Tensor& source, const at::Tensor& weight, decltype(transformed)& transform,
-                     const at::Tensor& bias, const at::Tensor& results) {
+                     const at::Tensor& bias, const at::Tensor& results, const Output& output = {}) {
   for (int64_t group = 0; group < sizes.groups; ++group) {
     const Weight points = transform(sizes, tile, outputs_of(weight, sizes.groups, group));
+    Output of_group = output;
+    if (output.residual.defined()) of_group.residual = channels_of(output.residual, sizes.groups, group);
     convolve(plane, sizes.groups, tile, channels_of(source, sizes.groups, group), points,
-             outputs_of(bias, sizes.groups, group), channels_of(results, sizes.groups, group));
+             outputs_of(bias, sizes.groups, group), channels_of(results, sizes.groups, group), of_group);
   }
 }
 
@@ -380,9 +395,9 @@ class PointsOfWeightGradient {
 }  // namespace
 
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,
-                      const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
+                      const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out, const Output& output) {
   if (out.numel() == 0) return;
-  convolve_groups(forward_plane(sizes), sizes, tile, input, weight, transformed, bias, out);
+  convolve_groups(forward_plane(sizes), sizes, tile, input, weight, transformed, bias, out, output);
 }
 
 void winograd_input_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,

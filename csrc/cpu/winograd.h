@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include "cpu/output.h"
 #include "cpu/winograd_kernels.h"
 #include "cpu/work/axes.h"
 
@@ -12,10 +13,12 @@ namespace nhwc::cpu {
 /// All tensors are dense and channels-last, of one dtype: float, bfloat16 or half. Of each axis, stride and dilation
 /// are 1, there are three taps under a tile of several results, and at most 2 of padding, or one tap without padding.
 /// One group follows the other. Sums are floats, and do not depend on the number of threads. The bias may be undefined.
+/// The output is for floats.
 ///
 /// Memory beside the results: the transformed weight, and at most some 8 MB a thread.
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,
-                      const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out);
+                      const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out,
+                      const Output& output = {});
 
 /// Writes the gradient of the input, and adds the bias to it if that is defined.
 void winograd_input_gradient(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& grad,

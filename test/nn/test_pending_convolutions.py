@@ -3,6 +3,7 @@
 import copy
 import gc
 import math
+import pickle
 import threading
 
 import pytest
@@ -31,6 +32,7 @@ ACTIVATIONS = {
     "relu in place": nn.ReLU(inplace=True),
     "relu6": nn.ReLU6(inplace=True),
     "leaky_relu": nn.LeakyReLU(0.2),
+    "prelu": nn.PReLU(),
     "silu": nn.SiLU(),
     "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU(approximate="tanh"),
@@ -296,3 +298,27 @@ def test_hooks_see_results():
         net.c.register_forward_hook(lambda module, args, out: seen.append(out))
     plain(x), ours(channels_last)
     torch.testing.assert_close(seen[1] * 1, seen[0] * 1, rtol=1e-4, atol=1e-4)
+
+
+def test_an_option_keeps_all_results_from_waiting():
+    plain, ours, x, channels_last = pair("strided")
+    at_once = copy.deepcopy(plain)
+    report = nhwc.convert_(at_once, optimizer=(), preserve="at_once")
+    for each in (at_once, copy.deepcopy(at_once), pickle.loads(pickle.dumps(at_once))):
+        assert type(each.c(channels_last)) is torch.Tensor
+        assert type(each.n(plain.c(channels_last))) is torch.Tensor
+        torch.testing.assert_close(each(channels_last), plain(x), rtol=1e-4, atol=1e-4)
+    assert type(ours.c(channels_last)) is Pending, "other models are as they were"
+    for other in (torch.compile(at_once, backend="eager"), torch.jit.script(nn.Sequential(at_once.c, at_once.n))):
+        other(channels_last)
+    report.revert()
+    assert type(at_once.c) is nn.Conv2d
+    nhwc.convert_(at_once, preserve="at_once", optimizer=())
+    nhwc.convert_(at_once, torch.contiguous_format, optimizer=())
+    assert type(at_once.n) is nn.BatchNorm2d
+    made = nhwc.plan(copy.deepcopy(plain), preserve="at_once")
+    made = nhwc.Plan.from_json(made.to_json())
+    nhwc.convert_(plain, plan=made, optimizer=())
+    assert type(plain.c(channels_last)) is torch.Tensor
+    with pytest.raises(ValueError, match="expected preserve to be True, False or 'at_once', got 'later'"):
+        nhwc.convert_(plain, preserve="later")

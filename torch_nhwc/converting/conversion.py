@@ -23,6 +23,7 @@ from torch_nhwc.planning.plans import (
     Options,
     PlanOrPath,
     PlanRow,
+    Preserve,
     in_vain,
     plan_from,
 )
@@ -43,7 +44,7 @@ def convert_(
     storage: Storage | None = None,
     strict: bool = False,
     input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
-    preserve: bool = True,
+    preserve: Preserve = True,
     each_forward: bool = False,
 ) -> Report:
     """Convert the convolution weights of a model to a memory format, in place, with all that belongs to them.
@@ -68,7 +69,8 @@ def convert_(
         input_format: `"channels_last"` also converts the model's inputs, images and volumes alike, by a forward
             pre-hook; those of a rank that its convolutions have. `"channels_last_3d"` means volumes only.
         preserve: Whether layers that lose channels-last, or that PyTorch computes wrong, are replaced: their class
-            changes. If false, only layers whose training the conversion itself makes wrong are, in training mode.
+            changes. If false, only layers whose training the conversion itself makes wrong are, in training mode. With
+            `"at_once"` they are replaced, and no result waits for the activation after it.
         each_forward: Whether weights stay as they are, and layers convert them in each forward: for parameters that
             have to be contiguous, before or after wrapping.
 

@@ -30,6 +30,7 @@ from torch_nhwc.nn.hooks import (
     remove_hook,
     set_input_hook,
 )
+from torch_nhwc.nn.pending import AtOnce
 from torch_nhwc.nn.replacements import Preserving
 from torch_nhwc.ops import Outcome, Storage, set_strides_
 from torch_nhwc.planning.companions import Companion, Sources, Weight, find_companions, sources_of
@@ -261,6 +262,8 @@ def _swaps(decisions: Decisions) -> list[Edit]:
     if preserving:  # one edit, since there may be thousands
         forth, back = (partial(_for_all, partial(_each, each, kind=Preserving), preserving) for each in _SWAP)
         edits.append(Edit(weakref.ref(found.model), forth, back))
+    if decisions.options.preserve == "at_once":
+        edits += [_swap_edit(each, AtOnce) for ref in preserving if (each := ref()) is not None]
     swapped: dict[int, nn.Module] = {}  # by id: one with a computed weight may have several sites
     for site, row in zip(found.sites, decisions.rows):
         if row.is_in_each_forward:
@@ -285,7 +288,9 @@ def _restorations(decisions: Decisions) -> list[Edit]:
 
 def _restoring(layer: nn.Module) -> list[Edit]:
     """Return the edits that restore the original class of a layer."""
-    return [_swap_edit(layer, kind).reverse for kind in (EachForward, Preserving) if issubclass(type(layer), kind)]
+    return [
+        _swap_edit(layer, kind).reverse for kind in (AtOnce, EachForward, Preserving) if issubclass(type(layer), kind)
+    ]
 
 
 def _swap_edit(layer: nn.Module, kind: type[Swap]) -> Edit:

@@ -19,7 +19,7 @@ from torch_nhwc.converting.conversion import convert_
 from torch_nhwc.converting.report import Report
 from torch_nhwc.nn.hooks import state_dict_hook_key
 from torch_nhwc.planning.companions import held_by
-from torch_nhwc.planning.plans import Action, FilterFunction, Options, PlanOrPath, plan_from
+from torch_nhwc.planning.plans import Action, FilterFunction, Options, PlanOrPath, Preserve, plan_from
 from torch_nhwc.rendering import warn
 from torch_nhwc.training import align_optimizer_, check
 
@@ -65,7 +65,7 @@ class ChannelsLast(Callback):  # type: ignore[misc]
         *,
         memory_format: torch.memory_format | str | None = None,
         plan: PlanOrPath | None = None,
-        preserve: bool = True,
+        preserve: Preserve = True,
         input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
         filter_fn: FilterFunction | None = None,
     ) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
+from torch_nhwc.nn.class_swap import Swap
 
 # Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches. On a GPU
 # launches cost more, less so where casts are saved, too (H200).
@@ -27,6 +28,34 @@ _FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 15, 1 << 18, 1 
 _FEWEST_INPUTS = 1 << 14  # of a convolution; its own rule is for the results
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
+
+
+class AtOnce(Swap):
+    """A layer whose results never wait."""
+
+    prefix = "AtOnce"
+    order = 2
+
+    @classmethod
+    def mixin_for(cls, layer_type: type) -> type:
+        """Return this class, which serves all layers."""
+        return cls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        before, _local.is_at_once = _local.is_at_once, True
+        try:
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            _local.is_at_once = before
+
+
+class _Local(threading.local):
+    is_at_once = False  # whether a layer is called whose results never wait
+
+
+_local = _Local()
 
 
 class Pending(Tensor):
@@ -137,13 +166,13 @@ def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: 
     The options are stride, padding, dilation and groups. The owner is the layer, of which is counted how often
     something else than a norm or an activation reads its results.
     """
-    if not _is_on or torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing() or not _may_wait():
         return function(input, weight, bias, *options)
     if type(input) is Pending:
         _compute_among((input,))
     if type(input) is not Tensor or input.numel() < _FEWEST_INPUTS or torch.is_autocast_enabled("cpu"):
         return function(input, weight, bias, *options)
-    if _refused.get(id(owner)) != input.shape and _early_reads.get(id(owner), 0) < _MOST_EARLY_READS:
+    if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
         both = owner._reversed_padding_repeated_twice  # of each axis, the last one first
         is_plain = type(weight) in _PLAIN and type(bias) in _PLAIN and both[::2] == both[1::2]
         if is_plain and owner.padding_mode == "zeros" and not _is_observed():
@@ -153,7 +182,7 @@ def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: 
             if result is not None:
                 operands = (input, weight, bias, None, None, None, None)
                 return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0)))
-        _remember(_refused, owner, input.shape)
+        _remember(_refused, id(owner), owner, input.shape)
     if not torch.is_inference_mode_enabled():
         return function(input, weight, bias, *options)
     with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
@@ -186,7 +215,7 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if not _is_on or torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not _may_wait():
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:
@@ -204,7 +233,7 @@ def pending_norm(
         fewest = _FEWEST_IN_GROUPS if groups else _FEWEST
     if input.numel() < fewest or not (is_cuda or input.is_cpu):
         return None
-    if owner is None or _early_reads.get(id(owner), 0) >= _MOST_EARLY_READS or _is_observed():
+    if owner is None or _is_read_early(owner) or _is_observed():
         return None
     if type(weight) not in _PLAIN or type(bias) not in _PLAIN or type(training) is not bool:
         return None
@@ -271,6 +300,10 @@ def batch_norm(
     return functional.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 
+def _may_wait() -> bool:
+    return _is_on and not _local.is_at_once
+
+
 def _is_observed() -> bool:
     """Return whether something looks at each operator, or at what is saved for the backward: then nothing waits."""
     return (
@@ -299,16 +332,21 @@ def _compute_among(values: Any) -> None:
 def _early(waiting: Any) -> Tensor:
     """Compute a layer for something that is no activation."""
     if not waiting.gains:
-        _remember(_early_reads, waiting.owner, _early_reads.get(id(waiting.owner), 0) + 1)
+        key = (id(waiting.owner), waiting.grad_mode)
+        _remember(_early_reads, key, waiting.owner, _early_reads.get(key, 0) + 1)
     with torch.set_grad_enabled(waiting.grad_mode):
         return waiting.compute()
 
 
-def _remember(values: dict[int, Any], owner: Any, value: Any) -> None:
+def _remember(values: dict[Any, Any], key: Any, owner: Any, value: Any) -> None:
     """Keep a value of an owner, as long as that lives."""
-    if id(owner) not in values:
-        weakref.finalize(owner, values.pop, id(owner), None)
-    values[id(owner)] = value
+    if key not in values:
+        weakref.finalize(owner, values.pop, key, None)
+    values[key] = value
+
+
+def _is_read_early(owner: Any) -> bool:
+    return _early_reads.get((id(owner), torch.is_grad_enabled()), 0) >= _MOST_EARLY_READS
 
 
 def _become(result: Any, value: Tensor) -> Tensor:
@@ -323,9 +361,9 @@ def _become(result: Any, value: Tensor) -> Tensor:
 
 
 _lock = threading.Lock()
-# How often the results of an owner were read by something else, and the sizes of which a convolution does not wait. By
-# the id of the owner.
-_early_reads: dict[int, int] = {}
+# How often the results of an owner were read by something else, by its id and the grad mode, and the sizes of which a
+# convolution does not wait.
+_early_reads: dict[tuple[int, bool], int] = {}
 _refused: dict[int, torch.Size] = {}
 
 
@@ -356,6 +394,12 @@ def _hardtanh(input: Tensor, min_val: float = -1.0, max_val: float = 1.0, inplac
 
 def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = False) -> Tensor | None:
     return _activated(input, "leaky_relu", float(negative_slope), inplace)
+
+
+def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
+    if torch.is_grad_enabled() or type(weight) not in _PLAIN or weight.numel() != 1 or not weight.is_cpu:
+        return None
+    return _activated(input, "leaky_relu", float(weight), False)
 
 
 def _silu(input: Tensor, inplace: bool = False) -> Tensor | None:
@@ -421,6 +465,7 @@ _READERS: dict[Any, Any] = {
     F.relu6: _relu6,
     F.hardtanh: _hardtanh,
     F.leaky_relu: _leaky_relu,
+    F.prelu: _prelu,
     F.silu: _silu,
     F.gelu: _gelu,
     functional.keeping_class("gelu"): _gelu,

@@ -22,7 +22,17 @@ from torch_nhwc.ops import Outcome, Storage, convert_weight, plan_weights
 from torch_nhwc.planning.companions import NO_SOURCES, Companion, Sources, Weight, find_companions, sources_of
 from torch_nhwc.planning.faults import loses_gradient
 from torch_nhwc.planning.matching import match_layers
-from torch_nhwc.planning.plans import Action, FilterFunction, LayerRow, Options, Plan, PlanRow, as_text, in_vain
+from torch_nhwc.planning.plans import (
+    Action,
+    FilterFunction,
+    LayerRow,
+    Options,
+    Plan,
+    PlanRow,
+    Preserve,
+    as_text,
+    in_vain,
+)
 from torch_nhwc.planning.remarks import decide_input_hook, remarks_on, replaced_layers
 from torch_nhwc.rendering import warn
 from torch_nhwc.sites import computed_weights, wrappers
@@ -41,7 +51,7 @@ def plan(
     example_inputs: Any = None,
     storage: Storage | None = None,
     input_format: Literal["channels_last", "channels_last_3d"] | torch.memory_format | None = None,
-    preserve: bool = True,
+    preserve: Preserve = True,
     each_forward: bool = False,
 ) -> Plan:
     """Plan what a conversion would do to every convolution weight of a model, without writing anything.

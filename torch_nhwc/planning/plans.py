@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import nn
@@ -20,6 +20,8 @@ from torch_nhwc.ops import Outcome, Storage
 from torch_nhwc.rendering import amount, first_of, paragraphs, several, table
 from torch_nhwc.running.machine import warn_if_tuned_elsewhere
 from torch_nhwc.sites.reasons import Kind, Reason
+
+Preserve = bool | Literal["at_once"]
 
 
 class Action(str, enum.Enum):
@@ -196,7 +198,7 @@ class Plan:
     storage: Storage = field(default="auto", compare=False)
     input_format: str | None = None
     layers: tuple[LayerRow, ...] = ()
-    preserve: bool = field(default=True, compare=False)
+    preserve: Preserve = field(default=True, compare=False)
     observed: bool = field(default=False, compare=False)
 
     @property
@@ -309,7 +311,7 @@ class Options:
     storage: Storage = "auto"
     filter_fn: FilterFunction | None = None
     input_format: str | None = None
-    preserve: bool = True
+    preserve: Preserve = True
     each_forward: bool = False
 
     @classmethod
@@ -319,7 +321,7 @@ class Options:
         storage: Storage | None = None,
         filter_fn: FilterFunction | None = None,
         input_format: Any = None,
-        preserve: bool = True,
+        preserve: Preserve = True,
         each_forward: bool = False,
     ) -> "Options":
         """Check the arguments of `plan` and `convert_`, and raise a ValueError or TypeError for one that is wrong."""
@@ -335,9 +337,10 @@ class Options:
             raise ValueError(f"expected storage to be one of {', '.join(get_args(Storage))}, got {storage!r}")
         if filter_fn is not None and not callable(filter_fn):
             raise TypeError(f"expected filter_fn to be a function of a module and its path, got {filter_fn!r}")
-        for name, value in (("preserve", preserve), ("each_forward", each_forward)):
-            if not isinstance(value, bool):
-                raise ValueError(f"expected {name} to be True or False, got {value!r}")
+        if not isinstance(preserve, bool) and preserve != "at_once":
+            raise ValueError(f"expected preserve to be True, False or 'at_once', got {preserve!r}")
+        if not isinstance(each_forward, bool):
+            raise ValueError(f"expected each_forward to be True or False, got {each_forward!r}")
         if each_forward and not wanted.is_channels_last:
             raise ValueError(
                 "each_forward=True is for channels-last: torch.contiguous_format restores the layers' original classes"

@@ -4,6 +4,7 @@
 #include "cpu/isa/make_depthwise_kernels.h"
 #include "cpu/isa/make_inner_product_kernels.h"
 #include "cpu/isa/make_norm_kernels.h"
+#include "cpu/isa/make_output_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
 #include "cpu/isa/make_weight_gradient_kernels.h"
@@ -25,6 +26,7 @@ constexpr cpu::Kernels make_kernels() {
   return {.depthwise = by_type([]<typename Element> { return make_depthwise_kernels<Element>(); }),
           .inner_product = by_type([]<typename Element> { return make_inner_product_kernels<Element>(); }),
           .norm = by_type([]<typename Element> { return make_norm_kernels<Element>(); }),
+          .output = make_output_kernels(),
           .pointwise = by_type([]<typename Element> { return make_pointwise_kernels<Element>(); }),
           .softmax = make_softmax_kernels(),
           .weight_gradient = by_type([]<typename Element> { return make_weight_gradient_kernels<Element>(); }),

@@ -40,23 +40,32 @@ bool has_default_precision() {
          (set == at::Float32Precision::NONE || set == at::Float32Precision::IEEE);
 }
 
-/// Returns whether a convolution that is PyTorch's may wait: where the passes that are saved take longer than one over
-/// the weight, which a norm scales in each call, and than the wait. The evidence is a grid of the layers of four
-/// networks with a norm and ReLU or SiLU after them (Zen 4, as it is and held to AVX2): oneDNN takes at most 1.05 times
-/// as long as both ways of PyTorch's, with SiLU below AVX-512 1.15 times, and mostly 0.4 to 0.9.
+/// Returns whether a convolution is of channels-last floats on a CPU, and nobody observes or derives it.
+bool is_plain(const Call& call) {
+  const at::Tensor& bias = value_of(call.bias);
+  return call.is_on_cpu() && call.input.scalar_type() == at::kFloat && call.has_one_dtype() &&
+         static_cast<size_t>(call.input.dim()) == call.axes() + 2 && call.is_accepted() &&
+         is_unobserved({call.input, call.weight, bias}) && call.has_channels_last_input() &&
+         !needs_gradient({call.input, call.weight, bias});
+}
+
+/// Returns whether our kernels compute the result as it is.
+bool is_by_kernels(const Choice& choice) { return choice.kernels.forward && !choice.way->rewrite; }
+
+/// Returns whether a convolution that is PyTorch's, or our kernels', may wait: where the passes that are saved take
+/// longer than one over the weight, which a norm scales in each call, and than the wait. The evidence is a grid of the
+/// layers of four networks with a norm and ReLU or SiLU after them (Zen 4, as it is and held to AVX2): oneDNN takes at
+/// most 1.05 times as long as both ways of PyTorch's, with SiLU below AVX-512 1.15 times, and mostly 0.4 to 0.9.
 bool can_wait(const Call& call) {
   constexpr int64_t least_results = 1 << 18;
-  const auto has_no_version = [](const at::Tensor& each) { return each.defined() && each.is_inference(); };
-  const at::Tensor& bias = value_of(call.bias);
-  if (!call.is_on_cpu() || call.input.scalar_type() != at::kFloat || !call.has_one_dtype()) return false;
-  if (!is_unobserved({call.input, call.weight, bias}) || !call.is_accepted()) return false;
-  if (static_cast<size_t>(call.input.dim()) != call.axes() + 2 || !call.has_channels_last_input()) return false;
-  if (needs_gradient({call.input, call.weight, bias})) return false;
-  if (has_no_version(call.input) || has_no_version(call.weight) || has_no_version(bias)) return false;
-  if (!has_default_precision()) return false;
+  if (!is_plain(call) || !has_default_precision()) return false;
+  for (const at::Tensor* each : {&call.input, &call.weight, &value_of(call.bias)}) {
+    if (each->defined() && each->is_inference()) return false;  // which has no version
+  }
   const int64_t results = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(kernels::output_sizes(call)));
-  return results >= std::max(least_results, 2 * call.weight.numel()) &&
-         std::string_view(choose(call).way->name) == "pytorch";
+  if (results < std::max(least_results, 2 * call.weight.numel())) return false;
+  const Choice choice = choose(call);
+  return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch";
 }
 
 /// Returns a convolution's result that waits, or nothing where it is to be computed at once.
@@ -72,9 +81,11 @@ struct BatchNorm {
   const at::Tensor &mean, &variance, &weight, &bias;
   double eps;
 
-  /// Returns whether all are rows of floats.
-  bool is_plain() const {
-    const auto fits = [](const at::Tensor& each) { return each.scalar_type() == at::kFloat && each.is_contiguous(); };
+  /// Returns whether all are a float for each channel.
+  bool is_plain(int64_t channels) const {
+    const auto fits = [&](const at::Tensor& each) {
+      return each.is_cpu() && each.scalar_type() == at::kFloat && each.is_contiguous() && each.numel() == channels;
+    };
     return fits(mean) && fits(variance) && (!weight.defined() || fits(weight)) && (!bias.defined() || fits(bias));
   }
 
@@ -169,14 +180,24 @@ std::tuple<at::Tensor, bool> convolution_activation(const at::Tensor& input, con
   const c10::impl::ExcludeDispatchKeyGuard in_float32(c10::autocast_dispatch_keyset);
   const cpu::Activation activation = activation_of("nhwc::convolution_activation", name, parameter);
   const Call call = call_of(input, weight, bias, stride, padding, dilation, groups);
-  const at::Tensor& other = value_of(residual);
+  const at::Tensor other = residual ? to_channels_last(*residual) : at::Tensor();
+  TORCH_CHECK(
+      is_plain(call) && (!mean || variance),
+      "nhwc::convolution_activation: expected channels-last floats on a CPU whose sizes fit, without a gradient, "
+      "and both statistics or none");
+  TORCH_CHECK(!other.defined() || (other.sym_sizes() == at::SymIntArrayRef(kernels::output_sizes(call)) &&
+                                   other.is_cpu() && other.scalar_type() == at::kFloat),
+              "nhwc::convolution_activation: expected a residual of the result's sizes and dtype, got ",
+              other.sym_sizes(), " of ", other.scalar_type());
   if (!mean && !other.defined() && activation.kind == ActivationKind::none) return {convolution(call), false};
   const BatchNorm norm{value_of(mean), value_of(variance), value_of(norm_weight), value_of(norm_bias), eps};
-  const bool hides = activation.kind == ActivationKind::relu;
+  const bool is_ours = is_by_kernels(choose(call)), hides = !is_ours && activation.kind == ActivationKind::relu;
   const bool is_read_finite = !hides || is_finite || (are_all_finite(input) && are_all_finite(other));
-  if (is_read_finite && (!mean || norm.is_plain())) {
+  if (is_read_finite && (!mean || norm.is_plain(weight.size(0)))) {
     const auto [folded, is_weight_finite] =
-        mean ? norm.folded_into(call) : std::pair{call, are_all_finite(weight) && are_all_finite(value_of(bias))};
+        mean ? norm.folded_into(call)
+             : std::pair{call, !hides || (are_all_finite(weight) && are_all_finite(value_of(bias)))};
+    if (is_ours) return {kernels::forward(folded, {other, activation}), false};
     if (!hides || is_weight_finite) return {by_onednn(folded, other, activation), hides};
   }
   at::Tensor out = convolution(call);

@@ -79,7 +79,8 @@ Pass pass_to_smaller(const Call& call) { return call.is_transposed ? Pass::input
 Pass pass_to_larger(const Call& call) { return call.is_transposed ? Pass::forward : Pass::input_gradient; }
 
 /// Returns the smaller activation of a larger one: a result, or the gradient of a transposed convolution's input.
-at::Tensor from_larger(const Call& call, const at::Tensor& larger, const OptionalTensor& bias) {
+at::Tensor from_larger(const Call& call, const at::Tensor& larger, const OptionalTensor& bias,
+                       const cpu::Output& output = {}) {
   const at::Tensor out = empty_activation(call, smaller_sizes(call)), none;
   if (out.is_meta()) return out;
   if (out.is_cuda()) {
@@ -92,11 +93,13 @@ at::Tensor from_larger(const Call& call, const at::Tensor& larger, const Optiona
   } else if (const auto tile = call.groups > 1 ? winograd_tile(call, pass_to_smaller(call))
                                                : faster_winograd_tile(call, pass_to_smaller(call))) {
     cpu::winograd_forward(sizes_of(call), *tile, larger, to_channels_last(call.weight.detach()), bias.value_or(none),
-                          out);
+                          out, output);
+    return out;
   } else {
     cpu::inner_product_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()), bias.value_or(none),
                                out);
   }
+  output.finish(out);
   return out;
 }
 
@@ -152,10 +155,10 @@ at::SymDimVector output_sizes(const Call& call) {
   return call.is_transposed ? larger_sizes(call) : smaller_sizes(call);
 }
 
-at::Tensor forward(const Call& call) {
+at::Tensor forward(const Call& call, const cpu::Output& output) {
   const cpu::HugePages requested;
   const at::Tensor input = to_channels_last(call.input);
-  return call.is_transposed ? from_smaller(call, input, call.bias) : from_larger(call, input, call.bias);
+  return call.is_transposed ? from_smaller(call, input, call.bias) : from_larger(call, input, call.bias, output);
 }
 
 std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& grad, std::array<bool, 3> needed) {

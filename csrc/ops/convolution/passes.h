@@ -5,6 +5,7 @@
 #include <array>
 #include <vector>
 
+#include "cpu/output.h"
 #include "ops/convolution/choice.h"
 
 namespace nhwc {
@@ -28,8 +29,8 @@ namespace nhwc::kernels {
 /// Returns the sizes of the result.
 at::SymDimVector output_sizes(const Call& call);
 
-/// Returns the result of a depthwise convolution or of one of few pixels.
-at::Tensor forward(const Call& call);
+/// Returns the result of a depthwise convolution or of one of few pixels, and what follows it, of floats.
+at::Tensor forward(const Call& call, const cpu::Output& output = {});
 
 /// Returns the needed gradients of the input, of the weight, in its layout, and of the bias; the others are undefined.
 /// That of the input is for what `forward` takes.
