@@ -216,12 +216,13 @@ bool can_add(const at::Tensor& residual, const Known& known) {
 
 /// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the
 /// input of the activation only if that is monotonic.
-bool has_kernels(const Known& known, const at::Tensor& residual, const cpu::Activation& activation) {
+bool has_kernels(const Known& known, const std::optional<cuda::GroupNorm>& on_device, const at::Tensor& residual,
+                 const cpu::Activation& activation) {
   const Norm norm = known.norm();
   const bool is_monotonic = activation.kind <= ActivationKind::relu ||
                             (activation.kind == ActivationKind::leaky_relu && activation.parameter > 0);
   const bool has_device =
-      norm.is_on_cpu() ? !known.is_float && cpu::has_activation(norm.type(), activation.kind) : !!known.find_cuda();
+      norm.is_on_cpu() ? !known.is_float && cpu::has_activation(norm.type(), activation.kind) : on_device.has_value();
   return norm.is_served() && has_device && can_add(residual, known) &&
          is_unobserved({known.input, known.weight(), known.bias(), residual}) && known.input.numel() > 0 &&
          (!residual.defined() || is_monotonic ||
@@ -237,7 +238,8 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
   const at::Tensor& other = value_of(residual);
   const cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
   known.check();
-  if (!has_kernels(known, other, activation)) {
+  const auto on_device = known.find_cuda();
+  if (!has_kernels(known, on_device, other, activation)) {
     const at::Tensor alone = norm_alone(known);
     return activated(other.defined() ? alone + other : alone, activation);
   }
@@ -246,7 +248,7 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
     const at::AutoDispatchBelowADInplaceOrView below;
     const at::Tensor dense = to_channels_last(input);
     const at::Tensor added = other.defined() ? to_channels_last(other) : other;
-    if (const auto on_device = known.find_cuda()) {
+    if (on_device) {
       out = empty_channels_last(input, known.type_of_result());
       cuda::normalise(*on_device, mean, rstd, added, activation, out);
     } else {
@@ -303,7 +305,7 @@ at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, con
                             const Optional& weight, const Optional& bias, const at::Tensor& residual, int64_t groups,
                             bool training, double eps, bool is_float) {
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
-  if (!has_kernels(known, residual, {}) || !is_channels_last(residual)) return {};
+  if (!has_kernels(known, known.find_cuda(), residual, {}) || !is_channels_last(residual)) return {};
   const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, residual, {}, waiting);
   return waiting;

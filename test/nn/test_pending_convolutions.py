@@ -24,6 +24,10 @@ CONVOLUTIONS = {
     "depthwise": (lambda: nn.Conv2d(96, 96, 3, padding=1, groups=96, bias=False), (2, 96, 56, 56)),
     "same": (lambda: nn.Conv2d(12, 24, 5, padding="same"), (4, 12, 64, 64)),
     "valid": (lambda: nn.Conv2d(12, 24, 5, padding="valid", dilation=2), (4, 12, 72, 72)),
+    "fewer multiplications": (lambda: nn.Conv2d(64, 72, 3, padding=1), (2, 64, 57, 55)),
+    "fewer multiplications, groups": (lambda: nn.Conv2d(128, 128, 3, padding=1, groups=2), (1, 128, 60, 60)),
+    "fewer multiplications, volume": (lambda: nn.Conv3d(16, 20, 3, padding=1, bias=False), (1, 16, 25, 24, 23)),
+    "few inputs": (lambda: nn.Conv2d(3, 32, 1), (2, 3, 80, 80)),
     "volume": (lambda: nn.Conv3d(8, 12, 3, stride=2, padding=1), (2, 8, 48, 48, 48)),
 }
 ACTIVATIONS = {
@@ -40,6 +44,12 @@ ACTIVATIONS = {
 }
 
 
+def residual_of(y):
+    """Return other numbers for each channel and pixel, in channels-last."""
+    values = torch.randn(y.shape, generator=torch.Generator().manual_seed(1)).to(y.dtype)
+    return values.contiguous(memory_format=FORMATS[y.dim()])
+
+
 class Net(nn.Module):
     def __init__(self, make, activation="relu", residual="no", affine=True):
         super().__init__()
@@ -51,9 +61,9 @@ class Net(nn.Module):
     def forward(self, x):
         y = self.n(self.c(x))
         if self.residual == "sum":
-            y = y + torch.ones_like(y)
+            y = y + residual_of(y)
         elif self.residual == "in place":
-            y += torch.ones_like(y)
+            y += residual_of(y)
         return self.a(y)
 
 
@@ -102,9 +112,10 @@ def test_a_convolution_waits_and_is_as_accurate(kind, activation):
 
 
 @pytest.mark.parametrize("residual", ["sum", "in place"])
+@pytest.mark.parametrize("kind", ["strided", "fewer multiplications", "fewer multiplications, groups", "few inputs"])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_residual_is_added_in_the_same_pass(activation, residual):
-    plain, ours, x, channels_last = pair("strided", activation=activation, residual=residual, affine=False)
+def test_a_residual_is_added_in_the_same_pass(activation, kind, residual):
+    plain, ours, x, channels_last = pair(kind, activation=activation, residual=residual, affine=False)
     out = ours(channels_last)
     assert_as_accurate(out * 1, plain(x), copy.deepcopy(plain).double()(x.double()))
 

@@ -930,8 +930,9 @@ def test_a_gpu_that_is_right_and_fast_runs_norms_from_then_on(tmp_path):
     assert nhwc.ops.qualify_norms("cuda:0") == found
     assert not take_launches()
     model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8)).to("cuda")
-    nhwc.convert_(model)
+    report = nhwc.convert_(model)
     assert "Preserving" in type(model[1]).__name__
+    assert f"kernels of norms on {found}" in report.remarks
 
 
 @pytest.mark.usefixtures("unqualified")

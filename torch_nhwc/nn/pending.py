@@ -25,7 +25,7 @@ from torch_nhwc.nn.class_swap import Swap
 # Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches. On a GPU
 # launches cost more, less so where casts are saved, too (H200).
 _FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 15, 1 << 18, 1 << 25, 1 << 21
-_FEWEST_INPUTS = 1 << 14  # of a convolution; its own rule is for the results
+_FEWEST_INPUTS = 1 << 13  # of a convolution; its own rule is for the results
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 

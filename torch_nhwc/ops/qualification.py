@@ -76,6 +76,8 @@ def qualify_norms(device: torch.device | str = "cuda") -> NormQualification | No
     device = torch.device(device)
     if device.type != "cuda" or os.environ.get(SWITCH) in ("0", "1") or torch.compiler.is_compiling():
         return None
+    if (known := _qualified.get(device)) is not None:
+        return known
     if torch._C._len_torch_dispatch_stack() > 0:  # of fake tensors, for example
         return None
     if torch.ops.nhwc.missing_cuda_image(device) or torch.cuda.is_current_stream_capturing():

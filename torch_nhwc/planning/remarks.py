@@ -9,6 +9,7 @@ from torch import nn
 from torch_nhwc.layout import Format, is_permuted
 from torch_nhwc.nn.hooks import InputHook, expect_hookable, input_hook, state_dict_hook_key
 from torch_nhwc.nn.replacements import REPLACEMENTS, is_preserving
+from torch_nhwc.ops.qualification import kept_qualifications
 from torch_nhwc.planning.faults import (
     FAULTY,
     is_slow_depthwise_volume,
@@ -99,7 +100,10 @@ def remarks_on(
         remarks += [reason.value for reason in _remarks_on_layers(found, options, layers)]
     if has_strides and any(row.changes for row in rows):
         remarks.append(Reason.SAVED_STRIDES.value)
-    if is_hook_new or each_forward or any(row.action is Action.REPLACE for _, row in layers):
+    is_replacing = any(row.action is Action.REPLACE for _, row in layers)
+    if is_replacing and any(site.tensor is not None and site.tensor.is_cuda for site in found.sites):
+        remarks += [f"kernels of norms on {each}" for each in kept_qualifications()]
+    if is_hook_new or each_forward or is_replacing:
         remarks.append(Reason.SAVED_WHOLE.value)
     return remarks
 

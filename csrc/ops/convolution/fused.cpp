@@ -57,13 +57,12 @@ bool is_by_kernels(const Choice& choice) { return choice.kernels.forward && !cho
 /// layers of four networks with a norm and ReLU or SiLU after them (Zen 4, as it is and held to AVX2): oneDNN takes at
 /// most 1.05 times as long as both ways of PyTorch's, with SiLU below AVX-512 1.15 times, and mostly 0.4 to 0.9.
 bool can_wait(const Call& call) {
-  constexpr int64_t least_results = 1 << 18;
   if (!is_plain(call) || !has_default_precision()) return false;
   for (const at::Tensor* each : {&call.input, &call.weight, &value_of(call.bias)}) {
     if (each->defined() && each->is_inference()) return false;  // which has no version
   }
   const int64_t results = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(kernels::output_sizes(call)));
-  if (results < std::max(least_results, 2 * call.weight.numel())) return false;
+  if (results < std::max<int64_t>(1 << 18, 2 * call.weight.numel())) return false;
   const Choice choice = choose(call);
   return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch";
 }
