@@ -166,11 +166,13 @@ def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: 
     The options are stride, padding, dilation and groups. The owner is the layer, of which is counted how often
     something else than a norm or an activation reads its results.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing() or not _may_wait():
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return function(input, weight, bias, *options)
+    if (type(input) is Tensor and input.numel() < _FEWEST_INPUTS) or not _may_wait():
         return function(input, weight, bias, *options)
     if type(input) is Pending:
         _compute_among((input,))
-    if type(input) is not Tensor or input.numel() < _FEWEST_INPUTS or torch.is_autocast_enabled("cpu"):
+    if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
         return function(input, weight, bias, *options)
     if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
         both = owner._reversed_padding_repeated_twice  # of each axis, the last one first
@@ -215,7 +217,7 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if torch.compiler.is_compiling() or not _may_wait():
+    if torch.compiler.is_compiling() or (type(input) is Tensor and input.numel() < _FEWEST) or not _may_wait():
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:
