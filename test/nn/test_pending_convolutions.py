@@ -250,6 +250,17 @@ def test_what_pytorch_refuses_is_refused_by_the_layers_own_call():
 
 
 @pytest.mark.parametrize(
+    ("name", "value"),
+    [("padding", (3, 3)), ("padding", 2), ("stride", (1, 2)), ("dilation", 2), ("padding", "valid"), ("groups", 1)],
+)
+def test_options_that_are_changed_later_hold(name, value):
+    plain, ours, x, channels_last = pair("strided")
+    for net in (plain, ours):
+        setattr(net.c, name, value)
+    torch.testing.assert_close(ours(channels_last), plain(x), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
     "change",
     [
         lambda net, x: x[:1, :, :32, :32],

@@ -112,8 +112,8 @@ class Waiting:
         if any(each._version != version for each, version in self.read):
             raise RuntimeError(
                 f"torch_nhwc: what a {type(self.owner).__name__} reads was changed in place before its result was "
-                "read. The result waits for the activation after it, so that both are computed in one pass: set the "
-                "environment variable TORCH_NHWC_PENDING=0"
+                "read. The result waits for the activation after it, so that both are computed in one pass: convert "
+                "with preserve='at_once', or set the environment variable TORCH_NHWC_PENDING=0"
             )
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
             return self._computed(activation, parameter)
@@ -175,20 +175,28 @@ def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: 
     if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
         return function(input, weight, bias, *options)
     if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
-        both = owner._reversed_padding_repeated_twice  # of each axis, the last one first
-        is_plain = type(weight) in _PLAIN and type(bias) in _PLAIN and both[::2] == both[1::2]
-        if is_plain and owner.padding_mode == "zeros" and not _is_observed():
-            stride, _, dilation, groups = options
-            known = (stride, both[::-2], dilation, groups)
+        known = _in_numbers(weight, *options)
+        if known is not None and type(weight) in _PLAIN and type(bias) in _PLAIN and not _is_observed():
             result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
             if result is not None:
                 operands = (input, weight, bias, None, None, None, None)
                 return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0)))
-        _remember(_refused, id(owner), owner, input.shape)
+            _remember(_refused, id(owner), owner, input.shape)
     if not torch.is_inference_mode_enabled():
         return function(input, weight, bias, *options)
     with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
         return function(input, weight, bias, *options)
+
+
+def _in_numbers(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> tuple[Any, ...] | None:
+    """Return the options of a convolution with numbers for a padding by name; `None` where it is one more at an end."""
+    if type(padding) is str:
+        both = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:])]
+        if any(each % 2 for each in both) or (padding == "same" and any(each != 1 for each in stride)):
+            return None
+        padding = tuple([each // 2 for each in both])
+    is_usual = all(type(each) is tuple and len(each) == weight.dim() - 2 for each in (stride, padding, dilation))
+    return (stride, padding, dilation, groups) if is_usual else None
 
 
 def _as_pending(result: Any, waiting: Waiting) -> Tensor:
@@ -217,7 +225,7 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if torch.compiler.is_compiling() or (type(input) is Tensor and input.numel() < _FEWEST) or not _may_wait():
+    if torch.compiler.is_compiling() or not _may_wait():
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:
