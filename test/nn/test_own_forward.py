@@ -239,24 +239,6 @@ def test_norms_are_as_accurate_as_on_contiguous_activations(name):
     assert error() <= 1.2 * contiguous
 
 
-def test_a_weight_is_standardised_row_by_row_and_as_accurately():
-    torch.manual_seed(0)
-    model, x = nn.Sequential(ScaledStdConv2d(64, 64, 3)), torch.randn(2, 64, 8, 8)
-    exact = results(copy.deepcopy(model).double(), x.double())
-
-    def errors():
-        return [(got - real).norm() for got, real in zip(results(model, x), exact, strict=True)]
-
-    contiguous = errors()
-    nhwc.convert_(model, input_format="channels_last")
-    with torch.profiler.profile() as profile:
-        assert all(own <= 1.5 * theirs for own, theirs in zip(errors(), contiguous, strict=True))
-    called = {event.key for event in profile.key_averages()}
-    assert "aten::native_group_norm" in called
-    assert "aten::native_batch_norm" not in called
-    torch.testing.assert_close(torch.fx.symbolic_trace(model)(x), model(x))
-
-
 # By name: the modes in which the layer's own forward runs. Those of globals cost nothing.
 MODES = {
     **dict.fromkeys(("batch_norm", "group_norm", "group_norm_fast", "group_norm_1", "group_norm_1_no_bias"), 0),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from torch import Tensor, nn
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from torch_nhwc import functional
@@ -109,20 +109,7 @@ class _CallingOurs(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.converts_weights:
             args, kwargs = converting_weight(func, args, kwargs or {})
-            if func is F.batch_norm:
-                return _standardised(*args, **kwargs)
         return _OURS.get(func, func)(*args, **(kwargs or {}))
-
-
-def _standardised(
-    input: Any, running_mean: Any, running_var: Any, weight: Any = None, bias: Any = None, *options: Any, **named: Any
-) -> Any:
-    """Normalise each filter of a weight `[1, outputs, -1]`: PyTorch's batch norm adds one number after the other."""
-    given = dict(zip(("training", "momentum", "eps"), options), **named)
-    is_weight = isinstance(input, Tensor) and input.dim() == 3 and input.size(0) == 1 and input.size(2) > 1
-    if is_weight and input.is_cpu and running_mean is None and running_var is None and given.get("training"):
-        return F.group_norm(input, input.size(1), weight, bias, given.get("eps", 1e-5))
-    return functional.batch_norm(input, running_mean, running_var, weight, bias, **given)
 
 
 def _has_channels_last_weight(layer: nn.Module) -> bool:
