@@ -133,12 +133,16 @@ def passes(*machines: Row) -> str:
 
 def errors(*machines: Row) -> str:
     """Return the errors over those of PyTorch on contiguous memory, the span over the kinds of inputs."""
-    rows = [grouped(measured["results"], shape) for measured in machines]
+
+    def case(row: Row) -> str:
+        return ", ".join(filter(None, (shape(row), row["layer"])))
+
+    rows = [grouped(measured["results"], case) for measured in machines]
 
     def cells(found: list[Row]) -> list[str]:
         return [span(row["over contiguous"][name] for row in found) for name in RESULTS_OF_CALL]
 
-    lines = [[case, *itertools.chain(*(cells(of.get(case, [])) for of in rows))] for case in rows[0]]
+    lines = [[each, *itertools.chain(*(cells(of.get(each, [])) for of in rows))] for each in rows[0]]
     head = [f"{instructions(measured)}: {name}" for measured in machines for name in RESULTS_OF_CALL]
     return markdown(["input", *head], lines)
 

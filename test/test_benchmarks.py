@@ -18,6 +18,7 @@ from torch import nn
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 import bench_convolutions
+import bench_errors
 import bench_models
 import bench_peers
 import bench_weights
@@ -71,11 +72,12 @@ POINTS = [
 ]
 LAYERS = [bench_convolutions.Layer("tiny", 1, 8, 8, 6, kernel, groups=8, axes=3) for kernel in (3, (1, 3, 3))]
 VOLUME = layout_models.LayoutModel(with_norms, (1, 1, 8, 8, 8))
+ERRORS = [bench_errors.Case((1, 16, 6, 6), groups, groups > 1, groups) for groups in (1, 2)]
 # By script: the file of its results, what is in the place of its cases, and the options of its smallest run.
 RUNS = {
     "bench_collate": ("collate-cpu", {}, ["--samples", 1, "--workers", 0, "--case", "dicts, uint8 HWC, 3x224x224"]),
     "bench_convolutions": ("passes-cpu", {"LAYERS": LAYERS}, ["--seconds", 0, "--dtype", "float32"]),
-    "bench_errors": ("errors-cpu", {"SHAPES": [(1, 16, 6, 6)]}, []),
+    "bench_errors": ("errors-cpu", {"CASES": ERRORS}, []),
     "bench_kept": ("kept-cpu", {"MODEL": VOLUME}, ["--samples", 1]),
     "bench_layers": ("layers-cpu", {"CASES": of_each_layer(layer_cases.CASES)}, ["--seconds", 0]),
     "bench_layouts": ("layouts-cpu", {"MODELS": {"tiny": MODEL}}, ["--seconds", 0]),

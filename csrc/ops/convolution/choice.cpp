@@ -376,6 +376,13 @@ bool is_winograd_on() {
   return is_on;
 }
 
+/// Returns whether PyTorch computes a weight gradient of volumes by matrix products, which are more exact than oneDNN's
+/// kernels: below AVX-512, and where those take neither the padding of the height nor the channels of a group.
+bool is_by_exact_products(const Call& call, const Sizes& sizes) {
+  const bool fills_registers = call.groups == 1 || (sizes.inputs % 16 == 0 && sizes.outputs % 16 == 0);
+  return sizes.is_3d && (onednn_isa() == OnednnIsa::below_avx512 || !fills_registers || call.padding[1] > 1);
+}
+
 /// Returns whether a tile of four results along the width has at most twice the error of PyTorch's contiguous kernels,
 /// as one of two has: `bench_errors.py`. In half precision the error is that of the result's rounding. oneDNN's is
 /// larger below AVX-512, that of its weight gradients with it. Its results of transposed convolutions and of groups,
@@ -389,7 +396,7 @@ bool is_right_by_wide_tiles(const Call& call, Pass pass) {
     const bool is_plain = !call.is_transposed && call.groups == 1;
     return is_below_avx512 && is_plain && (sizes.is_3d || sizes.inputs >= 64);
   }
-  return sizes.is_3d ? !is_below_avx512 && sizes.positions >= 4096 : sizes.positions >= 1024;
+  return sizes.positions >= (sizes.is_3d ? 4096 : 1024) && !is_by_exact_products(call, sizes);
 }
 
 }  // namespace
@@ -449,8 +456,7 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   // What lies beyond the edges of an array is multiplied as well.
   const double saved = static_cast<double>(sizes.positions * sizes.taps) / static_cast<double>(tiles * tile->points());
   if (saved < (is_of_weight ? 1.5 : 2)) return {};
-  // Below AVX-512, PyTorch's weight gradient of few voxels is more exact.
-  const bool is_exact = filtered < 3 || has_avx512 || sizes.positions >= 1728;
+  const bool is_exact = filtered < 3 || sizes.positions >= 1728 || !is_by_exact_products(call, sizes);
   return is_of_weight && !is_exact ? std::nullopt : tile;
 }
 
