@@ -103,7 +103,11 @@ def assert_as_accurate(out, stock, exact):
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
 def test_a_convolution_waits_and_is_as_accurate(kind, activation):
     plain, ours, x, channels_last = pair(kind, activation=activation)
-    assert type(ours.c(channels_last)) is Pending
+    way = torch.ops.nhwc.convolution_way(
+        *(channels_last, ours.c.weight, ours.c.bias, ours.c.stride, ours.c.padding, ours.c.dilation, ours.c.groups)
+    )[0]
+    waits = way in ("pytorch", "winograd", "kernels", "kernels_in_part")  # not on every CPU
+    assert (type(ours.c(channels_last)) is Pending) == waits
     assert type(ours.n(ours.c(channels_last))) is Pending
     out = ours(channels_last)
     assert_as_accurate(out * 1, plain(x), copy.deepcopy(plain).double()(x.double()))
