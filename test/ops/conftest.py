@@ -19,5 +19,5 @@ def same_threads():
 
 @pytest.fixture
 def on_one_thread(same_threads):
-    """Run on one thread: the rows a thread decide whose kernel runs batch norm."""
+    """Run on one thread, where the result or its error depends on their number."""
     torch.set_num_threads(1)
