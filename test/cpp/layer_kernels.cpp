@@ -158,6 +158,12 @@ void check_convolution(at::ScalarType type, Kind kind) {
       if (kernel[axis] == 3) tile.results[axis] = axis == 2 || kernel[2] == 1 ? one_of({2, 4}) : 2;
     }
     nhwc::cpu::winograd_forward(sizes, tile, input, weight, bias, own_out);
+    if (own_out.scalar_type() == at::kFloat) {
+      const at::Tensor residual = at::randn_like(own_out), finished = at::empty_like(own_out);
+      nhwc::cpu::winograd_forward(sizes, tile, input, weight, bias, finished,
+                                  {residual, {nhwc::cpu::ActivationKind::relu, 6}});
+      TORCH_CHECK(finished.equal((own_out + residual).clamp(0, 6)), "what follows the results differs");
+    }
     nhwc::cpu::winograd_input_gradient(sizes, tile, grad, weight, {}, own_input);
     nhwc::cpu::winograd_weight_gradient(sizes, tile, grad, input, own_weight, own_bias);
   } else if (kind == Kind::inner_product) {

@@ -145,7 +145,16 @@ def build_layer_kernels(folder: Path) -> Path:
     """Compile the program of the CPU kernels of layers with the sanitizers. Return its path."""
     cpu, torchs = ROOT / "csrc/cpu", cpp_extension.include_paths()
     # As one, like setup.py does: alone, each would take most of its time for torch's headers.
-    names = ["depthwise", "dispatch", "group_norm", "inner_product", "pointwise", "softmax", "weight_gradient"]
+    names = [
+        "depthwise",
+        "dispatch",
+        "group_norm",
+        "inner_product",
+        "output",
+        "pointwise",
+        "softmax",
+        "weight_gradient",
+    ]
     drivers = folder / "drivers.cpp"
     drivers.write_text("".join(f'#include "cpu/{name}.cpp"\n' for name in (*names, "winograd")))
     # The slowest first. What instruction sets differ in is where they read and write; with all checks they compile for
