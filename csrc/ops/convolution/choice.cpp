@@ -94,11 +94,7 @@ bool is_odd(const Call& call) { return has_odd_strides(call.input); }
 
 /// Returns whether PyTorch's settings require the same precision of matrix products and of convolutions.
 bool is_as_precise_as_products() {
-  const auto precision = [](at::Float32Op op) {
-    const at::Float32Precision set = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
-    return set == at::Float32Precision::NONE ? at::Float32Precision::IEEE : set;
-  };
-  return precision(at::Float32Op::MATMUL) == precision(at::Float32Op::CONV);
+  return onednn_precision(at::Float32Op::MATMUL) == onednn_precision(at::Float32Op::CONV);
 }
 
 /// Returns whether a kernel has one tap in the plane. Kernels with more, or a stride there, gain nothing.
@@ -324,6 +320,11 @@ const Way* first(const Way (&ways)[count], const Call& call) {
 }
 
 }  // namespace
+
+at::Float32Precision onednn_precision(at::Float32Op op) {
+  const at::Float32Precision set = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, op);
+  return set == at::Float32Precision::NONE ? at::Float32Precision::IEEE : set;
+}
 
 Choice choose(const Call& call) {
   if (is_slow_on_cuda(call)) {

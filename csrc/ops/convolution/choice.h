@@ -3,6 +3,8 @@
 // Only shapes, strides, dtypes, gradients to come and the machine are looked at, never the numbers.
 #pragma once
 
+#include <ATen/Context.h>
+
 #include <optional>
 
 #include "cpu/winograd_kernels.h"
@@ -48,6 +50,9 @@ struct Choice {
   KernelPasses kernels = {};
   Others others = Others::pytorch;
 };
+
+/// Returns the precision that PyTorch's settings require of oneDNN in float32.
+at::Float32Precision onednn_precision(at::Float32Op op);
 
 /// Returns the first way that applies.
 Choice choose(const Call& call);

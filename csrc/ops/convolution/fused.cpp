@@ -35,9 +35,8 @@ Call call_of(const at::Tensor& input, const at::Tensor& weight, const OptionalTe
 }
 
 bool has_default_precision() {
-  const auto set = at::globalContext().float32Precision(at::Float32Backend::MKLDNN, at::Float32Op::CONV);
   return !at::globalContext().deterministicMkldnn() &&
-         (set == at::Float32Precision::NONE || set == at::Float32Precision::IEEE);
+         onednn_precision(at::Float32Op::CONV) == at::Float32Precision::IEEE;
 }
 
 /// Returns whether a convolution is of channels-last floats on a CPU, and nobody observes or derives it.
