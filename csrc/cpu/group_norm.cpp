@@ -264,7 +264,7 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
                             rstds = doubles_of(rstd, shape.samples * groups);
   const NormPasses& passes = kernels.with[static_cast<int>(activation.kind)];
   // An exponential takes longer than to write the gradient before the activation, and to read it.
-  const bool is_written = activation.kind > ActivationKind::leaky_relu && grad_input.defined() && is_of_input;
+  const bool is_written = has_exponential(activation.kind) && grad_input.defined() && is_of_input;
   const at::Tensor written = is_written ? at::empty_like(grad) : at::Tensor();
   auto* before = is_written ? static_cast<char*>(written.mutable_data_ptr()) : nullptr;
   const NormPasses& then = is_written ? kernels.with[0] : passes;

@@ -83,6 +83,19 @@ struct Strip {
   }
 };
 
+/// Calls `work(at)` for the same place in each of some strips. The loop is unrolled where that gains something: not
+/// where an exponential is most of the time, whose code takes minutes to compile.
+template <int strips, cpu::ActivationKind kind = cpu::ActivationKind::none, typename Work>
+NHWC_ALWAYS_INLINE void in_each_strip(std::int64_t at, std::int64_t step, const Work& work) {
+  if constexpr (has_exponential(kind)) {
+#pragma GCC unroll 1
+    for (int strip = 0; strip < strips; ++strip) work(at + strip * step);
+  } else {
+#pragma GCC unroll 8
+    for (int strip = 0; strip < strips; ++strip) work(at + strip * step);
+  }
+}
+
 /// Calls `work<strips>(at, slot)` for a pair of registers in each of some strips: the first one begins with element
 /// `at`, and its parameters and sums with `slot`. Before each group of strips, `touch(at, count)` is called. Returns
 /// the rows done.
@@ -99,7 +112,7 @@ NHWC_ALWAYS_INLINE std::int64_t for_each_strip(const Strip<Element>& strip, std:
       work.template operator()<at_once>(first + smaller_of(slot, last), slot);
     }
   }
-  if constexpr (at_once > 1) return for_each_strip<at_once / 2>(strip, row, count, work, touch);
+  if constexpr (at_once > 1) return for_each_strip<(at_once > 2 ? 2 : 1)>(strip, row, count, work, touch);
   return row;
 }
 
@@ -196,12 +209,11 @@ void sum_block(const Strip<Element>& strip, const Element* rows, std::int64_t co
       [=]<int strips>(std::int64_t at, std::int64_t slot) {
         const auto origin = load_pair(shift + slot);
         Pair<Number> sums{}, squares{};
-#pragma GCC unroll 8
-        for (int row = 0; row < strips; ++row) {
-          const auto value = load_pair(rows + at + row * step) - origin;
+        in_each_strip<strips>(at, step, [&](std::int64_t from) {
+          const auto value = load_pair(rows + from) - origin;
           sums = sums + value;
           squares = squares + value * value;
-        }
+        });
         add(sum + slot, lost + slot, sums);
         add(square + slot, lost_square + slot, squares);
       },
@@ -493,13 +505,11 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
         strip, shape.count,
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
           const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
-#pragma GCC unroll 8
-          for (int row = 0; row < strips; ++row) {
-            const std::int64_t from = at + row * step;
+          in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
             auto y = (load_pair(rows + from) - m) * a + b;
             if constexpr (has_residual) y = y + load_pair(residual + from);
             store_pair(to + from, value_of(activation, y));
-          }
+          });
         },
         [=](std::int64_t at, std::int64_t slot) {
           Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
@@ -514,10 +524,10 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
   }
 }
 
-template <bool is_written, typename Element, typename Activated>
+template <bool is_written, typename Element, cpu::ActivationKind kind>
 void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const Element* rows, Element* before,
-                             const Strip<Element>& strip, const Affine<Real<Element>>& by, const Activated& activation,
-                             double* sum, double* product) {
+                             const Strip<Element>& strip, const Affine<Real<Element>>& by,
+                             const Activation<Real<Element>, kind>& activation, double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const std::int64_t block = block_rows(strip), padded = strip.padded(), step = strip.width;
@@ -532,14 +542,13 @@ void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const E
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
           const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
           Pair<Number> s{}, p{};
-#pragma GCC unroll 8
-          for (int row = 0; row < strips; ++row) {
-            const auto centred = load_pair(x + at + row * step) - m;
-            const auto from = gradient_of(activation, load_pair(g + at + row * step), centred * a + b);
-            if constexpr (is_written) store_pair(to + at + row * step, from);
-            s = s + from;
-            p = p + from * centred;
-          }
+          in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
+            const auto centred = load_pair(x + from) - m;
+            const auto value = gradient_of(activation, load_pair(g + from), centred * a + b);
+            if constexpr (is_written) store_pair(to + from, value);
+            s = s + value;
+            p = p + value * centred;
+          });
           add(sums + slot, lost + slot, s);
           add(products + slot, lost_product + slot, p);
         },
@@ -577,11 +586,10 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
     return backward_sums_of_few_rows(shape, grad, rows, to, numbers.mean, by.scale, by.shift, activation, sum, product);
   }
   by.arrange(strip);
-  if (to) {
-    backward_sums_of_blocks<true>(shape, grad, rows, to, strip, by, activation, sum, product);
-  } else {
-    backward_sums_of_blocks<false>(shape, grad, rows, to, strip, by, activation, sum, product);
+  if constexpr (has_exponential(kind)) {
+    if (to) return backward_sums_of_blocks<true>(shape, grad, rows, to, strip, by, activation, sum, product);
   }
+  backward_sums_of_blocks<false>(shape, grad, rows, to, strip, by, activation, sum, product);
 }
 
 inline double product_of(const double* a, const double* b, std::int64_t count) {
@@ -612,12 +620,10 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
         strip, count,
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
           const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
-#pragma GCC unroll 8
-          for (int row = 0; row < strips; ++row) {
-            const std::int64_t from = at + row * step;
+          in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
             const auto y = (load_pair(rows + from) - m) * a + b;
             store_pair(to + from, gradient_of(activation, load_pair(grad + from), y) * a);
-          }
+          });
         },
         [=](std::int64_t at, std::int64_t slot) {
           const Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
@@ -650,13 +656,11 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
       [=]<int strips>(std::int64_t at, std::int64_t slot) {
         const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
                    p = load_pair(by_row + slot), all = load_pair(by_all + slot);
-#pragma GCC unroll 8
-        for (int row = 0; row < strips; ++row) {
-          const std::int64_t from = at + row * step;
+        in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
           const auto centred = load_pair(rows + from) - m;
           const auto before = gradient_of(activation, load_pair(grad + from), centred * a + b);
           store_pair(to + from, before * a + (centred * p + all));
-        }
+        });
       },
       [=](std::int64_t at, std::int64_t slot) {
         const Number centred = load_one(rows + at) - by.mean[slot],
@@ -673,8 +677,7 @@ std::int64_t norm_scratch(std::int64_t channels) {
 
 template <typename Element, cpu::ActivationKind kind>
 constexpr cpu::NormPasses make_norm_passes() {
-  constexpr bool has_exponential = kind > cpu::ActivationKind::leaky_relu;
-  if constexpr (has_exponential && std::is_same_v<Element, double>)
+  if constexpr (has_exponential(kind) && std::is_same_v<Element, double>)
     return {};
   else
     return {normalise<Element, kind>, backward_sums<Element, kind>, backward<Element, kind>};

@@ -61,7 +61,14 @@ NHWC_ALWAYS_INLINE Bits rounded(Vector<float> value) {
   return value == value ? bits + 0x7FFF + (bits >> 16 & 1) : Bits{} + 0x7FC00000;
 }
 
-NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
+// Without instructions for halves their code is long, and a call is little of its time.
+#if NHWC_X86_LEVEL >= 2
+#define NHWC_INLINE_HALVES NHWC_ALWAYS_INLINE
+#else
+#define NHWC_INLINE_HALVES [[gnu::noinline]] inline
+#endif
+
+NHWC_INLINE_HALVES Vector<float> load_halves(const Half* source) {
 #if NHWC_X86_LEVEL >= 3
   // Not the plain intrinsic: GCC warns of the register that it leaves uninitialised.
   const __m256i halves = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(source));
@@ -75,7 +82,7 @@ NHWC_ALWAYS_INLINE Vector<float> load_halves(const Half* source) {
 #endif
 }
 
-NHWC_ALWAYS_INLINE void store_halves(Half* destination, Vector<float> value) {
+NHWC_INLINE_HALVES void store_halves(Half* destination, Vector<float> value) {
 #if NHWC_X86_LEVEL >= 3
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(destination),
                       _mm512_maskz_cvtps_ph(0xFFFF, reinterpret_cast<__m512>(value), _MM_FROUND_TO_NEAREST_INT));
@@ -197,12 +204,12 @@ NHWC_ALWAYS_INLINE Number total_of(Register values) {
 NHWC_ALWAYS_INLINE float load_one(const float* source) { return *source; }
 NHWC_ALWAYS_INLINE double load_one(const double* source) { return *source; }
 NHWC_ALWAYS_INLINE float load_one(const BFloat16* source) { return BFloat16ToFloat()(source->bits); }
-NHWC_ALWAYS_INLINE float load_one(const Half* source) { return HalfToFloat()(source->bits); }
+[[gnu::noinline]] inline float load_one(const Half* source) { return HalfToFloat()(source->bits); }
 
 NHWC_ALWAYS_INLINE void store_one(float* destination, float value) { *destination = value; }
 NHWC_ALWAYS_INLINE void store_one(double* destination, double value) { *destination = value; }
 NHWC_ALWAYS_INLINE void store_one(BFloat16* destination, float value) { destination->bits = FloatToBFloat16()(value); }
-NHWC_ALWAYS_INLINE void store_one(Half* destination, float value) { destination->bits = FloatToHalf()(value); }
+[[gnu::noinline]] inline void store_one(Half* destination, float value) { destination->bits = FloatToHalf()(value); }
 
 }  // namespace NHWC_CPU_LEVEL
 }  // namespace nhwc
