@@ -9,7 +9,7 @@ from selection import some_of
 import torch_nhwc  # noqa: F401  registers the operators
 
 ops = torch.ops.nhwc
-# Shape and groups: 3D to 5D, channels that fill registers and that do not, a voxel, a group for each channel, a sample
+# Shape and groups: 3D to 5D, channels that fill registers and that do not, one and two positions, a group for each channel, a sample
 # larger than a cache, groups of many neighbours, in small and in large samples.
 SHAPES = [
     ((2, 16, 8, 9, 10), 4),
@@ -22,6 +22,7 @@ SHAPES = [
     ((2, 3, 2, 2), 1),
     ((1, 7, 130, 1), 7),
     ((2, 24, 1, 1, 2), 2),
+    ((3, 24, 1, 1), 4),
     ((3, 257, 8, 8), 1),
     ((2, 1023, 4, 4), 3),
     ((2, 255, 9, 7), 5),

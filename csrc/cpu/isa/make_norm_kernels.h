@@ -140,19 +140,15 @@ NHWC_ALWAYS_INLINE void for_each_written(const Strip<Element>& strip, std::int64
   }
 }
 
-/// Calls the same in a pass that adds up rows. Several at once share the access to their sums, but are first read in
-/// order, for the sake of memory, unless they are close together: at most as many as the first-level cache then has.
+/// Calls the same in a pass that adds up rows. Several at once share the access to their sums. Short ones that are not
+/// close together are first read in order, for the sake of memory; in long ones the CPU sees the order by itself.
 template <typename Element, typename Work, typename Single, typename Touch>
 NHWC_ALWAYS_INLINE void for_each_summed(const Strip<Element>& strip, std::int64_t count, const Work& work,
                                         const Single& single, const Touch& touch) {
   const auto bytes = most_strips_at_once * strip.width * static_cast<std::int64_t>(sizeof(Element));
-  if (bytes <= 16384) {
-    for_each<most_strips_at_once>(strip, count, work, single, [&](std::int64_t at, std::int64_t elements) {
-      if (bytes > 1024) touch(at, elements);
-    });
-  } else {
-    for_each<most_strips_at_once / 2>(strip, count, work, single, touch);
-  }
+  for_each<most_strips_at_once>(strip, count, work, single, [&](std::int64_t at, std::int64_t elements) {
+    if (bytes > 1024 && bytes <= 16384) touch(at, elements);
+  });
 }
 
 /// Reads one byte of each cache line.
@@ -427,7 +423,10 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
   const auto [count, channels, groups] = shape;
   const auto* rows = static_cast<const Element*>(data);
   // Runs need no sums of channels. Short ones of a large sample are read from the same lines of memory several times.
-  if (has_runs_of<Element>(shape, bytes_of<Element>(shape) <= 1 << 17 ? 128 : 1024)) {
+  const std::int64_t bytes = bytes_of<Element>(shape), shortest = bytes <= 1 << 17   ? 128
+                                                                  : bytes <= 1 << 19 ? 512
+                                                                                     : 1024;
+  if (has_runs_of<Element>(shape, shortest)) {
     moments_of_runs(shape, rows, mean, deviations);
   } else if (has_few_rows<Element>(shape)) {
     moments_of_few_rows(shape, rows, mean, deviations);
