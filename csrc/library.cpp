@@ -92,7 +92,8 @@ TORCH_LIBRARY(nhwc, m) {
   // none is returned.
   m.def(
       "norm_activation(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, "
-      "int groups, bool training, float eps, bool is_float, str activation, float parameter) -> Tensor",
+      "int groups, bool training, float eps, bool is_float, str activation, float parameter, Tensor? slope=None) "
+      "-> Tensor",
       compliant);
   m.def(
       "norm_waiting(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, Tensor? bias, "

@@ -163,6 +163,41 @@ def test_every_activation(kind, activation):
         assert_alike(plain, ours, X, grad)
 
 
+@pytest.mark.parametrize("slope", [0.25, 0.0, -0.5])
+@every_norm
+def test_a_slope_is_trained(kind, slope):
+    """Alone as well, and twice; a slope that was changed before the backward is PyTorch's error."""
+    plain, ours = pair(kind, "prelu")
+    for net in (plain, ours):
+        nn.init.constant_(net.a.weight, slope)
+    assert_alike(copy.deepcopy(plain), copy.deepcopy(ours), X)
+    for net in (plain, ours):
+        net.requires_grad_(False)
+        net.a.requires_grad_()
+    assert_alike(copy.deepcopy(plain), copy.deepcopy(ours), X)
+
+    def twice(net):
+        net.c.requires_grad_()
+        (first,) = torch.autograd.grad(net(X).square().mean(), net.a.weight, create_graph=True)
+        return torch.autograd.grad(first.square(), [net.a.weight, net.c.weight])
+
+    torch.testing.assert_close(twice(ours), twice(plain), rtol=1e-3, atol=1e-5)
+    out = ours(X)
+    with torch.no_grad():
+        ours.a.weight.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_a_slope_for_each_channel_and_one_after_a_residual_are_pytorch_s(monkeypatch):
+    monkeypatch.setitem(READERS, "activation of a sum", lambda net, y, c: net.a(y + c))
+    for slopes, reader in ((16, "activation"), (1, "activation of a sum")):
+        plain, ours = pair("instance", "prelu", reader)
+        for net in (plain, ours):
+            net.a = nn.PReLU(slopes)
+        assert_alike(plain, ours, X)
+
+
 def test_an_activation_takes_the_result_and_anything_else_makes_it_a_tensor():
     _, ours = pair()
     y = ours.n(ours.c(X.contiguous(memory_format=torch.channels_last)))

@@ -9,8 +9,8 @@ from selection import some_of
 import torch_nhwc  # noqa: F401  registers the operators
 
 ops = torch.ops.nhwc
-# Shape and groups: 3D to 5D, channels that fill registers and that do not, one and two positions, a group for each channel, a sample
-# larger than a cache, groups of many neighbours, in small and in large samples.
+# Shape and groups: 3D to 5D, channels that fill registers and that do not, one and two positions, a group for each
+# channel, a sample larger than a cache, groups of many neighbours, in small and in large samples.
 SHAPES = [
     ((2, 16, 8, 9, 10), 4),
     ((3, 20, 7, 9), 5),

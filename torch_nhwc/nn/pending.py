@@ -107,8 +107,8 @@ class Waiting:
         """Whether several layers are computed at once, even without an activation."""
         return False
 
-    def compute(self, activation: str = "none", parameter: float = 0.0) -> Tensor:
-        """Return the norm, with the residual and the activation, in one pass."""
+    def compute(self, activation: str = "none", parameter: float = 0.0, slope: Tensor | None = None) -> Tensor:
+        """Return the norm, with the residual and the activation, in one pass. A slope is one that is trained."""
         if any(each._version != version for each, version in self.read):
             raise RuntimeError(
                 f"torch_nhwc: what a {type(self.owner).__name__} reads was changed in place before its result was "
@@ -116,17 +116,19 @@ class Waiting:
                 "with preserve='at_once', or set the environment variable TORCH_NHWC_PENDING=0"
             )
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
-            return self._computed(activation, parameter)
+            return self._computed(activation, parameter, slope)
         # The memory of what is read may be given to something else as soon as the norm's own stream is done.
         with torch.cuda.stream(self.stream):
-            value = self._computed(activation, parameter)
+            value = self._computed(activation, parameter, slope)
         current.wait_stream(self.stream)
         value.record_stream(current)
         return value
 
-    def _computed(self, activation: str, parameter: float) -> Tensor:
+    def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
         # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
-        return torch.ops.nhwc.norm_activation._op(*self.operands, self.residual, *self.options, activation, parameter)
+        return torch.ops.nhwc.norm_activation._op(
+            *self.operands, self.residual, *self.options, activation, parameter, slope
+        )
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
         """Return a tensor for the sum, or `None` where it is to be computed at once."""
@@ -145,7 +147,7 @@ class WaitingConvolution(Waiting):
     def gains(self) -> bool:
         return self.operands[3] is not None or self.residual is not None
 
-    def _computed(self, activation: str, parameter: float) -> Tensor:
+    def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
         is_finite = all(map(_is_known_finite, (self.operands[0], self.residual)))
         operands = (*self.operands, self.residual, *self.options, is_finite, activation, parameter)
         value: Tensor
@@ -377,12 +379,16 @@ _early_reads: dict[tuple[int, bool], int] = {}
 _refused: dict[int, torch.Size] = {}
 
 
-def _activated(result: Any, activation: str, parameter: float, inplace: bool) -> Tensor | None:
+def _activated(
+    result: Any, activation: str, parameter: float, inplace: bool, slope: Tensor | None = None
+) -> Tensor | None:
     """Compute a norm and the activation that reads it, unless the grad mode has changed between them."""
     waiting = result.waiting if type(result) is Pending else None
     if waiting is None or waiting.grad_mode != torch.is_grad_enabled():
         return None
-    value = waiting.compute(activation, parameter)
+    if slope is not None and waiting.residual is not None:  # whose derivative is read from the output
+        return None
+    value = waiting.compute(activation, parameter, slope)
     return _become(result, value) if inplace else value
 
 
@@ -407,9 +413,10 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
-    if torch.is_grad_enabled() or type(weight) not in _PLAIN or weight.numel() != 1 or not weight.is_cpu:
+    if type(weight) not in _PLAIN or weight.numel() != 1 or not weight.is_cpu or weight.dtype != input.dtype:
         return None
-    return _activated(input, "leaky_relu", float(weight), False)
+    slope = weight.detach().item()
+    return _activated(input, "leaky_relu", slope, False, weight if torch.is_grad_enabled() else None)
 
 
 def _silu(input: Tensor, inplace: bool = False) -> Tensor | None:
