@@ -66,6 +66,7 @@ READERS = {
     "activation": lambda net, y, c: net.a(y),
     "twice": lambda net, y, c: net.a(y) + y.mean(),
     "two activations": lambda net, y, c: F.relu(y) + F.silu(y),
+    "dropout of nothing": lambda net, y, c: net.a(F.dropout(y, 0.0)),
     "slice": lambda net, y, c: net.a(y[:, :, 1:]),
     "other function": lambda net, y, c: torch.tanh(y),
     "itself": lambda net, y, c: y,
@@ -206,7 +207,10 @@ def test_an_activation_takes_the_result_and_anything_else_makes_it_a_tensor():
     assert y.dtype == torch.float32
     assert y.device.type == "cpu"
     assert type(F.relu(y)) is torch.Tensor
-    assert type(y) is Pending, "sizes and an activation leave it as it is"
+    assert nn.Dropout(0.0)(y) is nn.Dropout(0.5).eval()(y) is y
+    assert type(y) is Pending, "sizes, an activation and a dropout of nothing leave it as it is"
+    with pytest.raises(ValueError, match="has to be between 0 and 1"):
+        F.dropout(y, -1, training=False)
     assert y.requires_grad
     assert type(y) is torch.Tensor
     assert y.grad_fn is not None

@@ -428,6 +428,11 @@ def _gelu(input: Tensor, approximate: str = "none") -> Tensor | None:
     return _activated(input, names[approximate], 0.0, False) if approximate in names else None
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor | None:
+    """Return the result, which still waits, where nothing is dropped."""
+    return input if p == 0 or (not training and 0 < p <= 1) else None
+
+
 def _add(input: Any, other: Any, alpha: Any = 1, out: Any = None) -> Tensor | None:
     """Return a sum that waits as well. The sum of two that wait computes the second one."""
     if alpha != 1 or out is not None:
@@ -485,6 +490,7 @@ _READERS: dict[Any, Any] = {
     F.prelu: _prelu,
     F.silu: _silu,
     F.gelu: _gelu,
+    F.dropout: _dropout,
     functional.keeping_class("gelu"): _gelu,
     torch.add: _add,
     Tensor.add: _add,
