@@ -95,6 +95,7 @@ def run_programs(names: Sequence[str], *arguments: Any, **options: Any) -> None:
             done.result()
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("level", some_of([*CPU_LEVELS][:-1], "baseline"))
 def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: Path) -> None:
     missing = set(CPU_LEVELS[level]) - cpu_flags()
