@@ -8,6 +8,7 @@ As a script, for a process of its own:
 It prints the cases whose outputs or gradients are wrong, with the largest relative error against float64.
 """
 
+import importlib
 import math
 import os
 import random
@@ -203,6 +204,8 @@ def main(kind: str, whose: str, *numbers: str) -> None:
     if whose == "ours":
         from torch_nhwc import functional as functions
     if kind == "named":
+        # The first gradient imports it, which takes longer than a case: once here, and not in each fork.
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
         torch.manual_seed(0)
         for index in map(int, numbers or range(len(NAMED))):
             if not in_fork(NAMED[index], functions):
