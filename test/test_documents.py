@@ -24,7 +24,7 @@ from selection import some_of
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
-SLOW = "#include", "diffusers", "integrations", "monai", "torchao"
+SLOW = "#include", "diffusers", "integrations", "monai", "torch.compile(", "torchao"
 OPTIONAL = "dynamic_network_architectures", *PROGRAMS
 
 
@@ -36,8 +36,8 @@ def packages_in(*codes, among):
 def blocks(*languages):
     """Return the groups of blocks that follow each other in these languages.
 
-    Compiling against torch's headers takes half a minute, and importing large packages seconds: groups that do are not
-    for `make test`.
+    Compiling against torch's headers takes half a minute, a model by Inductor a third of one, and importing large
+    packages seconds: groups that do are not for `make test`.
     """
     found = []
     for document in DOCUMENTS:

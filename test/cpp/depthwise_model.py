@@ -44,7 +44,7 @@ class Result(NamedTuple):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    model = compiled(Path(__file__).with_suffix(".cpp"), "-O1")
+    model = compiled(Path(__file__).with_suffix(".cpp"), "-Og")
     model.plan_depthwise_model.argtypes = [POINTER(Plan), c_int, c_uint32]
     model.depthwise_blocks_of.argtypes = [c_int, POINTER(Plan)]
     model.depthwise_blocks_of.restype = c_uint64

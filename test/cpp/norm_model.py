@@ -67,7 +67,7 @@ class Result(NamedTuple):
 @functools.cache
 def library() -> ctypes.CDLL:
     """Compile the model, once in a process."""
-    model = compiled(Path(__file__).with_suffix(".cpp"), "-O1")
+    model = compiled(Path(__file__).with_suffix(".cpp"), "-Og")
     sizes = [c_uint64, c_uint64, c_uint32, c_uint32]
     model.plan_norm_model.argtypes = [*sizes, c_int, c_uint32, c_uint32, c_int, POINTER(Plan)]
     model.norm_blocks_of.argtypes = [c_int, POINTER(Plan)]

@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -95,6 +94,7 @@ def run_programs(names: Sequence[str], *arguments: Any, **options: Any) -> None:
             done.result()
 
 
+@pytest.mark.levels
 @pytest.mark.parametrize("level", some_of([*CPU_LEVELS][:-1], "baseline"))
 def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: Path) -> None:
     missing = set(CPU_LEVELS[level]) - cpu_flags()
@@ -228,16 +228,19 @@ def test_the_kernels_of_layers_compile_for_neon(tmp_path: Path) -> None:
 
 @pytest.mark.emulated
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    ("processor", "level"), [("EPYC-Milan", "avx2_128"), ("Dhyana", "avx2_128"), ("Haswell", "avx2")]
-)
-def test_the_level_chosen_for_an_emulated_cpu(processor: str, level: str) -> None:
+def test_the_level_chosen_for_an_emulated_cpu(tmp_path: Path) -> None:
+    """By a program of its own: to import torch in the emulator takes minutes."""
     require_tools("qemu-x86_64")
-    command = ["qemu-x86_64", "-cpu", processor, sys.executable, "-c"]
-    command.append("import torch_nhwc; print(torch_nhwc.ops.cpu_capability())")
+    program, library = tmp_path / "chosen_level", Path(torch.__file__).parent / "lib"
+    command = [CXX, "-std=c++20", f"-I{INCLUDE}", f"-I{ROOT / 'csrc'}", HERE / "chosen_level.cpp", "-o", program]
+    command += [flag for path in cpp_extension.include_paths() for flag in ("-isystem", path)]
+    subprocess.run([*command, f"-L{library}", f"-Wl,-rpath,{library}", "-lc10"], check=True)
     variables = ("TORCH_NHWC_CPU_CAPABILITY", "ATEN_CPU_CAPABILITY")
     environment = {name: value for name, value in os.environ.items() if name not in variables}
-    assert subprocess.run(command, capture_output=True, text=True, env=environment).stdout == f"{level}\n"
+    levels = {"core2duo": "baseline", "Haswell": "avx2", "EPYC-Milan": "avx2_128", "Dhyana": "avx2_128"}
+    for processor, level in levels.items():
+        run = ["qemu-x86_64", "-cpu", processor, program]
+        assert subprocess.run(run, capture_output=True, text=True, env=environment).stdout == f"{level}\n", processor
 
 
 def test_a_libtorch_program_uses_the_operators_without_python(tmp_path):

@@ -28,6 +28,7 @@ SMALL = {
 }
 every_function = pytest.mark.parametrize("name", SMALL)
 AVX2 = pytest.param("AVX2", marks=pytest.mark.levels)
+TAPS = [NAMED.index(case) for case in STRIDED_TAPS]
 
 
 def in_lists(arguments, axes):
@@ -57,10 +58,17 @@ def small(name, dtype=torch.float32):
     return x, torch.randn(kernel, dtype=dtype), torch.randn(outputs, dtype=dtype), arguments
 
 
-@pytest.mark.parametrize("isa", ["default", AVX2, pytest.param("avx2_vnni", marks=pytest.mark.levels)])
+@pytest.mark.parametrize("isa", ["default", AVX2])
 def test_what_pytorch_computes_wrong_is_right(isa):
     environment = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
     assert wrong_cases("named", "ours", **environment) == []
+
+
+@pytest.mark.levels
+@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
+def test_bounds_are_read_in_all_their_names(variable):
+    """By strided taps, which are wrong by default where a CPU seems to have AVX-512 and oneDNN does not use it."""
+    assert wrong_cases("named", "ours", *map(str, TAPS), **{variable: "avx2_vnni"}) == []
 
 
 @pytest.mark.levels
@@ -74,12 +82,11 @@ def test_pytorch_computes_small_inputs_and_single_columns_wrong_with_avx512():
 
 @pytest.mark.levels
 @pytest.mark.skipif(not IS_X86, reason="a CPU with AVX2")
-@pytest.mark.parametrize("variable", ["ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"])
-def test_pytorch_computes_strided_taps_wrong_without_avx512(variable):
-    wrong = {int(line.split()[1]) for line in wrong_cases("named", "pytorch", **{variable: "AVX2"})}
-    taps = {index for index, case in enumerate(NAMED) if case in STRIDED_TAPS}
-    assert wrong & taps
-    assert not wrong - taps
+@pytest.mark.parametrize(("variable", "numbers"), [("ONEDNN_MAX_CPU_ISA", ()), ("DNNL_MAX_CPU_ISA", TAPS)])
+def test_pytorch_computes_strided_taps_wrong_without_avx512(variable, numbers):
+    found = wrong_cases("named", "pytorch", *map(str, numbers), **{variable: "AVX2"})
+    assert {int(line.split()[1]) for line in found} <= {*TAPS}
+    assert found
 
 
 @pytest.mark.levels
@@ -91,7 +98,7 @@ def test_pytorch_computes_halves_wrong_with_amx():
 
 
 @pytest.mark.parametrize("isa", ["default", AVX2])
-@pytest.mark.parametrize("seed", [0, *(exhaustive(seed) for seed in range(1, 12))])
+@pytest.mark.parametrize("seed", [0, *(exhaustive(seed) for seed in (1, 2))])
 def test_random_convolutions_are_right(seed, isa):
     environment = {} if isa == "default" else {"ONEDNN_MAX_CPU_ISA": isa}
     assert wrong_cases("random", "ours", str(seed), "400", **environment) == []

@@ -1,9 +1,9 @@
-"""Models as people have them, small and with random weights. Importing their packages takes seconds."""
+"""Models as people have them, small and with random weights.
 
-import diffusers
-import monai.networks.nets as monai_networks
+Importing their packages takes seconds, in each process that collects tests: a model's own is imported when it is made.
+"""
+
 import torch
-import transformers
 
 IMAGE = (1, 3, 64, 64)
 VOLUME = (1, 1, 16, 16, 16)
@@ -13,6 +13,8 @@ def transformer(name, shape=IMAGE, argument="pixel_values", **config):
     """By its name; a configuration inside of the configuration is made when it is needed."""
 
     def make():
+        import transformers
+
         values = {key: value() if callable(value) else value for key, value in config.items()}
         model = getattr(transformers, f"{name}Model")(getattr(transformers, f"{name}Config")(**values))
         return model, {argument: torch.randn(shape, dtype=torch.float64)}
@@ -20,8 +22,17 @@ def transformer(name, shape=IMAGE, argument="pixel_values", **config):
     return make
 
 
+def resnet_backbone():
+    from transformers import ResNetConfig
+
+    sizes = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
+    return ResNetConfig(out_features=["stage4"], **sizes)
+
+
 def diffuser(name, *shapes, **config):
     def make():
+        import diffusers
+
         model = getattr(diffusers, name)(**config)
         return model, tuple(torch.randn(shape, dtype=torch.float64) if shape else 1 for shape in shapes)
 
@@ -30,7 +41,9 @@ def diffuser(name, *shapes, **config):
 
 def monai(name, *arguments, shape=VOLUME, **config):
     def make():
-        model = getattr(monai_networks, name)(*arguments, **config)
+        import monai.networks.nets
+
+        model = getattr(monai.networks.nets, name)(*arguments, **config)
         return model, (torch.randn(shape, dtype=torch.float64),)
 
     return make
@@ -38,7 +51,6 @@ def monai(name, *arguments, shape=VOLUME, **config):
 
 SMALL = {"hidden_sizes": [8, 16], "depths": [1, 1], "num_stages": 2}
 LAYERED = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32}
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 8, 16, 16], "depths": [1, 1, 1, 1]}
 # A dropout's mask follows the strides of the activations, which follow those of the weights.
 QUERIES = {
     **{"dropout": 0.0, "attention_dropout": 0.0, "activation_dropout": 0.0},
@@ -64,8 +76,7 @@ ARCHITECTURES = {
         num_feat_extract_layers=2, apply_spec_augment=False, **LAYERED,
     ),
     "DETR": transformer(
-        "Detr", use_timm_backbone=False, backbone=None,
-        backbone_config=lambda: transformers.ResNetConfig(out_features=["stage4"], **RESNET), **QUERIES,
+        "Detr", use_timm_backbone=False, backbone=None, backbone_config=resnet_backbone, **QUERIES,
     ),
     "UNet2DCondition": diffuser(
         "UNet2DConditionModel", (1, 4, 16, 16), (), (1, 4, 8), block_out_channels=(8, 16), norm_num_groups=4,

@@ -2,12 +2,13 @@
 
 As a script, for a process of its own:
 
-    python convolution_cases.py named {ours,pytorch}            # runs each case in a fork, which may die
+    python convolution_cases.py named {ours,pytorch} [NUMBER ...]   # runs all or these, each in a fork, which may die
     python convolution_cases.py random {ours,pytorch} SEED COUNT
 
 It prints the cases whose outputs or gradients are wrong, with the largest relative error against float64.
 """
 
+import importlib
 import math
 import os
 import random
@@ -197,19 +198,23 @@ def in_fork(case: Case, functions: Any) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
-def main(kind: str, whose: str, seed: str = "0", count: str = "0") -> None:
+def main(kind: str, whose: str, *numbers: str) -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(int(seed))
     functions: Any = F
     if whose == "ours":
         from torch_nhwc import functional as functions
     if kind == "named":
-        for index, case in enumerate(NAMED):
-            if not in_fork(case, functions):
-                print(f"wrong: {index} {case}", flush=True)
+        # The first gradient imports it, which takes longer than a case: once here, and not in each fork.
+        importlib.import_module("torch.fx.experimental.symbolic_shapes")
+        torch.manual_seed(0)
+        for index in map(int, numbers or range(len(NAMED))):
+            if not in_fork(NAMED[index], functions):
+                print(f"wrong: {index} {NAMED[index]}", flush=True)
         return
-    draw = random.Random(int(seed))
-    for _ in range(int(count)):
+    seed, count = map(int, numbers)
+    torch.manual_seed(seed)
+    draw = random.Random(seed)
+    for _ in range(count):
         case = random_case(draw)
         if not error_of(case, functions) <= 1:
             print(f"wrong: {case}", flush=True)

@@ -2,10 +2,11 @@
 
 As a script, for a process of its own, which may die of PyTorch's own gradients:
 
-    python right_models.py NAME {converted,compiled,contiguous} EDGE DTYPE ...
+    python right_models.py NAME,... {converted,compiled,contiguous} EDGE DTYPE ...
 
-It prints, for each dtype, the error of the gradients of all parameters against the same model in float64, relative in
-norm. The model is converted by `convert_`, also compiled, or PyTorch's own. An edge of 0 is that of `NETWORKS`.
+It prints a line for each network, with the error of the gradients of all parameters for each dtype: against the same
+model in float64, relative in norm. The model is converted by `convert_`, also compiled, or PyTorch's own. An edge of 0
+is that of `NETWORKS`.
 """
 
 import copy
@@ -115,5 +116,6 @@ def error(name: str, way: str, edge: int, dtype: torch.dtype) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    name, way, edge, *dtypes = sys.argv[1:]
-    print(*(error(name, way, int(edge), getattr(torch, dtype)) for dtype in dtypes))
+    names, way, edge, *dtypes = sys.argv[1:]
+    for name in names.split(","):
+        print(*(error(name, way, int(edge), getattr(torch, dtype)) for dtype in dtypes), flush=True)
