@@ -24,10 +24,8 @@ demo: $(VENV)/built
 test: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m "not exhaustive"
 
-# Every case of it as well: sanitizers, every instruction set, emulated CPUs, long generated runs. In one run, since collecting
-# the tests takes half a minute, and tests of both kinds share what they compile.
-test-all: $(VENV)/has-test $(VENV)/built
-	$(bin)/python -m pytest $(two)
+# Every case of it as well: sanitizers, every instruction set, emulated CPUs, long generated runs.
+test-all: test test-exhaustive
 
 # What `make test` leaves out, and nothing else.
 test-exhaustive: $(VENV)/has-test $(VENV)/built
