@@ -705,6 +705,22 @@ def test_h42_convolutions_of_one_channel_are_wrong_on_channels_last(seed):
             torch.testing.assert_close(actual.double(), expected, rtol=tolerance, atol=tolerance, equal_nan=True)
 
 
+def test_h69_a_convolution_of_nothing_but_padding_is_its_bias():
+    """That PyTorch's can end the process is left to h42, whose draws have done so."""
+    for shape, taps, options in (
+        ((3, 1, 5, 1), (4, 1), ((1, 2), (1, 1), (2, 2))),
+        ((2, 8, 1, 6), (1, 3), ((2, 1), 1, 1)),
+    ):
+        x = torch.randn(shape).contiguous(memory_format=CL).requires_grad_()
+        weight, bias = torch.randn(16, shape[1], *taps, requires_grad=True), torch.randn(16, requires_grad=True)
+        out = nhwc.functional.conv2d(x, weight, bias, *options)
+        assert torch.equal(out, bias.view(1, 16, 1, 1).expand_as(out))
+        of_x, of_weight, of_bias = torch.autograd.grad(out.sum(), (x, weight, bias))
+        assert not of_x.any()
+        assert not of_weight.any()
+        assert torch.equal(of_bias, torch.full((16,), out[:, 0].numel(), dtype=torch.float32))
+
+
 @pytest.mark.parametrize("make", [lambda: nn.Conv2d(1, 4, 3), lambda: nn.ConvTranspose3d(4, 1, 3)], ids=["2d", "3d"])
 def test_h42_filters_of_one_channel_have_contiguous_strides(make):
     layer = make()

@@ -107,6 +107,23 @@ bool Call::misses_kernel() const {
   return false;
 }
 
+bool Call::misses_input() const {
+  const auto number = [](const c10::SymInt& size) { return size.guard_int(__FILE__, __LINE__); };
+  for (int64_t from_last = 1; from_last <= static_cast<int64_t>(axes()); ++from_last) {
+    const Axis along = axis(from_last);
+    if (along.padding == 0 || along.sees_whole_kernel()) continue;
+    const int64_t size = number(along.size), positions = number(along.positions), reach = number(along.reach),
+                  step = number(dilation[axes() - from_last]);
+    bool meets = false;
+    for (int64_t position = 0; position < positions && !meets; ++position) {
+      const int64_t first = position * number(along.stride) - number(along.padding);
+      for (int64_t tap = first; tap <= first + reach && !meets; tap += step) meets = tap >= 0 && tap < size;
+    }
+    if (!meets) return true;
+  }
+  return false;
+}
+
 at::native::ConvBackend Call::backend() const {
   return at::native::select_conv_backend(input, weight, bias, stride, padding, dilation, is_transposed, output_padding,
                                          groups, /*bias_sizes_opt=*/std::nullopt);

@@ -87,6 +87,9 @@ struct Call {
   /// Returns whether every position misses a part of the kernel along some axis. Without padding none does.
   bool misses_kernel() const;
 
+  /// Returns whether along some axis all taps of all positions are in the padding.
+  bool misses_input() const;
+
   /// Returns what PyTorch computes it by.
   at::native::ConvBackend backend() const;
 

@@ -143,7 +143,7 @@ bool has_one_column(const Call& call) {
 }
 
 bool has_small_input(const Call& call) {
-  return !call.is_transposed && small_inputs.is_expected() && call.misses_kernel();
+  return !call.is_transposed && (small_inputs.is_expected() ? call.misses_kernel() : call.misses_input());
 }
 
 c10::SymInt planes_under_a_tap(const Call& call) {

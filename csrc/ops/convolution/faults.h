@@ -21,7 +21,8 @@ namespace nhwc::faults {
 bool has_one_column(const Call& call);
 
 /// Along some axis no output position sees the whole kernel: the weight's gradient is memory that nobody wrote, or the
-/// heap is damaged; more rarely another gradient, or the output.
+/// heap is damaged; more rarely another gradient, or the output. Without AVX-512, where all taps along an axis are in
+/// the padding, the process ends.
 bool has_small_input(const Call& call);
 
 /// The last planes of a volume of half precision are under no tap, and AMX leaves their gradient unwritten.
