@@ -165,13 +165,14 @@ Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, c
   return {grad_input, grad_weight, grad_bias};
 }
 
-/// Returns the sum over all elements of grad * y, where y is the norm and negative. `of_weight` and `of_bias` are those
-/// of the norm's parameters by its slope; with a slope that is smaller by 1, they differ by these elements.
+/// Returns the sum over all elements of grad * y, where y is the norm and negative, of a channels-last gradient.
+/// `of_weight` and `of_bias` are those of the norm's parameters by its slope; with a slope that is smaller by 1, they
+/// differ by these elements.
 at::Tensor gradient_of_slope(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
                              const at::Tensor& of_weight, const at::Tensor& of_bias) {
   const at::Tensor other_weight = at::empty_like(of_weight), other_bias = at::empty_like(of_bias);
-  cpu::group_norm_backward(known.norm().shape(), to_channels_last(grad), to_channels_last(known.input), known.mean,
-                           known.rstd, known.weight(), {}, other_weight, other_bias, known.is_of_input(), known.bias(),
+  cpu::group_norm_backward(known.norm().shape(), grad, to_channels_last(known.input), known.mean, known.rstd,
+                           known.weight(), {}, other_weight, other_bias, known.is_of_input(), known.bias(),
                            {activation.kind, activation.parameter - 1});
   at::Tensor by_weight = of_weight - other_weight, by_bias = of_bias - other_bias;
   if (known.scale) by_weight = by_weight * *known.scale;
@@ -214,6 +215,7 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
     return {input, weight, bias, of_residual, of_slope};
   }
   const bool has_slope = slope.defined() && needed[4];
+  if (has_slope) grad = to_channels_last(grad);  // which two passes read
   auto [input, weight, bias] = norm_backward_by_kernels(known, grad, activation, needed, has_slope);
   if (has_slope) {
     of_slope = gradient_of_slope(known, grad, activation, weight, bias).to(slope.scalar_type()).reshape_as(slope);
