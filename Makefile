@@ -36,6 +36,7 @@ test-exhaustive: $(VENV)/has-test $(VENV)/built
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export TORCH_NHWC_CPU_CAPABILITY := avx2
+test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
 test-avx2: $(VENV)/has-test $(VENV)/built
 	if grep -qw avx512f /proc/cpuinfo; then $(bin)/python -m pytest $(two) -m "not exhaustive and not levels"; fi
 
