@@ -801,7 +801,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                 (input.shape, input.stride(), input.dtype, input.is_cpu, weight.shape, weight.stride(), weight.dtype),
                 None if bias is None else bias.dtype,
                 (weight.requires_grad, input.requires_grad) if _is_grad_enabled() else None,
-                torch.get_autocast_dtype("cpu") if _is_autocast_enabled("cpu") else None,
+                torch.get_autocast_dtype("cpu") if _is_any_autocast_enabled() and _is_autocast_enabled("cpu") else None,
                 (_is_onednn_enabled(), _get_num_threads()),
                 (name, options),
             )

@@ -433,9 +433,9 @@ std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
 }
 
 std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pass) {
-  if (!is_winograd_on()) return {};
+  if (!is_winograd_on() || call.weight.size(1) < 16) return {};
   const Sizes sizes(call);
-  if (std::min(sizes.inputs, sizes.outputs) < 16) return {};
+  if (sizes.outputs < 16) return {};
   const bool is_of_weight = pass == Pass::weight_gradient;
   // For few positions, most of the time is the transform of the weight. AVX-512 has the registers for it.
   if (sizes.positions < (is_of_weight ? 128 : 64)) return {};
