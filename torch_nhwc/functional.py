@@ -698,7 +698,7 @@ def conv2d(
         (12, 1, 6, 3)
     """
     if not is_scripting():
-        return _convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
+        return convolve("conv2d", 2, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv2d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -722,7 +722,7 @@ def conv3d(
         (192, 1, 48, 12, 3)
     """
     if not is_scripting():
-        return _convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
+        return convolve("conv3d", 3, input, weight, bias, (stride, padding, dilation, groups))
     return torch.ops.nhwc.conv3d(input, weight, bias, stride, padding, dilation, groups)
 
 
@@ -745,7 +745,7 @@ def conv_transpose2d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose2d", 2, input, weight, bias, options)
+        return convolve("conv_transpose2d", 2, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose2d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
@@ -770,11 +770,11 @@ def conv_transpose3d(
     """
     if not is_scripting():
         options = (stride, padding, output_padding, groups, dilation)
-        return _convolve("conv_transpose3d", 3, input, weight, bias, options)
+        return convolve("conv_transpose3d", 3, input, weight, bias, options)
     return torch.ops.nhwc.conv_transpose3d(input, weight, bias, stride, padding, output_padding, groups, dilation)
 
 
-def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
+def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> Tensor:
     """Call PyTorch's function of a name where it is right, fast and in format, by the table of ways, or our operator.
 
     The options are the other arguments, in PyTorch's order. The answer is remembered, which saves the call of the
@@ -809,7 +809,7 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
         except (TypeError, RuntimeError):
             if list in map(type, options):  # which have no hash
                 options = tuple([tuple(each) if type(each) is list else each for each in options])
-                return _convolve(name, axes, input, weight, bias, options)
+                return convolve(name, axes, input, weight, bias, options)
             # Symbols, which have no hash; tensors without strides, which are PyTorch's.
             is_strided = all(each.layout == torch.strided and not each.is_nested for each in (input, weight))
             ours = _as_lists(options, axes) if is_strided and _are_usual(options, axes) else None
@@ -824,7 +824,9 @@ def _convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options:
                 ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
-    return getattr(torch.ops.nhwc, name)._op(input, weight, bias, *ours)
+    operators = getattr(torch.ops.nhwc, name)  # to find one by its arguments takes 50 us for a padding by name
+    operator = operators.padding if type(options[1]) is str else operators.default
+    return operator._op(input, weight, bias, *ours)
 
 
 # What is called in each forward, without looking for it.

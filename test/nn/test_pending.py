@@ -22,8 +22,9 @@ from torch_nhwc.nn.pending import Pending
 
 
 @pytest.fixture(autouse=True)
-def smaller_group_norms_wait(monkeypatch):
-    monkeypatch.setattr(pending, "_FEWEST_IN_GROUPS", pending._FEWEST)
+def smaller_norms_wait(monkeypatch):
+    for name in ("_FEWEST_IN_GROUPS", "_FEWEST_IN_A_CALL"):
+        monkeypatch.setattr(pending, name, pending._FEWEST)
 
 
 NORMS = {

@@ -22,9 +22,10 @@ from torch._jit_internal import is_scripting
 from torch_nhwc import functional
 from torch_nhwc.nn.class_swap import Swap
 
-# Elements: with fewer, the wait takes as long as it saves. Group norm at once finds its input in the caches. On a GPU
-# launches cost more, less so where casts are saved, too (H200).
-_FEWEST, _FEWEST_IN_GROUPS, _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 15, 1 << 18, 1 << 25, 1 << 21
+# Elements: with fewer, the wait takes as long as it saves. A step saves more than a call, and group norm at once finds
+# its input in the caches. On a GPU launches cost more, less so where casts are saved, too (H200).
+_FEWEST, _FEWEST_IN_A_CALL, _FEWEST_IN_GROUPS = 1 << 15, 70_000, 1 << 18
+_FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 25, 1 << 21
 _FEWEST_INPUTS = 1 << 13  # of a convolution; its own rule is for the results
 _MOST_EARLY_READS = 2
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
@@ -162,20 +163,22 @@ class WaitingConvolution(Waiting):
         return _waiting_like(result) if is_alike and residual.stride() == result.stride() else None
 
 
-def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+def convolution(
+    owner: Any, name: str, axes: int, input: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]
+) -> Tensor:
     """Call `functional.conv2d` or `conv3d`, or return a result that waits, where nothing is derived.
 
     The options are stride, padding, dilation and groups. The owner is the layer, of which is counted how often
     something else than a norm or an activation reads its results.
     """
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
-        return function(input, weight, bias, *options)
+        return functional.convolve(name, axes, input, weight, bias, options)
     if (type(input) is Tensor and input.numel() < _FEWEST_INPUTS) or not _may_wait():
-        return function(input, weight, bias, *options)
+        return functional.convolve(name, axes, input, weight, bias, options)
     if type(input) is Pending:
         _compute_among((input,))
     if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
-        return function(input, weight, bias, *options)
+        return functional.convolve(name, axes, input, weight, bias, options)
     if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
         known = _in_numbers(weight, *options)
         if known is not None and type(weight) in _PLAIN and type(bias) in _PLAIN and not _is_observed():
@@ -185,9 +188,9 @@ def convolution(owner: Any, function: Any, input: Tensor, weight: Tensor, bias: 
                 return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0)))
             _remember(_refused, id(owner), owner, input.shape)
     if not torch.is_inference_mode_enabled():
-        return function(input, weight, bias, *options)
+        return functional.convolve(name, axes, input, weight, bias, options)
     with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
-        return function(input, weight, bias, *options)
+        return functional.convolve(name, axes, input, weight, bias, options)
 
 
 def _in_numbers(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> tuple[Any, ...] | None:
@@ -205,6 +208,13 @@ def _as_pending(result: Any, waiting: Waiting) -> Tensor:
     result.__class__ = Pending
     result.waiting = waiting
     return result
+
+
+def never_waits(input: Tensor) -> bool:
+    """Return whether nothing is derived, and a layer's result is to be computed at once."""
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+        return False
+    return (type(input) is Tensor and input.numel() < _FEWEST_IN_A_CALL) or not _may_wait()
 
 
 def pending_norm(
@@ -242,7 +252,7 @@ def pending_norm(
         is_float = casts and torch.is_autocast_enabled("cuda") and input.dtype in _HALVES
         fewest = _FEWEST_CAST if is_float else _FEWEST_ON_CUDA
     else:
-        fewest = _FEWEST_IN_GROUPS if groups else _FEWEST
+        fewest = _FEWEST_IN_GROUPS if groups else _FEWEST if torch.is_grad_enabled() else _FEWEST_IN_A_CALL
     if input.numel() < fewest or not (is_cuda or input.is_cpu):
         return None
     if owner is None or _is_read_early(owner) or _is_observed():

@@ -17,7 +17,7 @@ from torch_nhwc import functional
 from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 from torch_nhwc.nn.own_forward import with_our_functions
-from torch_nhwc.nn.pending import convolution, pending_norm
+from torch_nhwc.nn.pending import convolution, never_waits, pending_norm
 
 
 class Preserving(Swap):
@@ -92,6 +92,9 @@ class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
     """`BatchNorm2d` that is accurate on channels-last."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if not is_scripting():  # noqa: SIM102  as TorchScript reads it
+            if not self.training and never_waits(input):
+                return nn.modules.batchnorm._BatchNorm.forward(self, input)
         self._check_input_dim(input)
         factor = 0.0 if self.momentum is None else self.momentum
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
@@ -290,7 +293,7 @@ class PreservingConv2d(Preserving, nn.Conv2d):
             return functional.conv2d(padded, weight, bias, self.stride, (0, 0), self.dilation, self.groups)
         if not is_scripting():
             options = (self.stride, self.padding, self.dilation, self.groups)
-            return convolution(self, functional.conv2d, input, weight, bias, *options)
+            return convolution(self, "conv2d", 2, input, weight, bias, options)
         # In TorchScript a padding by name has a type of its own.
         return torch.ops.nhwc.conv2d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
@@ -306,7 +309,7 @@ class PreservingConv3d(Preserving, nn.Conv3d):
             return functional.conv3d(padded, weight, bias, self.stride, (0, 0, 0), self.dilation, self.groups)
         if not is_scripting():
             options = (self.stride, self.padding, self.dilation, self.groups)
-            return convolution(self, functional.conv3d, input, weight, bias, *options)
+            return convolution(self, "conv3d", 3, input, weight, bias, options)
         return torch.ops.nhwc.conv3d(input, weight, bias, self.stride, self.padding, self.dilation, self.groups)
 
 

@@ -20,8 +20,8 @@ std::int64_t bytes_of(const NormRows& shape) {
 /// fill pairs of registers, strips are longer. Columns of a larger sample are too far apart for the caches.
 template <typename Element>
 bool has_few_rows(const NormRows& shape) {
-  if (shape.count * shape.channels <= 128) return true;
   const bool fills_registers = shape.channels >= shape.groups * VectorOf<Real<Element>>::lanes;
+  if (shape.count * shape.channels <= (fills_registers ? 128 : 64)) return true;
   return fills_registers && shape.count <= (shape.channels % pair_size<Element> == 0 ? 16 : 64) &&
          bytes_of<Element>(shape) <= 3 << 15;
 }

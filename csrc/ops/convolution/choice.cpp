@@ -42,9 +42,10 @@ class Backends {
 /// What the rules look at: of a transposed convolution, that from its output to its input.
 struct Sizes {
   bool is_3d, is_strided = false, is_dilated = false;
-  int64_t inputs, outputs;     // of a group
-  int64_t taps = 1, shortest;  // of the kernel, and along its shortest axis
-  int64_t positions;           // of the whole batch
+  int64_t inputs, outputs;       // of a group
+  int64_t taps = 1, shortest;    // of the kernel, and along its shortest axis
+  int64_t positions;             // of the whole batch
+  int64_t larger_positions = 1;  // of one sample, on the larger side
 
   explicit Sizes(const Call& call);
 };
@@ -63,6 +64,7 @@ Sizes::Sizes(const Call& call)
     taps *= kernel;
     shortest = std::min(shortest, kernel);
     positions *= axis.positions.expect_int();
+    larger_positions *= axis.size.expect_int();
   }
 }
 
@@ -161,13 +163,20 @@ enum class Arithmetic {
 // The rules. Their evidence is `bench_convolutions.py`, and grids of some 200 shapes around its layers: one thread of a
 // Zen 4 and of a Xeon with AMX, as they are and held to AVX2. Where PyTorch is about as fast, it stays.
 
-/// oneDNN's depthwise gradients reach a tenth of what its forward does. A transposed convolution is the gradient of the
-/// input, and its own is a convolution.
+/// oneDNN's depthwise gradients reach a tenth of what its forward does, and each pass takes some 50 us more than its
+/// products. Our kernels take their time for each channel of a sample, and for each phase of a stride. A transposed
+/// convolution is the gradient of the input, and its own is a convolution.
 KernelPasses of_depthwise(const Call& call, const Sizes& sizes, Arithmetic arithmetic) {
-  const bool is_large = sizes.shortest > 3, is_half = arithmetic == Arithmetic::halves;
-  const bool smaller = is_large && !sizes.is_strided && arithmetic == Arithmetic::below_avx512;
-  const bool larger = sizes.is_3d || (is_half ? sizes.is_strided : is_large && !sizes.is_strided);
-  const bool weight = sizes.is_3d || is_large;
+  const bool is_large = sizes.shortest > 3, is_half = arithmetic == Arithmetic::halves,
+             has_avx512 = arithmetic != Arithmetic::below_avx512;
+  const int64_t planes = call.input.size(0) * call.weight.size(0), elements = planes * sizes.larger_positions;
+  const bool is_small =
+      sizes.is_3d ? planes <= 512 && elements <= 65'000 : planes <= 1024 && elements <= (has_avx512 ? 130'000 : 80'000);
+  const bool has_few_phases = !sizes.is_strided || (planes <= 256 && elements <= 50'000);
+  const bool smaller = is_small || (is_large && !sizes.is_strided && !has_avx512);
+  const bool larger =
+      sizes.is_3d || (is_small && has_few_phases) || (is_half ? sizes.is_strided : is_large && !sizes.is_strided);
+  const bool weight = sizes.is_3d || is_large || is_small;
   return call.is_transposed ? KernelPasses{larger, smaller, weight} : KernelPasses{smaller, larger, weight};
 }
 
@@ -218,7 +227,8 @@ bool gains_inner_products(const Call& call, const Sizes& sizes, Arithmetic arith
   if (sizes.is_3d && sizes.taps > 1 && !is_onednns(backend)) return terms >= 400;
   if (sizes.positions < 2 || sizes.positions > 64 || weights < 130'000) return false;
   if (sizes.taps > 1 || sizes.is_strided) return true;
-  const int64_t most = arithmetic == Arithmetic::below_avx512 ? 12 : terms < 512 ? 25 : 64;
+  const bool is_xeon = onednn_isa() == OnednnIsa::amx;  // where the products of MKL are faster
+  const int64_t most = arithmetic == Arithmetic::below_avx512 ? 16 : terms < 512 ? 25 : is_xeon ? 36 : 64;
   return weights >= 200'000 && sizes.positions <= most;
 }
 
