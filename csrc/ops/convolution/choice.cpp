@@ -452,6 +452,9 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   const bool has_avx512 = onednn_isa() != OnednnIsa::below_avx512, is_quick = !sizes.is_3d && has_avx512;
   const int64_t most_weights = (is_quick ? 12'500 : 2'500) * sizes.positions;
   if (!is_of_weight && sizes.positions < 512 && call.weight.numel() > most_weights) return {};
+  // The Xeon's own products of one small image are faster, and so are our inner products.
+  const bool is_few = pass == Pass::forward && is_quick && call.groups == 1 && sizes.positions < 128;
+  if (is_few && onednn_isa() == OnednnIsa::amx && !is_onednns(call.backend())) return {};
   const auto tile = winograd_tile(call, pass);
   if (!tile) return {};
   int64_t filtered = 0, tiles = call.input.size(0);
