@@ -255,6 +255,8 @@ def _batch_norm(
         return F.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
     if training:
         _verify_batch_size(input.size())
+    if not is_scripting():
+        return torch.ops.nhwc.batch_norm._op(input, running_mean, running_var, weight, bias, training, momentum, eps)
     return torch.ops.nhwc.batch_norm(input, running_mean, running_var, weight, bias, training, momentum, eps)
 
 

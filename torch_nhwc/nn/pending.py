@@ -237,7 +237,7 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if torch.compiler.is_compiling() or not _may_wait():
+    if torch.compiler.is_compiling() or (type(input) is Tensor and input.numel() < _FEWEST) or not _may_wait():
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:
