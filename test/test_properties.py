@@ -148,7 +148,7 @@ def test_only_the_needed_gradients(name):
 @pytest.mark.parametrize(
     "arrange",
     [
-        torch.Tensor.contiguous,
+        lambda each: each.clone(memory_format=torch.contiguous_format),  # depthwise weights as well
         lambda each: each.mT.contiguous().mT if each.dim() > 1 else each,
         lambda each: torch.stack([each, each], -1)[..., 0],
     ],
