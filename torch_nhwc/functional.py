@@ -827,7 +827,8 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
     operators = getattr(torch.ops.nhwc, name)  # to find one by its arguments takes 50 us for a padding by name
-    operator = operators.padding if type(options[1]) is str else operators.default
+    is_by_name = type(options[1]) is str and not name.startswith("conv_transpose")
+    operator = operators.padding if is_by_name else operators.default
     return operator._op(input, weight, bias, *ours)
 
 

@@ -277,6 +277,19 @@ def test_bad_input_of_the_native_operator(given, text):
         ops.native_batch_norm(*given(channels_last(torch.randn(2, 8, 4, 5)), torch.ones(8)))
 
 
+@pytest.mark.parametrize("preserve", [True, "at_once"])
+@pytest.mark.parametrize("without", ["tracking", "statistics"])
+def test_a_layer_in_evaluation_that_has_no_statistics_is_accurate(without, preserve):
+    model = torch.nn.Sequential(torch.nn.BatchNorm2d(8, affine=False, track_running_stats=without != "tracking")).eval()
+    if without == "statistics":
+        model[0].running_mean = model[0].running_var = None
+    x = torch.randn(1, 8, 90, 90) + 1000
+    torch_nhwc.convert_(model, preserve=preserve)
+    with torch.no_grad():
+        exact, stock, ours = (model(each) for each in (x.double(), x, channels_last(x)))
+    assert (ours - exact).norm() <= 2 * (stock - exact).norm()
+
+
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("shape", [(2, 8, 20, 20), (3, 5, 40, 41), (1, 40, 8, 40, 41), (2, 256, 34, 34)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)

@@ -93,7 +93,8 @@ class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
 
     def forward(self, input: Tensor) -> Tensor:
         if not is_scripting():  # noqa: SIM102  as TorchScript reads it
-            if not self.training and never_waits(input):
+            # With running statistics PyTorch's layer is right.
+            if not self.training and self._buffers.get("running_mean") is not None and never_waits(input):
                 return nn.modules.batchnorm._BatchNorm.forward(self, input)
         self._check_input_dim(input)
         factor = 0.0 if self.momentum is None else self.momentum
