@@ -123,6 +123,12 @@ def test_other_convolutions_do_without(case, why):
     assert way_of(case[0], x, w.requires_grad_(), b, arguments) != "winograd", why
 
 
+@pytest.mark.parametrize(("channels", "fits"), [(7000, True), (11000, False)])
+def test_a_block_of_tiles_fits_into_8_mb(channels, fits):
+    x, w = channels_last(torch.zeros(2, channels, 16, 16)), channels_last(torch.zeros(32, channels, 3, 3))
+    assert (way_of("conv2d", x, w, None, (1, 1)) == "winograd") == fits
+
+
 def test_what_is_not_finite_reaches_all_outputs_under_it_and_at_most_their_tiles():
     x, w, b, arguments = operands(CASES["image"])
     clean = functional.conv2d(x, w, b, *arguments)

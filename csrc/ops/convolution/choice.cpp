@@ -457,6 +457,10 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
   if (is_few && onednn_isa() == OnednnIsa::amx && !is_onednns(call.backend())) return {};
   const auto tile = winograd_tile(call, pass);
   if (!tile) return {};
+  // A block of a dozen tiles, and of some results, takes at most 8 MB.
+  constexpr int64_t tiles_of_block = 12, outputs_of_block = 128, most_floats = 1 << 21;
+  const int64_t floats_of_tile = tile->points() * (std::max(sizes.inputs, sizes.outputs) + outputs_of_block);
+  if (!is_of_weight && tiles_of_block * floats_of_tile > most_floats) return {};
   int64_t filtered = 0, tiles = call.input.size(0);
   for (int64_t from_last = 1; from_last <= static_cast<int64_t>(call.axes()); ++from_last) {
     const int64_t results = tile->results[3 - from_last];
