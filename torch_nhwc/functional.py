@@ -823,13 +823,12 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
                 # The operator requests huge pages for a large output, whoever computes it.
                 is_large = input.is_cpu and input.numel() * input.element_size() >= _LARGE  # sparse ones have no nbytes
                 is_ours |= is_large and _are_usual(options, axes)
-                ours = _options_of_ours[call] = _as_lists(options, axes) if is_ours else None
+                # To find an operator for a padding by name takes 50 us.
+                known = in_numbers(weight, *options) if type(options[1]) is str else None
+                ours = _options_of_ours[call] = _as_lists(known or options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
-    operators = getattr(torch.ops.nhwc, name)  # to find one by its arguments takes 50 us for a padding by name
-    is_by_name = type(options[1]) is str and not name.startswith("conv_transpose")
-    operator = operators.padding if is_by_name else operators.default
-    return operator._op(input, weight, bias, *ours)
+    return getattr(torch.ops.nhwc, name)._op(input, weight, bias, *ours)
 
 
 # What is called in each forward, without looking for it.
@@ -876,6 +875,19 @@ def _is_in_graphs(axes: int, tensors: Any, requires_grad: Any, options: tuple[An
 
 
 _is_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads the compiler
+
+
+def in_numbers(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> tuple[Any, ...] | None:
+    """Return the options of a convolution with numbers for a padding by name; `None` where it is one more at an end."""
+    if not all(type(each) is tuple and len(each) == weight.dim() - 2 for each in (stride, dilation)):
+        return None
+    if padding in ("same", "valid"):
+        both = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:])]
+        if any(each % 2 for each in both) or (padding == "same" and any(each != 1 for each in stride)):
+            return None
+        padding = tuple([each // 2 for each in both])
+    is_usual = type(padding) is tuple and len(padding) == len(stride)
+    return (stride, padding, dilation, groups) if is_usual else None
 
 
 def _are_usual(options: tuple[Any, ...], axes: int) -> bool:

@@ -180,7 +180,7 @@ def convolution(
     if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
         return functional.convolve(name, axes, input, weight, bias, options)
     if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
-        known = _in_numbers(weight, *options)
+        known = functional.in_numbers(weight, *options)
         if known is not None and type(weight) in _PLAIN and type(bias) in _PLAIN and not _is_observed():
             result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
             if result is not None:
@@ -191,17 +191,6 @@ def convolution(
         return functional.convolve(name, axes, input, weight, bias, options)
     with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
         return functional.convolve(name, axes, input, weight, bias, options)
-
-
-def _in_numbers(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups: int) -> tuple[Any, ...] | None:
-    """Return the options of a convolution with numbers for a padding by name; `None` where it is one more at an end."""
-    if type(padding) is str:
-        both = [d * (k - 1) if padding == "same" else 0 for d, k in zip(dilation, weight.shape[2:])]
-        if any(each % 2 for each in both) or (padding == "same" and any(each != 1 for each in stride)):
-            return None
-        padding = tuple([each // 2 for each in both])
-    is_usual = all(type(each) is tuple and len(each) == weight.dim() - 2 for each in (stride, padding, dilation))
-    return (stride, padding, dilation, groups) if is_usual else None
 
 
 def _as_pending(result: Any, waiting: Waiting) -> Tensor:
