@@ -305,8 +305,9 @@ const Way kernels_way = {"kernels", Kind::ours, in_graphs};
 const Way winograd_way = {"winograd", Kind::ours, in_graphs};
 const Way mended[] = {
     {"narrowed", Kind::mended, in_graphs, faults::has_one_column, rewrites::narrowed},
-    {"trimmed", Kind::mended, in_graphs, faults::has_depth_under_no_tap, rewrites::trimmed},
     {"padded", Kind::mended, in_graphs, faults::has_small_input, rewrites::padded_before},
+    // After what adds planes of zeros, the last of which may be under no tap.
+    {"trimmed", Kind::mended, in_graphs, faults::has_depth_under_no_tap, rewrites::trimmed},
     {"sliced", Kind::mended, in_graphs, faults::has_strided_tap, rewrites::sliced},
     {"widened", Kind::mended, in_graphs, faults::has_one_transposed_column, rewrites::widened},
     {"extended", Kind::mended, in_graphs, faults::has_extended_tap, rewrites::extended},

@@ -120,7 +120,6 @@ at::Tensor padded_before(const Call& call, Convolution convolution) {
   return changed(call, [&](Call& other) {
     other.input = padded(other.input, other.padding);
     other.padding.assign(other.axes(), 0);
-    other.rewritten_by.clear();  // the last planes of zeros may be under no tap; nothing is padded twice
     return convolution(other);
   });
 }
