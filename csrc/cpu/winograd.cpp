@@ -234,6 +234,7 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
                           .rows = block.size(),
                           .depth = inputs,
                           .panels = panels_of(part.size()),
+                          .terms = tile.terms,
                           .adds = false});
       }
       if (biases.defined()) {
@@ -355,6 +356,7 @@ class PointsOfWeightGradient {
                            .rows = out.size(),
                            .depth = tiles.size(),
                            .panels = panels_of(in.size()),
+                           .terms = tile_.terms,
                            .adds = block > ranges_[range].begin});
       }
       if (!grad_bias_.defined() || in.begin > 0) continue;

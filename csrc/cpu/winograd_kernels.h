@@ -11,6 +11,7 @@ namespace nhwc::cpu {
 /// How many neighbouring results a tile has along depth, height and width: 2 or 4 under three taps, 1 under one.
 struct WinogradTile {
   std::int64_t results[3];
+  std::int64_t terms = 32;  // of a sum, of which sums of more are: fewer are more exact
 
   std::int64_t taps(int axis) const { return results[axis] == 1 ? 1 : 3; }
   std::int64_t side(int axis) const { return results[axis] + taps(axis) - 1; }  // of its points
@@ -40,7 +41,7 @@ struct WinogradPoints {
 };
 
 /// c = a * b for matrices in panels of a register, `[panels][rows][lanes]`: b has `depth` rows, and c the rows of a. If
-/// `adds`, it is added to c.
+/// `adds`, it is added to c. Sums have at most `terms`, and are added up.
 struct WinogradProduct {
   const float* a;
   std::int64_t a_row_step, a_depth_step;
@@ -48,7 +49,7 @@ struct WinogradProduct {
   std::int64_t b_panel_step;
   float* c;
   std::int64_t c_panel_step;
-  std::int64_t rows, depth, panels;
+  std::int64_t rows, depth, panels, terms;
   bool adds;
 };
 

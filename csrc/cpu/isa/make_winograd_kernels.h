@@ -352,11 +352,10 @@ void multiply_panels(const cpu::WinogradProduct& product, const float* b, float*
 
 /// Sums of many terms are sums of shorter ones, which is more exact, and for which fewer rows of b stay in the cache.
 inline void multiply_points(const cpu::WinogradProduct& product) {
-  constexpr std::int64_t most_terms = 32;
-  for (std::int64_t first = 0; first < product.depth; first += most_terms) {
+  for (std::int64_t first = 0; first < product.depth; first += product.terms) {
     cpu::WinogradProduct part = product;
     const std::int64_t left = product.depth - first;
-    part.depth = left < most_terms ? left : most_terms;
+    part.depth = left < product.terms ? left : product.terms;
     part.a += first * product.a_depth_step;
     part.adds = product.adds || first > 0;
     const float* b = product.b + first * VectorOf<float>::lanes;

@@ -388,11 +388,15 @@ bool is_winograd_on() {
   return is_on;
 }
 
+/// oneDNN's kernels do not take groups of other channels.
+bool has_odd_groups(const Call& call, const Sizes& sizes) {
+  return call.groups > 1 && (sizes.inputs % 16 != 0 || sizes.outputs % 16 != 0);
+}
+
 /// Returns whether PyTorch computes a weight gradient of volumes by matrix products, which are more exact than oneDNN's
 /// kernels: below AVX-512, and where those take neither the padding of the height nor the channels of a group.
 bool is_by_exact_products(const Call& call, const Sizes& sizes) {
-  const bool fills_registers = call.groups == 1 || (sizes.inputs % 16 == 0 && sizes.outputs % 16 == 0);
-  return sizes.is_3d && (onednn_isa() == OnednnIsa::below_avx512 || !fills_registers || call.padding[1] > 1);
+  return sizes.is_3d && (onednn_isa() == OnednnIsa::below_avx512 || has_odd_groups(call, sizes) || call.padding[1] > 1);
 }
 
 /// Returns whether a tile of four results along the width has at most twice the error of PyTorch's contiguous kernels,
@@ -406,9 +410,25 @@ bool is_right_by_wide_tiles(const Call& call, Pass pass) {
   const bool is_below_avx512 = onednn_isa() == OnednnIsa::below_avx512;
   if (pass == Pass::forward) {
     const bool is_plain = !call.is_transposed && call.groups == 1;
-    return is_below_avx512 && is_plain && (sizes.is_3d || sizes.inputs >= 64);
+    const bool is_large = sizes.is_3d ? sizes.inputs >= 32 || sizes.positions >= 4096 : sizes.inputs >= 64;
+    return is_below_avx512 && is_plain && is_large;
   }
   return sizes.positions >= (sizes.is_3d ? 4096 : 1024) && !is_by_exact_products(call, sizes);
+}
+
+/// Returns how many terms of a sum keep the error within twice that of PyTorch's contiguous kernels: `bench_errors.py`.
+/// PyTorch's own products are more exact than oneDNN's for gradients, which are zero in many places, and for results
+/// that are added up tap by tap.
+int64_t right_terms(const Call& call, Pass pass) {
+  constexpr int64_t usual = 32, some = 16, few = 8;
+  if (call.is_half() || (pass == Pass::forward && !call.is_transposed)) return usual;
+  const Sizes sizes(call);
+  const bool is_of_weight = pass == Pass::weight_gradient;
+  if (is_of_weight && sizes.positions < 512) return few;
+  const bool is_by_products =
+      has_odd_groups(call, sizes) || !is_onednns(call.backend()) || (is_of_weight && is_by_exact_products(call, sizes));
+  if (!is_by_products) return usual;
+  return is_of_weight || sizes.outputs > 32 ? some : few;
 }
 
 }  // namespace
@@ -439,7 +459,9 @@ std::optional<cpu::WinogradTile> winograd_tile(const Call& call, Pass pass) {
     if (taps == 3) tile.results[3 - axes + index] = 2, has_three_taps = true;
   }
   if (!has_three_taps) return {};
-  if (tile.results[2] == 2 && !call.has_symbolic_sizes() && is_right_by_wide_tiles(call, pass)) tile.results[2] = 4;
+  if (call.has_symbolic_sizes()) return tile;
+  if (tile.results[2] == 2 && is_right_by_wide_tiles(call, pass)) tile.results[2] = 4;
+  tile.terms = right_terms(call, pass);
   return tile;
 }
 
