@@ -80,6 +80,7 @@ bench: $(VENV)/has-test $(VENV)/built
 	$(bin)/python benchmarks/bench_kept.py
 	$(bin)/python benchmarks/bench_layers.py
 	$(bin)/python benchmarks/bench_layouts.py
+	$(bin)/python benchmarks/bench_layouts.py --one-image
 	$(bin)/python benchmarks/bench_memory.py
 	$(bin)/python benchmarks/bench_tune.py
 	$(bin)/python benchmarks/report.py
@@ -88,6 +89,7 @@ bench: $(VENV)/has-test $(VENV)/built
 bench-peers: export PYTHONPATH := $(CURDIR)
 bench-peers: $(VENV)/peers/has-peers
 	$(VENV)/peers/bin/python benchmarks/bench_peers.py
+	$(VENV)/peers/bin/python benchmarks/bench_peers.py --one-image
 	$(VENV)/peers/bin/python benchmarks/profile_peers.py
 	$(bin)/python benchmarks/report.py
 

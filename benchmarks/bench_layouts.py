@@ -1,12 +1,14 @@
 r"""Whole models in three layouts: contiguous, channels-last, and channels-last with replaced layers.
 
-    python benchmarks/bench_layouts.py [--device cpu|cuda] [--model NAME ...] [--compiled NAME ...] [--dtype NAME ...]
-        [--seconds S] [--out FILE]
+    python benchmarks/bench_layouts.py [--device cpu|cuda] [--one-image] [--model NAME ...] [--compiled NAME ...]
+        [--dtype NAME ...] [--seconds S] [--out FILE]
 
 A model's copies take turns in one process, on one thread: a call in inference, and in training a step, which is
 forward, a mean of squares, and backward. Times are milliseconds that a caller waits, minimum and median. The results of
 models that are not measured again stay in the file, if they were taken on the same machine with the same torch. A model
 whose library is missing is left out.
+
+With `--one-image`, inference of 2D models on a batch of one small image, in float32, and into a file of its own.
 
 Rows of bfloat16 also have the model in float32. Where oneDNN does not take bfloat16, PyTorch's convolutions take
 minutes in it, so only the model with replaced layers is measured in bfloat16.
@@ -122,6 +124,7 @@ def run(names: Sequence[str], dtypes: Sequence[str], budget: float, out: Path) -
 def main() -> None:
     parser = machine.parser(__doc__, None)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--one-image", action="store_true", help="the 2D models on a batch of one")
     parser.add_argument("--model", nargs="*", choices=list(MODELS | cuda_layouts.MODELS), help="all by default")
     parser.add_argument("--compiled", nargs="*", help="those that are also compiled on a GPU; all by default")
     parser.add_argument("--dtype", nargs="*", default=default_dtypes(), choices=["float32", "bfloat16"])
@@ -135,8 +138,11 @@ def main() -> None:
         names = arguments.model or cuda_layouts.CHOSEN
         compiled = names if arguments.compiled is None else arguments.compiled
         cuda_layouts.run(names, arguments.seconds, out, compiled)
+    elif arguments.one_image:
+        out = arguments.out or machine.RESULTS / "one-image-cpu.json"
+        run(arguments.model or list(ONE_IMAGE), ["float32"], arguments.seconds, out)
     else:
-        run(arguments.model or list(MODELS), arguments.dtype, arguments.seconds, out)
+        run(arguments.model or list(layout_models.MODELS), arguments.dtype, arguments.seconds, out)
 
 
 if __name__ == "__main__":

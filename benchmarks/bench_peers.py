@@ -1,6 +1,6 @@
 """The same models by PyTorch's converters and compilers, by OpenVINO and ONNX Runtime, and by torch_nhwc.
 
-    python benchmarks/bench_peers.py [--model NAME ...] [--mode NAME ...] [--peer NAME ...] [--missing]
+    python benchmarks/bench_peers.py [--one-image] [--model NAME ...] [--mode NAME ...] [--peer NAME ...] [--missing]
                                      [--budget S] [--seconds S] [--out FILE]
 
 `make bench-peers` runs it in an environment of its own, which has OpenVINO, ONNX Runtime, and the torch that is there.
@@ -8,6 +8,8 @@
 In float32 on one thread: a call in inference, and in training forward and backward, without the optimizer. Every peer
 has a process of its own. The processes take turns, so that all peers are timed in the same rounds; ratios are of
 pairs in one round, with their 99 % intervals. A peer that fails, or whose process dies, has a row with the reason.
+
+With `--one-image`, inference of 2D models on a batch of one small image, into a file of its own.
 
 The faults of PyTorch that docs/hazards.md lists are small models here, which are computed once and not timed. The file
 is written after each model and mode. What is not measured again stays in it, if it was taken on such a machine with
@@ -33,7 +35,7 @@ import machine
 import torch
 from bench_models import PRELOADED, PROCESSES
 from bench_tune import LEVEL, Called, loss_of
-from layout_models import MODELS, MODES, LayoutModel, difference
+from layout_models import MODELS, MODES, ONE_IMAGE, LayoutModel, difference
 from peers import CONTIGUOUS, FAULTS, PEERS, Call
 from stopwatch import raced, summary
 from torch import Tensor, nn
@@ -43,6 +45,10 @@ from torch_nhwc.running.calls import seconds
 CHOSEN = (
     *("dynunet3d", "basic_unet3d", "segresnet3d", "resnet50", "convnext_t", "efficientnet_b0"),
     *("mednext3d_k5", "plain_conv_unet3d"),
+)
+CHOSEN_OF_ONE_IMAGE = (
+    *("resnet50_64px", "resnet50_128px", "resnet50_224px"),
+    *("mobilenet_v2_128px", "mobilenet_v2_224px", "efficientnet_b0_224px"),
 )
 ROUNDS = range(5, 16)
 # A call that takes fewer seconds is warmed up in each turn, since another process has just used the caches.
@@ -55,7 +61,7 @@ Apart = Callable[..., Any]
 
 
 def all_models() -> dict[str, LayoutModel]:
-    return {**{name: each for name, each in MODELS.items() if not each.decodes}, **FAULTS}
+    return {**{name: each for name, each in MODELS.items() if not each.decodes}, **ONE_IMAGE, **FAULTS}
 
 
 def made(name: str, mode: str) -> tuple[nn.Module, Tensor]:
@@ -255,18 +261,23 @@ def run(
 
 
 def main() -> None:
-    parser = machine.parser(__doc__, machine.RESULTS / "peers-cpu.json")
-    parser.add_argument("--model", nargs="*", default=[*CHOSEN, *FAULTS], choices=list(all_models()))
-    parser.add_argument("--mode", nargs="*", default=MODES, choices=MODES)
+    parser = machine.parser(__doc__, None)
+    parser.add_argument("--one-image", action="store_true", help="the 2D models on a batch of one")
+    parser.add_argument("--model", nargs="*", choices=list(all_models()))
+    parser.add_argument("--mode", nargs="*", choices=MODES)
     parser.add_argument("--peer", nargs="*", default=list(PEERS), choices=list(PEERS))
     parser.add_argument("--missing", action="store_true", help="only what the file has no result of")
     parser.add_argument("--budget", type=float, default=30.0, help="seconds that `tune` may take")
     parser.add_argument("--seconds", type=float, default=60.0, help="for the rounds of each, about; 0 is for a look")
     arguments = parser.parse_args()
     torch.set_num_threads(1)  # of this process, too: the file says under how many its results were taken
-    there = {machine.case_of(row) for row in machine.earlier_results(arguments.out)} if arguments.missing else ()
-    chosen = [(name, mode) for name in arguments.model for mode in arguments.mode]
-    run(chosen, arguments.peer, arguments.budget, arguments.seconds, arguments.out, there)
+    is_of_one = arguments.one_image
+    out = arguments.out or machine.RESULTS / ("peers-one-image-cpu.json" if is_of_one else "peers-cpu.json")
+    there = {machine.case_of(row) for row in machine.earlier_results(out)} if arguments.missing else ()
+    models = arguments.model or (CHOSEN_OF_ONE_IMAGE if is_of_one else (*CHOSEN, *FAULTS))
+    modes = arguments.mode or (["inference"] if is_of_one else MODES)
+    chosen = [(name, mode) for name in models for mode in modes]
+    run(chosen, arguments.peer, arguments.budget, arguments.seconds, out, there)
 
 
 if __name__ == "__main__":

@@ -224,16 +224,12 @@ def milliseconds(row: Row, layout: str) -> str:
     return f"{row['times'][layout]['min']:.0f}" if layout in row["times"] else ""
 
 
-def is_of_one_image(model: str) -> bool:
-    return model.endswith("px")
-
-
 def one_image(*machines: Row) -> str:
     """Return the table of a batch of one image, by its pixels: over contiguous, and over unreplaced layers."""
     cases = [by_case(measured) for measured in machines]
-    sizes = dict.fromkeys(model.rpartition("_")[2] for model, _ in cases[0] if is_of_one_image(model))
+    sizes = dict.fromkeys(model.rpartition("_")[2] for model, _ in cases[0])
     lines = []
-    for name in dict.fromkeys(model.rpartition("_")[0] for model, _ in cases[0] if is_of_one_image(model)):
+    for name in dict.fromkeys(model.rpartition("_")[0] for model, _ in cases[0]):
         rows = [case[f"{name}_{size}", "inference"] for case in cases for size in sizes]
         lines.append([name, *(f"**{gain(row):.2f}x** ({gain(row, 'full'):.2f}x)" for row in rows)])
     head = [f"{instructions(measured)}: {size}" for measured in machines for size in sizes]
@@ -245,8 +241,6 @@ def layouts(*machines: Row) -> str:
     lines = []
     cases = [by_case(measured) for measured in machines]
     for (model, mode), first in cases[0].items():
-        if is_of_one_image(model):
-            continue
         found = [of_machine[model, mode] for of_machine in cases if (model, mode) in of_machine]
         cells = [model, shape(first), mode]
         for row in found:
@@ -263,7 +257,7 @@ def halves(*machines: Row) -> str:
     """Return the table of the models in bfloat16, one machine next to the other."""
     cases = [by_case(measured, "bfloat16") for measured in machines]
     lines = []
-    for model in dict.fromkeys(model for model, _ in cases[0] if not is_of_one_image(model)):
+    for model in dict.fromkeys(model for model, _ in cases[0]):
         cells = [model]
         for row in (of_machine.get((model, mode)) for of_machine in cases for mode in STEPS):
             if row is None:

@@ -23,6 +23,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks/results"
 QUICK = "A quick run, for the form of the tables alone: its figures mean nothing."
 LAYOUTS = ("layouts-cpu", "layouts-avx2-cpu")
+ONE_IMAGE = ("one-image-cpu", "one-image-avx2-cpu")
 PASSES = ("passes-cpu", "passes-avx2-cpu")
 ERRORS = ("errors-cpu", "errors-avx2-cpu")
 LARGE = ("weights-large-avx2-cpu", "weights-large-cpu")
@@ -31,6 +32,7 @@ MACHINES = {
     "docs/performance.md": [
         ("Whole models, and half precision", "layouts-cpu"),
         ("The same held to AVX2", "layouts-avx2-cpu"),
+        ("One image, with AVX-512 and held to AVX2, and other runtimes", "one-image-cpu"),
         ("Memory", "memory-cpu"),
         ("The other ways to run a model", "peers-cpu"),
     ],
@@ -83,10 +85,11 @@ BLOCKS: dict[str, dict[str, Block]] = {
         "machine": machines_of("docs/performance.md"),
         "layouts": (figures_layers.layouts, LAYOUTS),
         "halves": (figures_layers.halves, LAYOUTS),
-        "one image": (figures_layers.one_image, LAYOUTS),
+        "one image": (figures_layers.one_image, ONE_IMAGE),
         "models on a gpu": (figures_gpu.whole_models, ("layouts-cuda",)),
         "conditions of peers": (figures_peers.conditions, ("peers-cpu",)),
         **{f"peers in {mode}": (partial(figures_peers.speeds, mode=mode), ("peers-cpu",)) for mode in MODES},
+        "peers on one image": (partial(figures_peers.speeds, mode="inference"), ("peers-one-image-cpu",)),
         "memory": (figures_layers.memory, ("memory-cpu",)),
     },
     "docs/measurements.md": {
