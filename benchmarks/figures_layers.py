@@ -254,15 +254,12 @@ def layouts(*machines: Row) -> str:
 
 
 def halves(*machines: Row) -> str:
-    """Return the table of the models in bfloat16, one machine next to the other."""
+    """Return the table of the models in bfloat16 that all machines have, one machine next to the other."""
     cases = [by_case(measured, "bfloat16") for measured in machines]
     lines = []
-    for model in dict.fromkeys(model for model, _ in cases[0]):
+    for model in dict.fromkeys(model for model, _ in cases[-1]):
         cells = [model]
-        for row in (of_machine.get((model, mode)) for of_machine in cases for mode in STEPS):
-            if row is None:
-                cells += [""] * 2
-                continue
+        for row in (of_machine[model, mode] for of_machine in cases for mode in STEPS):
             times = " → ".join(milliseconds(row, layout) or "-" for layout in ("contiguous", "preserved"))
             cells += [times, f"{gain(row, 'preserved', 'preserved float32'):.2f}"]
         lines.append(cells)

@@ -112,6 +112,7 @@ TORCH_LIBRARY(nhwc, m) {
       "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
       "-> (Tensor, bool is_finite)");
   m.def("waiting_like(Tensor waiting) -> Tensor");
+  m.def("records_inputs() -> bool");
   m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);

@@ -395,6 +395,17 @@ def test_what_observes_operators_sees_pytorchs_way():
     torch.testing.assert_close(gradient["c.weight"], plain.c.weight.grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("records_inputs", [False, True])
+def test_a_profiler_sees_what_runs_unless_it_looks_at_the_memory_of_inputs(records_inputs, capfd):
+    _, ours = pair(train=False)
+    with torch.no_grad(), torch.profiler.profile(record_shapes=records_inputs) as profile:
+        ours(X)
+    names = {event.key for event in profile.key_averages()}
+    assert ("nhwc::norm_activation" in names) is not records_inputs
+    assert "Exception" not in capfd.readouterr().err
+    assert type(ours.n(ours.c(X))) is not torch.Tensor  # the layer waits again
+
+
 def test_inference_mode_and_subclasses():
     class Image(torch.Tensor):
         pass

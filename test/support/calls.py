@@ -372,6 +372,7 @@ IN_STEPS = {
     nhwc.convolution_waiting.default,
     nhwc.convolution_activation.default,
     nhwc.waiting_like.default,
+    nhwc.records_inputs.default,
     nhwc.norm_activation.default,
 }
 # Operators whose results have no gradient: the arguments and the options of a call.

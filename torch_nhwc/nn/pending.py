@@ -323,6 +323,7 @@ def _is_observed() -> bool:
         or torch._C._is_torch_function_mode_enabled()
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or (torch.autograd.profiler._is_profiler_enabled and torch.ops.nhwc.records_inputs._op())
     )
 
 

@@ -225,11 +225,13 @@ bool gains_inner_products(const Call& call, const Sizes& sizes, Arithmetic arith
   if (call.is_transposed || !call.has_channels_last_weight()) return false;
   const int64_t terms = sizes.taps * sizes.inputs, weights = terms * sizes.outputs;
   if (sizes.is_3d && sizes.taps > 1 && !is_onednns(backend)) return terms >= 400;
-  if (sizes.positions < 2 || sizes.positions > 64 || weights < 130'000) return false;
+  // A Xeon's products by MKL are faster, where the weight fits into its second cache.
+  const bool is_xeon = onednn_isa() == OnednnIsa::amx, is_beyond_cache = weights >= 600'000;
+  if (sizes.positions < 2 || sizes.positions > 64 || weights < (is_xeon ? 300'000 : 130'000)) return false;
   if (sizes.taps > 1 || sizes.is_strided) return true;
-  const bool is_xeon = onednn_isa() == OnednnIsa::amx;  // where the products of MKL are faster
-  const int64_t most = arithmetic == Arithmetic::below_avx512 ? 16 : terms < 512 ? 25 : is_xeon ? 36 : 64;
-  return weights >= 200'000 && sizes.positions <= most;
+  if (weights < 200'000 || (is_xeon && !is_beyond_cache)) return false;
+  if (arithmetic == Arithmetic::below_avx512) return sizes.positions <= (is_beyond_cache ? 16 : 9);
+  return sizes.positions <= (is_xeon || terms < 512 ? 25 : 64);
 }
 
 /// Returns whether the instruction sets are those that the rules were measured with.

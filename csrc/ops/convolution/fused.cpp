@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -207,9 +208,16 @@ at::Tensor waiting_like(const at::Tensor& waiting) {
   return waiting_tensor(waiting.sizes(), waiting.scalar_type(), waiting.device());
 }
 
+/// Returns whether a profiler looks at the memory of each operator's inputs, which what waits has none of.
+bool records_inputs() {
+  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return callbacks && callbacks->needs_inputs_;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
+  m.impl("records_inputs", TORCH_FN(records_inputs));
   m.impl("convolution_waiting", TORCH_FN(convolution_waiting));
   m.impl("convolution_activation", TORCH_FN(convolution_activation));
   m.impl("waiting_like", TORCH_FN(waiting_like));
