@@ -310,7 +310,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
   const Norm norm = groups == 0 ? batch_norm_of(input, running_mean, running_var, weight, bias, training, eps)
                                 : group_norm_of(input, groups, weight, bias, eps);
   const bool is_served = (input.dim() == 4 || input.dim() == 5) && eps > 0 && norm.is_served() &&
-                         is_unobserved({input, norm.weight, norm.bias}) && input.numel() > 0;
+                         is_unobserved({input, norm.weight, norm.bias}) && !records_inputs() && input.numel() > 0;
   if (!is_served || (is_float && (groups == 0 || !input.is_cuda()))) return {};
   const auto on_device = input.is_cuda() ? find_cuda_norm(norm, momentum, is_float) : std::nullopt;
   if (!on_device && !input.is_cpu()) return {};

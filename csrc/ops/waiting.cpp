@@ -1,6 +1,7 @@
 #include "ops/waiting.h"
 
 #include <ATen/ATen.h>
+#include <ATen/record_function.h>
 
 #include <array>
 #include <cmath>
@@ -47,6 +48,11 @@ at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device
   at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(
       c10::Storage(std::move(storage)), c10::DispatchKeySet(key), c10::scalarTypeToTypeMeta(type));
   return as_new_channels_last(std::move(tensor), sizes);
+}
+
+bool records_inputs() {
+  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
+  return callbacks && callbacks->needs_inputs_;
 }
 
 }  // namespace nhwc

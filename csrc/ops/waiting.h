@@ -20,6 +20,9 @@ at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation);
 /// Returns a channels-last tensor that has no memory: whoever reads it without asking Python gets an error.
 at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device device);
 
+/// Returns whether a profiler looks at the memory of each operator's tensors. What waits has none.
+bool records_inputs();
+
 /// Results have versions in the inference mode, too. What waits reads them later, and asks for these.
 class WithVersions {
   std::optional<c10::InferenceMode> inference_;

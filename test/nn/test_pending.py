@@ -396,12 +396,15 @@ def test_what_observes_operators_sees_pytorchs_way():
 
 
 @pytest.mark.parametrize("records_inputs", [False, True])
-def test_a_profiler_sees_what_runs_unless_it_looks_at_the_memory_of_inputs(records_inputs, capfd):
+def test_a_profiler_sees_what_runs_unless_it_looks_at_the_memory_of_inputs(records_inputs, capfd, tmp_path):
     _, ours = pair(train=False)
     with torch.no_grad(), torch.profiler.profile(record_shapes=records_inputs) as profile:
         ours(X)
     names = {event.key for event in profile.key_averages()}
     assert ("nhwc::norm_activation" in names) is not records_inputs
+    observer = torch.profiler.ExecutionTraceObserver().register_callback(str(tmp_path / "trace.json"))
+    with torch.no_grad(), torch.profiler.profile(execution_trace_observer=observer):
+        ours(X)
     assert "Exception" not in capfd.readouterr().err
     assert type(ours.n(ours.c(X))) is not torch.Tensor  # the layer waits again
 

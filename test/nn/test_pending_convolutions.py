@@ -289,6 +289,9 @@ def test_gradients_and_observers_keep_it_from_waiting():
     with FlopCounterMode(display=False) as counter:
         ours(channels_last)
     assert counter.get_total_flops() == 2 * plain.c(x).numel() * 8 * 9
+    with torch.profiler.profile(record_shapes=True):
+        assert type(ours.c(channels_last)) is torch.Tensor
+    assert type(ours.c(channels_last)) is not torch.Tensor
     with torch.backends.mkldnn.flags(enabled=False, deterministic=False, fp32_precision="none"):
         torch.testing.assert_close(ours(channels_last), plain(x), rtol=1e-4, atol=1e-4)
     for other in (torch.compile(ours, backend="eager"), torch.jit.trace(ours, channels_last)):

@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <ATen/record_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -57,7 +56,7 @@ bool is_by_kernels(const Choice& choice) { return choice.kernels.forward && !cho
 /// layers of four networks with a norm and ReLU or SiLU after them (Zen 4, as it is and held to AVX2): oneDNN takes at
 /// most 1.05 times as long as both ways of PyTorch's, with SiLU below AVX-512 1.15 times, and mostly 0.4 to 0.9.
 bool can_wait(const Call& call) {
-  if (!is_plain(call) || !has_default_precision()) return false;
+  if (records_inputs() || !is_plain(call) || !has_default_precision()) return false;
   for (const at::Tensor* each : {&call.input, &call.weight, &value_of(call.bias)}) {
     if (each->defined() && each->is_inference()) return false;  // which has no version
   }
@@ -206,12 +205,6 @@ std::tuple<at::Tensor, bool> convolution_activation(const at::Tensor& input, con
 
 at::Tensor waiting_like(const at::Tensor& waiting) {
   return waiting_tensor(waiting.sizes(), waiting.scalar_type(), waiting.device());
-}
-
-/// Returns whether a profiler looks at the memory of each operator's inputs, which what waits has none of.
-bool records_inputs() {
-  const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
-  return callbacks && callbacks->needs_inputs_;
 }
 
 }  // namespace
