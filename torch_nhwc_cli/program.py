@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import redirect_stdout
 from enum import Enum
 from functools import wraps
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -50,6 +51,8 @@ class _Commands(TyperGroup):
             code = super().main(*arguments, **options | {"standalone_mode": False})
         except _UsageError as error:
             message = " ".join(error.format_message().split()).replace("Value error, ", "")
+            if message.startswith("Got unexpected extra argument"):
+                message += ". A model is named by --factory module:callable or --model; files are for torch-nhwc convert"
             if message:  # without any argument the help was printed
                 print(f"torch-nhwc: {message}", file=sys.stderr)
             code = 2
@@ -59,8 +62,19 @@ class _Commands(TyperGroup):
 app = Typer(cls=_Commands, add_completion=False, no_args_is_help=True, help=_HELP, pretty_exceptions_enable=False)
 
 
+def _print_version(is_given: bool) -> None:
+    if is_given:
+        print(f"torch-nhwc {version('torch-nhwc')}")
+        raise Exit
+
+
 @app.callback()
-def main(debug: Annotated[bool, Option("--debug", help="After an error, print where it happened.")] = False) -> None:
+def main(
+    debug: Annotated[bool, Option("--debug", help="After an error, print where it happened.")] = False,
+    version: Annotated[
+        bool, Option("--version", help="Print the version; `env` has more.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
     """Take the options of all commands."""
     global _debug
     _debug = debug

@@ -86,6 +86,7 @@ def test_a_plan_is_kept_compared_and_applied():
     ("options", "error"),
     [
         ({"each_forward": "keep"}, "expected each_forward to be True or False, got 'keep'"),
+        ({"strict": "no"}, "expected strict to be True or False, got 'no'"),
         ({"each_forward": True, "memory_format": torch.contiguous_format}, "each_forward=True is for channels-last"),
         ({"each_forward": True, "plan": nhwc.plan(nn.Conv2d(3, 4, 3))}, "what to convert in each forward"),
     ],

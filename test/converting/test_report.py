@@ -272,6 +272,21 @@ def test_a_filter_that_leaves_out_every_convolution_is_told_their_paths(memory_f
     assert_is_in_vain(alone, message, memory_format="channels_last", filter_fn=lambda *_: False)
 
 
+def test_a_filter_for_norms_alone_is_not_in_vain():
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.GroupNorm(2, 4))
+    report = nhwc.convert_(model, filter_fn=lambda module, _: isinstance(module, nn.GroupNorm), strict=True)
+    assert [row.layer for row in report.plan.layers if row.is_wanted] == ["GroupNorm"]
+
+
+def test_convolutions_that_wait_for_a_shape_are_told_how_to_get_one():
+    model = nn.Sequential(nn.LazyConv2d(4, 3), nn.LazyConv2d(4, 3))
+    message = "all 2 of its convolutions wait for a shape, which a call of the model gives: '0', '1'"
+    with pytest.warns(UserWarning, match=f"nothing to convert in the Sequential: {message}"):
+        nhwc.convert_(model)
+    with pytest.raises(RuntimeError, match=message):
+        nhwc.convert_(model, strict=True)
+
+
 def test_an_input_format_of_the_other_rank_is_named_with_the_right_one(monkeypatch):
     monkeypatch.setenv("COLUMNS", "300")
     model = nn.Sequential(nn.Conv2d(3, 4, 3))

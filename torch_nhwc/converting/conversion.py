@@ -95,6 +95,8 @@ def convert_(
     """
     start = time.perf_counter()
     given = None
+    if not isinstance(strict, bool):
+        raise ValueError(f"expected strict to be True or False, got {strict!r}")
     if plan is None:
         options = Options.of(memory_format, storage, filter_fn, input_format, preserve, each_forward)
         found = find(model, example_inputs)

@@ -413,10 +413,16 @@ def _without_weights(plan: Plan) -> str | None:
             f"its convolutions are {rank - 2}D: omit memory_format, or pass {Format(None).name_at(rank)!r} instead of "
             f"{plan.memory_format!r}"
         )
-    if requested and all(row.reason is Reason.FILTERED for row in requested):
-        paths = [*dict.fromkeys(repr(row.path) for row in requested)]
-        which = "its only convolution" if len(paths) == 1 else f"all {len(paths)} of its convolutions"
+    reasons = {row.reason for row in requested}
+    if len(reasons) != 1 or any(layer.is_wanted for layer in plan.layers):
+        return None
+    paths = [*dict.fromkeys(repr(row.path) for row in requested)]
+    is_one = len(paths) == 1
+    which = "its only convolution" if is_one else f"all {len(paths)} of its convolutions"
+    if reasons == {Reason.FILTERED}:
         return f"filter_fn returns false for {which}: {first_of(paths)}"
+    if reasons == {Reason.LAZY}:
+        return f"{which} {'waits' if is_one else 'wait'} for a shape, which a call of the model gives: {first_of(paths)}"
     return None
 
 

@@ -201,6 +201,8 @@ class Trace:
 
     def headline(self) -> str:
         """Return how many operators ran, and what was lost in all."""
+        if not any(self.operators.values()):
+            return "nothing ran: call the model inside of the block of `with`"
         ran = f"{self.operators['forward']} operators forward, {self.operators['backward']} backward"
         total = amount(sum(row.bytes for row in self.losses))
         layouts = [layout.format for module in self.modules for layout in (*module.inputs, *module.outputs)]
