@@ -142,7 +142,8 @@ def main() -> None:
         out = arguments.out or machine.RESULTS / "one-image-cpu.json"
         run(arguments.model or list(ONE_IMAGE), ["float32"], arguments.seconds, out)
     else:
-        run(arguments.model or [name for name in MODELS if name not in ONE_IMAGE], arguments.dtype, arguments.seconds, out)
+        names = arguments.model or [name for name in MODELS if name not in ONE_IMAGE]
+        run(names, arguments.dtype, arguments.seconds, out)
 
 
 if __name__ == "__main__":

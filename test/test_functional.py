@@ -130,6 +130,14 @@ def test_no_tensor_and_a_sparse_one_get_pytorch_s_error(name, given):
     assert errors[0] == errors[1]
 
 
+@pytest.mark.parametrize("axes", [2, 3])
+def test_a_transposed_convolution_has_no_padding_by_name(axes):
+    x, w = torch.randn(1, 8, *(6,) * axes), torch.randn(8, 4, *(3,) * axes)
+    x = x.contiguous(memory_format=FORMATS[x.dim()])
+    with pytest.raises(TypeError, match=r"argument 'padding' .* must be tuple of ints, not str"):
+        getattr(functional, f"conv_transpose{axes}d")(x, w, None, 1, "same")
+
+
 MODES = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode, "grad mode": torch.enable_grad}
 
 

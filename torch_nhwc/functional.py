@@ -824,7 +824,7 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
                 is_large = input.is_cpu and input.numel() * input.element_size() >= _LARGE  # sparse ones have no nbytes
                 is_ours |= is_large and _are_usual(options, axes)
                 # To find an operator for a padding by name takes 50 us.
-                known = in_numbers(weight, *options) if type(options[1]) is str else None
+                known = in_numbers(weight, *options) if is_ours and type(options[1]) is str else None
                 ours = _options_of_ours[call] = _as_lists(known or options, axes) if is_ours else None
     if ours is None:
         return getattr(F, name)(input, weight, bias, *options)
@@ -893,7 +893,7 @@ def in_numbers(weight: Tensor, stride: Any, padding: Any, dilation: Any, groups:
 def _are_usual(options: tuple[Any, ...], axes: int) -> bool:
     """Return whether a convolution's options have types that the operators take."""
     sizes = [each for index, each in enumerate(options) if index != _GROUPS]
-    if type(sizes[1]) is str:  # a padding by name
+    if type(sizes[1]) is str and len(options) == 4:  # a padding by name; transposed ones have none
         sizes.pop(1)
     return type(options[_GROUPS]) is int and _are_sizes(*sizes, count=axes)
 

@@ -52,7 +52,9 @@ class _Commands(TyperGroup):
         except _UsageError as error:
             message = " ".join(error.format_message().split()).replace("Value error, ", "")
             if message.startswith("Got unexpected extra argument"):
-                message += ". A model is named by --factory module:callable or --model; files are for torch-nhwc convert"
+                message += (
+                    ". A model is named by --factory module:callable or --model; files are for torch-nhwc convert"
+                )
             if message:  # without any argument the help was printed
                 print(f"torch-nhwc: {message}", file=sys.stderr)
             code = 2

@@ -2,8 +2,8 @@
 // input has positions, and each point is a product by itself: of all tiles' inputs and the weight, `[tiles, inputs] x
 // [inputs, outputs]`.
 //
-// A task is a block of tiles, whose points stay in the first caches. Each sum has the same terms in the same order on
-// any number of threads.
+// A task is a block of tiles, whose points stay in the second cache or near it. Each sum has the same terms in the same
+// order on any number of threads.
 #include "cpu/winograd.h"
 
 #include <ATen/ATen.h>
@@ -191,7 +191,8 @@ void convolve(const Plane& plane, int64_t groups, const WinogradTile& tile, cons
   const int64_t of_tile = tile.points() * (depth + std::min(outputs, most_outputs));  // floats
   const int64_t least = weight.array.floats(tile) > floats_of_weight ? 2 * least_tiles : least_tiles;
   const int64_t fitting = std::clamp(floats_of_block / of_tile, least, most_tiles);
-  const Parts blocks(tiles.count(), std::clamp<int64_t>(most_floats / of_tile, 1, fitting), kernels.rows_at_once);
+  const int64_t limit = std::max<int64_t>(1, most_floats / of_tile), rows = std::min(kernels.rows_at_once, limit);
+  const Parts blocks(tiles.count(), std::min(fitting, limit / rows * rows), rows);
   const int64_t products = blocks.size * tile.points() * inputs * outputs;
   // Threads share a block where there are fewer, and each transforms its input.
   const int64_t sharing = divide_up(threads_worth(products * blocks.parts), blocks.parts);
@@ -362,9 +363,9 @@ class PointsOfWeightGradient {
       if (!grad_bias_.defined() || in.begin > 0) continue;
       const float* common = of_grad + tile_.common_point() * of_grad_.point_step;
       for (int64_t output = 0; output < out.size(); ++output) {
-        float sum = 0;
+        double sum = 0;
         for (int64_t at = 0; at < tiles.size(); ++at) sum += common[at * row + output];
-        bias[output] += sum;
+        bias[output] += static_cast<float>(sum);
       }
     }
   }

@@ -15,7 +15,8 @@ namespace nhwc::cpu {
 /// One group follows the other. Sums are floats, and do not depend on the number of threads. The bias may be undefined.
 /// The output is for floats.
 ///
-/// Memory beside the results: the transformed weight, and at most some 8 MB a thread.
+/// Memory beside the results: the transformed weight, and at most 8 MB a thread; for the gradient of a weight by
+/// several threads, which add up to 16 ranges of the tiles, at most 40 MB of all threads together.
 void winograd_forward(const ConvolutionSizes& sizes, const WinogradTile& tile, const at::Tensor& input,
                       const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out,
                       const Output& output = {});

@@ -64,7 +64,7 @@ struct WinogradKernels {
   // What is outside of the array is zero; the lanes beyond the last channel become zero.
   ToPoints input_to_points;     // a tile of inputs, `side` positions along each axis
   ToPoints gradient_to_points;  // a tile of results' gradients
-  ToPoints weight_to_points;    // the taps, of floats: their box has no other elements
+  ToPoints weight_to_points;    // the taps, all of which are inside of their box
   // What is outside of the array is not written.
   FromPoints points_to_results;
   FromPoints points_to_weight;  // the gradient of the taps

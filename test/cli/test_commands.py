@@ -687,7 +687,7 @@ def imported_by(*arguments, **options):
         (["trace"], "name one model, by --model or --factory"),
         (["tune", *of_mine("losing"), "--autocast", "int8"], "--autocast: expected one of float64"),
         (["convert", "model.pt"], "name the file to write"),
-        (["tune", "model.pt"], "A model is named by --factory module:callable or --model; files are for torch-nhwc convert"),
+        (["tune", "model.pt"], "A model is named by --factory module:callable or --model; files are for"),
         (["--version"], ""),
     ],
 )

@@ -160,7 +160,7 @@ def test_what_needs_a_look_is_named_below(monkeypatch):
         f"2 with a remark, COPIED_EACH_FORWARD: {Reason.COPIED_EACH_FORWARD.value}",
         "  norm.parametrizations.weight.original0  ParametrizedConv2d  4x1x1x1",
         "  norm.parametrizations.weight.original1  ParametrizedConv2d  4x3x3x3",
-        "3 Conv2d replaced: right for every shape, and faster where PyTorch's kernels are slow",
+        "3 Conv2d replaced: right for every shape, fast where PyTorch is slow, also by fewer multiplications",
         "1 GELU replaced: fast, forward and backward",
         f"1 Own kept (own): {Reason.OTHER_CLASS.value}",
         "Following their weights: 1 grad, 3 ema.",

@@ -99,10 +99,8 @@ def test_groups_transposed_ones_and_wide_padding_are_as_accurate(name):
         exact = gradients(function, (given.double(), w.double()), gradient, (None, *arguments))
         stock = gradients(function, (given.contiguous(), w.contiguous()), gradient.contiguous(), (None, *arguments))
         ours = gradients(getattr(functional, case[0]), (given, w), gradient, (None, *arguments))
-        # The input gradient of so few channels is up to 2.13 times as wrong. PyTorch's in channels-last is up to 3.5.
-        most = (2, 2.2 if name == "groups of a volume" else 2, 2)
-        for own, theirs, real, factor in zip(ours, stock, exact, most, strict=True):
-            assert (own.double() - real).norm() <= factor * (theirs.double() - real).norm()
+        for own, theirs, real in zip(ours, stock, exact, strict=True):
+            assert (own.double() - real).norm() <= 2 * (theirs.double() - real).norm()
 
 
 @pytest.mark.parametrize(
@@ -123,10 +121,18 @@ def test_other_convolutions_do_without(case, why):
     assert way_of(case[0], x, w.requires_grad_(), b, arguments) != "winograd", why
 
 
-@pytest.mark.parametrize(("channels", "fits"), [(7000, True), (11000, False)])
+@pytest.mark.usefixtures("on_one_thread")
+@pytest.mark.parametrize(("channels", "fits"), [(4000, True), (7000, True), (11000, False)])
 def test_a_block_of_tiles_fits_into_8_mb(channels, fits):
     x, w = channels_last(torch.zeros(2, channels, 16, 16)), channels_last(torch.zeros(32, channels, 3, 3))
     assert (way_of("conv2d", x, w, None, (1, 1)) == "winograd") == fits
+    if fits:
+        with torch.no_grad(), torch.profiler.profile(profile_memory=True) as profile:
+            functional.conv2d(x, w, padding=1)
+        blocks = [event.nbytes() for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+        *scratch, transformed = sorted(blocks)
+        assert transformed >= 16 * 32 * channels * 4
+        assert scratch[-1] <= 8 << 20
 
 
 def test_what_is_not_finite_reaches_all_outputs_under_it_and_at_most_their_tiles():

@@ -422,7 +422,9 @@ def _without_weights(plan: Plan) -> str | None:
     if reasons == {Reason.FILTERED}:
         return f"filter_fn returns false for {which}: {first_of(paths)}"
     if reasons == {Reason.LAZY}:
-        return f"{which} {'waits' if is_one else 'wait'} for a shape, which a call of the model gives: {first_of(paths)}"
+        return (
+            f"{which} {'waits' if is_one else 'wait'} for a shape, which a call of the model gives: {first_of(paths)}"
+        )
     return None
 
 

@@ -182,7 +182,7 @@ struct Room {
   }
 };
 
-/// Transforms one register of channels along all axes under three taps. The depth comes where arrays are smaller.
+/// Transforms one register of channels along all axes under three taps. The plane comes where there are fewer depths.
 template <typename Transform, typename From, typename To>
 void transform_all(const WinogradTile& tile, const Registers<const From>& from, const Registers<To>& to) {
   constexpr bool is_depth_last = Transform::template matrix<2>.rows >= Transform::template matrix<2>.columns;

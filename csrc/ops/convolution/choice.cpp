@@ -427,8 +427,9 @@ int64_t right_terms(const Call& call, Pass pass) {
   const Sizes sizes(call);
   const bool is_of_weight = pass == Pass::weight_gradient;
   if (is_of_weight && sizes.positions < 512) return few;
-  const bool is_by_products =
-      has_odd_groups(call, sizes) || !is_onednns(call.backend()) || (is_of_weight && is_by_exact_products(call, sizes));
+  const bool is_slab = sizes.is_3d && sizes.positions < 1728;  // perhaps, of a sample that PyTorch multiplies
+  const bool is_by_products = is_slab || has_odd_groups(call, sizes) || !is_onednns(call.backend()) ||
+                              (is_of_weight && is_by_exact_products(call, sizes));
   if (!is_by_products) return usual;
   return is_of_weight || sizes.outputs > 32 ? some : few;
 }
