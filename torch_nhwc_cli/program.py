@@ -94,6 +94,10 @@ def command(function: Callable[..., Answer]) -> Callable[..., Answer]:
         try:
             with redirect_stdout(sys.stderr):
                 answer = function(**options)
+        except KeyboardInterrupt:  # also while torch is loaded
+            before = " before anything was measured" if function.__name__ == "tune" else ""
+            print(f"torch-nhwc: interrupted{before}", file=sys.stderr)
+            raise
         except Exception as error:
             if _debug:
                 traceback.print_exception(error)

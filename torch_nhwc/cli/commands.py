@@ -77,21 +77,17 @@ def tune(
     example.require_inputs()
     if getattr(example.model, "training", is_training) != is_training:  # a frozen program has no mode
         example.model.train(is_training)
-    try:
-        with _showing(f"Tuning {example.name} for {budget:g} s"), _warnings_as_lines():
-            tuning = nhwc.tune(
-                example.model,
-                example.inputs,
-                mode="training" if is_training else "inference",
-                budget_seconds=budget,
-                preserve=preserve,
-                autocast=_dtype(autocast),
-                optimizer=kind,
-                compile=compile,
-            )
-    except KeyboardInterrupt:
-        print("torch-nhwc: interrupted before anything was measured", file=sys.stderr)
-        raise
+    with _showing(f"Tuning {example.name} for {budget:g} s"), _warnings_as_lines():
+        tuning = nhwc.tune(
+            example.model,
+            example.inputs,
+            mode="training" if is_training else "inference",
+            budget_seconds=budget,
+            preserve=preserve,
+            autocast=_dtype(autocast),
+            optimizer=kind,
+            compile=compile,
+        )
     if save is not None:
         with write_whole(save) as temporary:
             temporary.write_text(tuning.to_json())
