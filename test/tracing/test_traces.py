@@ -37,6 +37,7 @@ def test_a_trace_prints_as_tables_that_fit(trace, monkeypatch):
     assert "2 losses of 8.2 kB, 2 mixed convolutions" in " ".join(text.split())
     assert "1 of 2: replaced by preserve=True" in text
     assert "no loss, no mixed convolution" in " ".join(str(traced()).split())
+    assert "nothing is traced yet: `with torch_nhwc.trace(model)" in str(nhwc.trace(nn.Conv2d(3, 4, 3)))
     with nhwc.trace(nn.Conv2d(3, 4, 3)) as nothing:
         pass
     assert "nothing ran: call the model inside of the block of `with`" in str(nothing)

@@ -5,7 +5,7 @@ import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -66,8 +66,7 @@ BY_OPERATOR = {
 }
 
 
-@contextmanager
-def trace(model: nn.Module) -> Iterator[Trace]:
+def trace(model: nn.Module) -> AbstractContextManager[Trace]:
     """See where a model loses channels-last while it runs in the block.
 
     Every operator counts that runs in the block in this thread, and those of its backward, with the module that called
@@ -76,8 +75,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     Args:
         model: A module. The trace names its inner modules by their paths in it.
 
-    Yields:
-        The trace, which is filled while the block runs.
+    Returns:
+        What begins the block with the trace, which is filled while the block runs.
 
     Raises:
         TypeError: The model is not a module.
@@ -91,6 +90,25 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"trace: expected a torch.nn.Module, got {type(model).__name__}")
+    return _Tracing(model)
+
+
+class _Tracing(AbstractContextManager[Trace]):
+    def __init__(self, model: nn.Module) -> None:
+        self._block = _traced(model)
+
+    def __repr__(self) -> str:
+        return "<nothing is traced yet: `with torch_nhwc.trace(model) as trace: model(x)`, then `print(trace)`>"
+
+    def __enter__(self) -> Trace:
+        return self._block.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._block.__exit__(*error)
+
+
+@contextmanager
+def _traced(model: nn.Module) -> Iterator[Trace]:
     recorder = _Recorder(model)
     try:
         with recorder.calls, recorder:
