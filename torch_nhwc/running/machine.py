@@ -17,6 +17,11 @@ from torch_nhwc.rendering import warn
 _INCIDENTAL = ("platform", "python")
 
 
+def multiplies_less() -> bool:
+    """Return whether convolutions of three taps may be computed with fewer multiplications."""
+    return os.environ.get("TORCH_NHWC_WINOGRAD") != "0"
+
+
 def machine(device: torch.device | str = "cpu") -> dict[str, object]:
     """Return the versions, the processor, its settings and the GPUs as plain data.
 
@@ -40,7 +45,7 @@ def machine(device: torch.device | str = "cpu") -> dict[str, object]:
         "capability": cpu_capability(),
         "torch's capability": torch.backends.cpu.get_cpu_capability(),
         "oneDNN": _onednn(),
-        "fewer multiplications": os.environ.get("TORCH_NHWC_WINOGRAD") != "0",
+        "fewer multiplications": multiplies_less(),
         "deterministic algorithms": torch.are_deterministic_algorithms_enabled(),
         "GPUs": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "CUDA": torch.version.cuda,

@@ -1,13 +1,13 @@
 """The result of `verify`: one row for everything that was compared."""
 
 import enum
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from torch_nhwc import serialization
 from torch_nhwc.rendering import first_of, paragraphs, several, table
+from torch_nhwc.running.machine import multiplies_less
 
 _SHOWN_ROWS = 20
 _BEFORE_DIFFERS = (
@@ -184,7 +184,7 @@ class Verification:
         unrepeatable = sum(row.verdict is Verdict.UNREPEATABLE for row in self.rows)
         if unrepeatable:
             notes.append(f"{unrepeatable} of these cannot be repeated: nothing is known about them")
-        if os.environ.get("TORCH_NHWC_WINOGRAD") != "0" and any("Conv" in row.layer for row in self.differing):
+        if multiplies_less() and any("Conv" in row.layer for row in self.differing):
             notes.append(_OTHER_ROUNDINGS)
         if self.not_run:
             notes.append(f"did not run, only parameters were compared: {_some(self.not_run)}")
