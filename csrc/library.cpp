@@ -111,9 +111,10 @@ TORCH_LIBRARY(nhwc, m) {
       "Tensor? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
       "-> (Tensor, bool is_finite)");
-  m.def("waiting_like(Tensor waiting) -> Tensor");
+  m.def("pad_waiting(Tensor input, int[] pad) -> Tensor");
+  m.def("waiting_like(Tensor value) -> Tensor");
+  m.def("waiting_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("records_inputs() -> bool");
-  m.def("norm_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);
   m.def("native_pad_circular_backward(Tensor grad, int[] pad) -> Tensor", compliant);
   m.def("native_resample(Tensor input, str mode, int[] size, float[] parameters) -> Tensor", compliant);

@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 
 #if defined(__linux__)
+#include <malloc.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -11,6 +12,12 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <cstdlib>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <new>
+#include <string_view>
 #include <utility>
 
 namespace nhwc::cpu {
@@ -101,30 +108,119 @@ namespace {
 
 thread_local bool are_requested = false;
 
-/// PyTorch's allocator as it is, but for threads that request huge pages.
-class RequestingAllocator final : public c10::Allocator {
- public:
-  explicit RequestingAllocator(c10::Allocator* own) : own_(own) {}
+#if defined(__linux__)
 
-  c10::DataPtr allocate(size_t size) override {
-    c10::DataPtr memory = own_->allocate(size);
-    if (are_requested) request_huge_pages(static_cast<char*>(memory.get()), static_cast<int64_t>(size));
-    return memory;
+/// Freed memory of results, which the next ones of about that size get: the system takes back what glibc's allocator
+/// frees, and provides each page anew at its first use, which is up to a fifth of a network's time. Smaller memory
+/// glibc keeps itself. What does not fit is not kept: networks ask for the same sizes in turn, and would find nothing
+/// of what they need next if older memory made room. What nobody asked for in a while makes room.
+///
+/// Where another thread is here nothing is kept or found, so that a process which is forked at that moment goes on.
+class KeptMemory {
+ public:
+  static constexpr size_t least = size_t{2} << 20, most = size_t{128} << 20;
+
+  explicit KeptMemory(c10::DeleterFnPtr free) : free_(free) {}
+
+  /// Returns memory of at least so many bytes, or null.
+  void* take(size_t size) {
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return nullptr;
+    ++now_;
+    const auto first = blocks_.lower_bound(size);
+    if (first == blocks_.end() || first->first > size + size / 8) return nullptr;
+    return taken(std::prev(blocks_.upper_bound(first->first)));  // the last one, of which caches may have a part
   }
-  bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return own_->is_simple_data_ptr(memory); }
-  c10::DeleterFnPtr raw_deleter() const override { return own_->raw_deleter(); }
-  void copy_data(void* to, const void* from, size_t size) const override { own_->copy_data(to, from, size); }
+
+  /// Keeps memory of so many bytes, or frees it.
+  void keep_or_free(void* memory, size_t size) {
+    if (!keep(memory, size)) free_(memory);
+  }
 
  private:
-  c10::Allocator* own_;
+  struct Block {
+    void* memory;
+    int64_t kept_at;
+  };
+  using Blocks = std::multimap<size_t, Block>;  // by size
+
+  void* taken(Blocks::iterator block) {
+    void* memory = block->second.memory;
+    total_ -= block->first;
+    blocks_.erase(block);
+    return memory;
+  }
+
+  bool keep(void* memory, size_t size) {
+    constexpr int64_t a_while = 4096;  // requests
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    if (!lock) return false;
+    for (auto each = blocks_.begin(); total_ + size > most && each != blocks_.end();) {
+      const auto block = each++;
+      if (now_ - block->second.kept_at > a_while) free_(taken(block));
+    }
+    if (total_ + size > most) return false;
+    try {
+      blocks_.emplace(size, Block{memory, now_});
+    } catch (const std::bad_alloc&) {
+      return false;
+    }
+    total_ += size;
+    return true;
+  }
+
+  std::mutex mutex_;
+  Blocks blocks_;
+  c10::DeleterFnPtr free_;
+  size_t total_ = 0;
+  int64_t now_ = 0;
 };
 
-#if defined(__linux__)
+/// PyTorch's allocator as it is, but for threads that request huge pages, which keep what is freed.
+class RequestingAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t size) override {
+    if (!are_requested) return own().allocate(size);
+    const bool is_kept = size >= KeptMemory::least && keeps();
+    if (void* memory = is_kept ? kept().take(size) : nullptr) return {memory, memory, &give_back, at::kCPU};
+    c10::DataPtr memory = own().allocate(size);
+    request_huge_pages(static_cast<char*>(memory.get()), static_cast<int64_t>(size));
+    if (is_kept && own().is_simple_data_ptr(memory)) memory.compare_exchange_deleter(own().raw_deleter(), &give_back);
+    return memory;
+  }
+  bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return own().is_simple_data_ptr(memory); }
+  c10::DeleterFnPtr raw_deleter() const override { return own().raw_deleter(); }
+  void copy_data(void* to, const void* from, size_t size) const override { own().copy_data(to, from, size); }
+
+  static c10::Allocator& own() {
+    static c10::Allocator* const before = c10::GetCPUAllocator();
+    return *before;
+  }
+
+ private:
+  static KeptMemory& kept() {
+    static auto* const memory = new KeptMemory(own().raw_deleter());  // tensors may outlive static objects
+    return *memory;
+  }
+  /// A profiler of memory sees what is allocated and freed.
+  static bool keeps() {
+    static const char* const setting = std::getenv("TORCH_NHWC_KEPT_MEMORY");
+    static const bool is_on = setting == nullptr || std::string_view(setting) != "0";
+    return is_on && !c10::memoryProfilingEnabled();
+  }
+  static void give_back(void* memory) {
+    if (!keeps()) return own().raw_deleter()(memory);
+    kept().keep_or_free(memory, malloc_usable_size(memory));
+  }
+};
+
 // PyTorch sets allocators while libraries are loaded, and keeps one of a higher priority.
 [[maybe_unused]] const bool is_set = [] {
-  c10::SetCPUAllocator(new RequestingAllocator(c10::GetCPUAllocator()));
+  RequestingAllocator::own();
+  c10::SetCPUAllocator(new RequestingAllocator);
   return true;
 }();
+
 #endif
 
 }  // namespace

@@ -2,7 +2,6 @@
 // as well. Between the steps a result may wait, as a tensor without memory.
 #include <ATen/ATen.h>
 #include <ATen/core/LegacyTypeDispatch.h>
-#include <torch/csrc/autograd/variable.h>
 #include <torch/library.h>
 
 #include <array>
@@ -352,24 +351,12 @@ at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, con
   return waiting;
 }
 
-/// Gives a result that waits the memory and the derivative of another tensor.
-void norm_become_(const at::Tensor& waiting, const at::Tensor& value) {
-  TORCH_CHECK(waiting.sizes() == value.sizes() && waiting.strides() == value.strides() &&
-                  waiting.scalar_type() == value.scalar_type(),
-              "nhwc::norm_become_: expected a tensor of the same sizes, strides and dtype");
-  waiting.unsafeGetTensorImpl()->set_storage_keep_dtype(value.storage());
-  if (value.grad_fn()) {
-    torch::autograd::impl::set_gradient_edge(waiting, torch::autograd::impl::gradient_edge(value));
-  }
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("norm_activation", TORCH_FN(norm_activation));
   m.impl("norm_waiting", TORCH_FN(norm_waiting));
   m.impl("norm_waiting_sum", TORCH_FN(norm_waiting_sum));
-  m.impl("norm_become_", TORCH_FN(norm_become_));
 }
 
 }  // namespace nhwc

@@ -2,11 +2,15 @@
 
 #include <ATen/ATen.h>
 #include <ATen/record_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
 
 #include <array>
 #include <cmath>
 #include <utility>
+#include <vector>
 
+#include "ops/autograd_node.h"
 #include "ops/composition.h"
 
 namespace nhwc {
@@ -53,6 +57,62 @@ at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device
 bool records_inputs() {
   const auto callbacks = at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION);
   return callbacks && callbacks->needs_inputs_;
+}
+
+namespace {
+
+void share_derivative(const at::Tensor& waiting, const at::Tensor& value) {
+  if (!value.grad_fn()) return;
+  torch::autograd::impl::set_gradient_edge(waiting, torch::autograd::impl::gradient_edge(value));
+}
+
+/// Returns a result that waits in the place of another one, whose sizes and derivative it has.
+at::Tensor waiting_like(const at::Tensor& value) {
+  const at::Tensor waiting = waiting_tensor(value.sizes(), value.scalar_type(), value.device());
+  share_derivative(waiting, value);
+  return waiting;
+}
+
+std::vector<at::Tensor> gradient_of_padded(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
+  if (!gradients[0].defined()) return std::vector<at::Tensor>(1);
+  std::vector<int64_t> sides = context.constants[0].toIntVector();
+  for (int64_t& each : sides) each = -each;
+  return {at::constant_pad_nd(gradients[0], sides)};
+}
+
+const Formula padded_formula = {"NhwcPadWaitingBackward", gradient_of_padded};
+
+/// Returns a result that waits, of an input with zeros around it.
+at::Tensor pad_waiting(const at::Tensor& input, at::IntArrayRef pad) {
+  at::DimVector sizes(input.sizes());
+  TORCH_CHECK(pad.size() % 2 == 0 && pad.size() <= 2 * sizes.size(),
+              "nhwc::pad_waiting: expected two numbers for each of the last dimensions, got ", pad);
+  for (size_t side = 0; side < pad.size(); ++side) {
+    TORCH_CHECK(pad[side] >= 0, "nhwc::pad_waiting: expected numbers from 0 on, got ", pad);
+    sizes[sizes.size() - 1 - side / 2] += pad[side];
+  }
+  const at::Tensor waiting = waiting_tensor(sizes, input.scalar_type(), input.device());
+  if (needs_gradient({input})) record(padded_formula, waiting, {input}, {}, {pad.vec()});
+  return waiting;
+}
+
+/// Gives a result that waits the memory, the version and the derivative of another tensor.
+void waiting_become_(const at::Tensor& waiting, const at::Tensor& value) {
+  TORCH_CHECK(waiting.sizes() == value.sizes() && waiting.strides() == value.strides() &&
+                  waiting.scalar_type() == value.scalar_type(),
+              "nhwc::waiting_become_: expected a tensor of the same sizes, strides and dtype");
+  waiting.unsafeGetTensorImpl()->set_storage_keep_dtype(value.storage());
+  torch::autograd::impl::set_version_counter(waiting, value.unsafeGetTensorImpl()->version_counter());
+  share_derivative(waiting, value);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
+  m.impl("records_inputs", TORCH_FN(records_inputs));
+  m.impl("waiting_like", TORCH_FN(waiting_like));
+  m.impl("pad_waiting", TORCH_FN(pad_waiting));
+  m.impl("waiting_become_", TORCH_FN(waiting_become_));
 }
 
 }  // namespace nhwc

@@ -86,7 +86,8 @@ FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 @pytest.fixture(autouse=True)
-def without_gradients():
+def without_gradients(monkeypatch):
+    monkeypatch.setattr(pending._local, "is_padding_apart", False)  # otherwise results of activations wait for zeros
     with torch.no_grad():
         yield
 
@@ -162,6 +163,22 @@ def test_numbers_that_are_changed_later_are_looked_at_again():
     del y
     gc.collect()
     assert not pending._finite
+
+
+def test_results_of_finite_numbers_are_finite_by_our_kernels_too():
+    layers = [nn.Conv2d(8, 64, 1), nn.BatchNorm2d(64), nn.ReLU(), nn.Conv2d(64, 72, 3, padding=1), nn.BatchNorm2d(72)]
+    plain = nn.Sequential(*layers, nn.ReLU(), nn.Conv2d(72, 48, 1), nn.BatchNorm2d(48), nn.ReLU()).eval()
+    ours = copy.deepcopy(plain)
+    nhwc.convert_(ours)
+    x = torch.randn(2, 8, 57, 55)
+    y = ours[:6](x.contiguous(memory_format=torch.channels_last))
+    assert id(y) in pending._finite
+    for model in (plain, ours):
+        model[3].weight[5] = math.nan
+    y = ours[:6](x.contiguous(memory_format=torch.channels_last))
+    assert id(y) not in pending._finite
+    out = ours(x.contiguous(memory_format=torch.channels_last))
+    torch.testing.assert_close(out * 1, plain(x), equal_nan=True, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("change", ["input", "weight", "norm", "running_var", "residual"])

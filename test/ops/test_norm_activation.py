@@ -190,7 +190,7 @@ def test_the_operators_check_their_arguments():
     with pytest.raises(RuntimeError, match=r"expected dense statistics of double and of shape \[2, 2\]"):
         torch.ops.nhwc.norm_activation(x, mean[:1], deviation, *options, "relu", 0.0)
     with pytest.raises(RuntimeError, match="same sizes, strides and dtype"):
-        torch.ops.nhwc.norm_become_(waiting, x[:1])
+        torch.ops.nhwc.waiting_become_(waiting, x[:1])
     # What is not computed in two steps: a contiguous activation, another device, one value in a group.
     for other in (x.contiguous(), x.to("meta"), channels_last(torch.randn(1, 2, 1, 1)), torch.randn(3, 4)):
         assert torch.ops.nhwc.norm_waiting(other, None, None, None, None, 2, True, 0.1, 1e-5, False)[2] is None

@@ -100,7 +100,8 @@ def run(tmp_path_factory):
 
     def run(**environment):
         # Each tensor has memory of its own, which had no advice before.
-        environment = os.environ | environment | {"LD_PRELOAD": str(library), "MALLOC_MMAP_THRESHOLD_": "1000000"}
+        of_its_own = {"MALLOC_MMAP_THRESHOLD_": "1000000", "TORCH_NHWC_KEPT_MEMORY": "0"}
+        environment = os.environ | environment | of_its_own | {"LD_PRELOAD": str(library)}
         done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         return json.loads(done.stdout)

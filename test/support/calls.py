@@ -368,9 +368,10 @@ CALLS = {
 IN_STEPS = {
     nhwc.norm_waiting.default,
     nhwc.norm_waiting_sum.default,
-    nhwc.norm_become_.default,
+    nhwc.waiting_become_.default,
     nhwc.convolution_waiting.default,
     nhwc.convolution_activation.default,
+    nhwc.pad_waiting.default,
     nhwc.waiting_like.default,
     nhwc.records_inputs.default,
     nhwc.norm_activation.default,

@@ -6,6 +6,9 @@ in one pass, and so does a sum of a residual and the activation after it. Where 
 as well, and becomes one with a batch norm in evaluation mode. Anything else makes the tensor compute its layer, once:
 from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number. A layer
 whose results were read by something else twice waits no more.
+
+The result of an activation waits for zeros around it, though it is known: a convolution that reads those has them as
+its padding, and nothing is copied.
 """
 
 import math
@@ -20,6 +23,7 @@ from torch import Tensor, nn
 from torch._jit_internal import is_scripting
 
 from torch_nhwc import functional
+from torch_nhwc.layout import CHANNELS_LAST
 from torch_nhwc.nn.class_swap import Swap
 
 # Elements: with fewer, the wait takes as long as it saves. A step saves more than a call, and group norm at once finds
@@ -28,6 +32,7 @@ _FEWEST, _FEWEST_IN_A_CALL, _FEWEST_IN_GROUPS = 1 << 15, 70_000, 1 << 18
 _FEWEST_ON_CUDA, _FEWEST_CAST = 1 << 25, 1 << 21
 _FEWEST_INPUTS = 1 << 13  # of a convolution; its own rule is for the results
 _MOST_EARLY_READS = 2
+_PADDING = "padding"
 _is_on = os.environ.get("TORCH_NHWC_PENDING") != "0"
 
 
@@ -54,6 +59,7 @@ class AtOnce(Swap):
 
 class _Local(threading.local):
     is_at_once = False  # whether a layer is called whose results never wait
+    is_padding_apart = False  # whether a convolution was called that leaves its padding to others, as it seems
 
 
 _local = _Local()
@@ -85,6 +91,10 @@ class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
     __slots__ = ("grad_mode", "operands", "options", "owner", "read", "residual", "stream")
+    _changed = (
+        "what a {} reads was changed in place before its result was read. The result waits for the activation after "
+        "it, so that both are computed in one pass"
+    )
 
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
         self.owner = owner
@@ -94,7 +104,7 @@ class Waiting:
         """Groups, whether the statistics are the input's, what is added to the variance, and whether the result is
         float."""
         self.residual: Tensor | None = None
-        self.grad_mode = torch.is_grad_enabled()
+        self.grad_mode: bool | None = torch.is_grad_enabled()
         self.stream = torch.cuda.current_stream(operands[0].device) if operands[0].is_cuda else None
         self.read: list[tuple[Tensor, int]] = [*read]
         """What is read, and how often it had changed at the calls of the layers."""
@@ -108,14 +118,35 @@ class Waiting:
         """Whether several layers are computed at once, even without an activation."""
         return False
 
-    def compute(self, activation: str = "none", parameter: float = 0.0, slope: Tensor | None = None) -> Tensor:
-        """Return the norm, with the residual and the activation, in one pass. A slope is one that is trained."""
+    def read_early(self, result: Tensor) -> None:
+        """Compute the layer for something that is no activation."""
+        if not self.gains or _is_traced_by_dynamo():
+            for owner in self.owners:
+                _count_early_read(owner, self._reader)
+        with torch.set_grad_enabled(bool(self.grad_mode)):
+            _become(result, self.compute())
+
+    @property
+    def owners(self) -> tuple[Any, ...]:
+        """The layers that the result is of."""
+        return (self.owner,)
+
+    @property
+    def _reader(self) -> Any:
+        """What the result waits for: an activation in a grad mode, or padding."""
+        return self.grad_mode
+
+    def check_unchanged(self) -> None:
+        """Raise an error if something that is read was changed since the calls of the layers."""
         if any(each._version != version for each, version in self.read):
             raise RuntimeError(
-                f"torch_nhwc: what a {type(self.owner).__name__} reads was changed in place before its result was "
-                "read. The result waits for the activation after it, so that both are computed in one pass: convert "
-                "with preserve='at_once', or set the environment variable TORCH_NHWC_PENDING=0"
+                f"torch_nhwc: {self._changed.format(type(self.owner).__name__)}: convert with preserve='at_once', or "
+                "set the environment variable TORCH_NHWC_PENDING=0"
             )
+
+    def compute(self, activation: str = "none", parameter: float = 0.0, slope: Tensor | None = None) -> Tensor:
+        """Return the norm, with the residual and the activation, in one pass. A slope is one that is trained."""
+        self.check_unchanged()
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
             return self._computed(activation, parameter, slope)
         # The memory of what is read may be given to something else as soon as the norm's own stream is done.
@@ -137,12 +168,49 @@ class Waiting:
         return torch.ops.nhwc.norm_waiting_sum._op(input, *others, residual, *self.options)
 
 
+class Known(Waiting):
+    """What an activation has computed, in memory as usual, which may still get zeros around it."""
+
+    __slots__ = ()
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.grad_mode = None  # no other function computes it
+
+    def read_early(self, result: Tensor) -> None:
+        """Give it to something that does not pad."""
+        _count_early_read(self.owner, _PADDING)
+        _as_plain(result)
+
+
+class Padded(Waiting):
+    """A tensor with zeros around it, which wait for a convolution that has them as its padding."""
+
+    __slots__ = ()
+    # Operands: the tensor. Options: the numbers of `torch.nn.functional.pad`, two for each axis from the last one.
+    _changed = (
+        "a result of a {} was padded, and changed in place before something read the padded one, which waits for a "
+        "convolution that pads by itself"
+    )
+
+    _reader = _PADDING
+
+    def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
+        return F.pad(self.operands[0], self.options)
+
+
 class WaitingConvolution(Waiting):
     """A call of a convolution, the batch norm in evaluation mode after it, and a residual."""
 
-    __slots__ = ()
+    __slots__ = ("norm",)
     # Operands: input, weight and bias; of the norm: running mean and variance, weight and bias.
     # Options: stride, padding, dilation and groups, and what is added to the variance.
+
+    norm: Any  # the layer of the norm, if there is one
+
+    @property
+    def owners(self) -> tuple[Any, ...]:
+        return (self.owner, self.norm) if self.operands[3] is not None else (self.owner,)
 
     @property
     def gains(self) -> bool:
@@ -171,7 +239,14 @@ def convolution(
     The options are stride, padding, dilation and groups. The owner is the layer, of which is counted how often
     something else than a norm or an activation reads its results.
     """
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return functional.convolve(name, axes, input, weight, bias, options)
+    # A kernel that overlaps, and has no padding of its own, is one whose input is padded before, perhaps.
+    if options[1] in _NO_PADDING and type(options[0]) is tuple and weight.shape[-1] > options[0][-1]:
+        _local.is_padding_apart = True
+    if type(input) is Pending and type(input.waiting) is Padded:
+        input, options = _unpadded(input, axes, weight, options)
+    if torch.is_grad_enabled():
         return functional.convolve(name, axes, input, weight, bias, options)
     if (type(input) is Tensor and input.numel() < _FEWEST_INPUTS) or not _may_wait():
         return functional.convolve(name, axes, input, weight, bias, options)
@@ -192,6 +267,19 @@ def convolution(
         return functional.convolve(name, axes, input, weight, bias, options)
     with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
         return functional.convolve(name, axes, input, weight, bias, options)
+
+
+def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the tensor that was padded, and a convolution's options with the zeros around it."""
+    waiting = input.waiting
+    known = functional.in_numbers(weight, *options)
+    pad = waiting.options[::-1]  # from the first axis on
+    if known is None or pad[::2] != pad[1::2] or len(pad) > 2 * axes or waiting.grad_mode != torch.is_grad_enabled():
+        return input, options
+    waiting.check_unchanged()
+    stride, padding, dilation, groups = known
+    around = (0,) * (axes - len(pad) // 2) + pad[::2]
+    return waiting.operands[0], (stride, tuple(map(sum, zip(padding, around))), dilation, groups)
 
 
 def _as_pending(result: Any, waiting: Waiting) -> Tensor:
@@ -231,7 +319,7 @@ def pending_norm(
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:
-            folded = _with_batch_norm(input, running_mean, running_var, weight, bias, eps)
+            folded = _with_batch_norm(owner, input, running_mean, running_var, weight, bias, eps)
             if folded is not None:
                 return folded
         _compute_among((input,))
@@ -261,7 +349,7 @@ def pending_norm(
 
 
 def _with_batch_norm(
-    input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, eps: Any
+    owner: Any, input: Any, running_mean: Any, running_var: Any, weight: Any, bias: Any, eps: Any
 ) -> Tensor | None:
     """Return the result of a convolution that waits and of a batch norm, which waits as well."""
     waiting = input.waiting
@@ -275,6 +363,7 @@ def _with_batch_norm(
         return None
     options = (*waiting.options[:-1], eps)
     waiting = WaitingConvolution(waiting.owner, (*waiting.operands[:3], *of_norm), options, waiting.read)
+    waiting.norm = owner
     return _as_pending(_waiting_like(input), waiting)
 
 
@@ -336,18 +425,19 @@ def _compute_among(values: Any) -> None:
         if type(each) is Pending:
             waiting = each.waiting
             if waiting is not None:  # otherwise another thread has just computed it
-                _become(each, _early(waiting))
+                waiting.read_early(each)
         elif isinstance(each, list | tuple):
             _compute_among(each)
 
 
-def _early(waiting: Any) -> Tensor:
-    """Compute a layer for something that is no activation."""
-    if not waiting.gains:
-        key = (id(waiting.owner), waiting.grad_mode)
-        _remember(_early_reads, key, waiting.owner, _early_reads.get(key, 0) + 1)
-    with torch.set_grad_enabled(waiting.grad_mode):
-        return waiting.compute()
+def _is_traced_by_dynamo() -> bool:
+    """Return whether a graph is made of what reads a result: it is made again for one that waits, each time."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+def _count_early_read(owner: Any, kind: Any) -> None:
+    key = (id(owner), kind)
+    _remember(_early_reads, key, owner, _early_reads.get(key, 0) + (_MOST_EARLY_READS if _is_traced_by_dynamo() else 1))
 
 
 def _remember(values: dict[Any, Any], key: Any, owner: Any, value: Any) -> None:
@@ -357,8 +447,9 @@ def _remember(values: dict[Any, Any], key: Any, owner: Any, value: Any) -> None:
     values[key] = value
 
 
-def _is_read_early(owner: Any) -> bool:
-    return _early_reads.get((id(owner), torch.is_grad_enabled()), 0) >= _MOST_EARLY_READS
+def _is_read_early(owner: Any, kind: Any = None) -> bool:
+    kind = torch.is_grad_enabled() if kind is None else kind
+    return _early_reads.get((id(owner), kind), 0) >= _MOST_EARLY_READS
 
 
 def _become(result: Any, value: Tensor) -> Tensor:
@@ -366,16 +457,20 @@ def _become(result: Any, value: Tensor) -> Tensor:
     with _lock:
         if type(result) is Pending:
             with torch._C.DisableTorchFunctionSubclass():
-                torch.ops.nhwc.norm_become_._op(result, value)
-            result.__class__ = Tensor  # type: ignore[assignment]  # whose operators ask nobody
-            result.waiting = None
+                torch.ops.nhwc.waiting_become_._op(result, value)
+            _as_plain(result)
     return result
 
 
+def _as_plain(result: Any) -> None:
+    result.__class__ = Tensor  # whose operators ask nobody
+    result.waiting = None
+
+
 _lock = threading.Lock()
-# How often the results of an owner were read by something else, by its id and the grad mode, and the sizes of which a
-# convolution does not wait.
-_early_reads: dict[tuple[int, bool], int] = {}
+# How often the results of an owner were read by something else, by its id and the grad mode, or, where they wait for
+# zeros around them, `_PADDING`; and the sizes of which a convolution does not wait.
+_early_reads: dict[tuple[int, Any], int] = {}
 _refused: dict[int, torch.Size] = {}
 
 
@@ -389,7 +484,32 @@ def _activated(
     if slope is not None and waiting.residual is not None:  # whose derivative is read from the output
         return None
     value = waiting.compute(activation, parameter, slope)
-    return _become(result, value) if inplace else value
+    out = _become(result, value) if inplace else value
+    if type(out) is Tensor and out.is_cpu and _may_be_padded(waiting.owner):
+        _as_pending(out, Known(waiting.owner))
+    return out
+
+
+def _may_be_padded(owner: Any) -> bool:
+    return _local.is_padding_apart and _may_wait() and not _is_read_early(owner, _PADDING)
+
+
+def _pad(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor | None:
+    """Put zeros around a result, or let them wait for a convolution."""
+    is_spatial = isinstance(pad, list | tuple) and len(pad) % 2 == 0 and 0 < len(pad) <= 2 * (input.dim() - 2)
+    if mode != "constant" or value or not is_spatial or not all(type(each) is int and each >= 0 for each in pad):
+        return None
+    waiting = input.waiting if type(input) is Pending else None
+    if waiting is None or not input.is_cpu or not _may_be_padded(waiting.owner):
+        return None
+    if type(waiting) is Known:
+        _as_plain(input)
+    else:
+        _compute_among((input,))
+    if input.is_inference() or not input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):
+        return None
+    padded = Padded(waiting.owner, (input,), tuple(pad))
+    return _as_pending(torch.ops.nhwc.pad_waiting._op(input, pad), padded)
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor | None:
@@ -446,14 +566,14 @@ def _add_(input: Any, other: Any, alpha: Any = 1) -> Tensor | None:
     if added is None:
         return None
     with _lock, torch._C.DisableTorchFunctionSubclass():
-        torch.ops.nhwc.norm_become_._op(input, added)
+        torch.ops.nhwc.waiting_become_._op(input, added)
     input.waiting = added.waiting  # type: ignore[attr-defined]
     return input
 
 
 def _sum(result: Any, residual: Any) -> Tensor | None:
     waiting = result.waiting if type(result) is Pending else None
-    if waiting is None or waiting.residual is not None or waiting.grad_mode != torch.is_grad_enabled():
+    if waiting is None or waiting.grad_mode != torch.is_grad_enabled() or waiting.residual is not None:
         return None
     if type(residual) is Pending:
         _compute_among((residual,))
@@ -476,6 +596,7 @@ _UNKNOWN = (None, -1)
 # References to tensors whose numbers are known to be finite, with their versions, by their ids.
 _finite: dict[int, tuple[Any, int]] = {}
 _PLAIN = (Tensor, nn.Parameter, type(None))
+_NO_PADDING = ("valid", (0, 0), (0, 0, 0))
 _HALVES = (torch.bfloat16, torch.float16)
 # The functions with which one pass computes a norm.
 _READERS: dict[Any, Any] = {
@@ -491,6 +612,7 @@ _READERS: dict[Any, Any] = {
     F.silu: _silu,
     F.gelu: _gelu,
     F.dropout: _dropout,
+    F.pad: _pad,
     functional.keeping_class("gelu"): _gelu,
     torch.add: _add,
     Tensor.add: _add,

@@ -195,7 +195,7 @@ std::tuple<at::Tensor, bool> convolution_activation(const at::Tensor& input, con
     const auto [folded, is_weight_finite] =
         mean ? norm.folded_into(call)
              : std::pair{call, !hides || (are_all_finite(weight) && are_all_finite(value_of(bias)))};
-    if (is_ours) return {kernels::forward(folded, {other, activation}), false};
+    if (is_ours) return {kernels::forward(folded, {other, activation}), is_finite && mean && is_weight_finite};
     if (!hides || is_weight_finite) return {by_onednn(folded, other, activation), hides};
   }
   at::Tensor out = convolution(call);
@@ -203,17 +203,11 @@ std::tuple<at::Tensor, bool> convolution_activation(const at::Tensor& input, con
   return {activated(other.defined() ? out + other : out, activation), false};
 }
 
-at::Tensor waiting_like(const at::Tensor& waiting) {
-  return waiting_tensor(waiting.sizes(), waiting.scalar_type(), waiting.device());
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
-  m.impl("records_inputs", TORCH_FN(records_inputs));
   m.impl("convolution_waiting", TORCH_FN(convolution_waiting));
   m.impl("convolution_activation", TORCH_FN(convolution_activation));
-  m.impl("waiting_like", TORCH_FN(waiting_like));
 }
 
 }  // namespace nhwc

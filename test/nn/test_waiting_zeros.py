@@ -1,0 +1,252 @@
+"""Zeros around the result of an activation, which wait for a convolution that has them as its padding."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import nn
+
+import torch_nhwc as nhwc
+from torch_nhwc.nn import pending
+from torch_nhwc.nn.pending import Pending
+
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+class Net(nn.Module):
+    """Two convolutions, each with a norm and an activation, that leave their padding to `F.pad` or a layer."""
+
+    def __init__(self, pad=(1, 1, 1, 1), kernel=3, stride=1, groups=1, volume=False, inplace=False, layer=False):
+        super().__init__()
+        conv, norm = (nn.Conv3d, nn.BatchNorm3d) if volume else (nn.Conv2d, nn.BatchNorm2d)
+        self.first, self.norm = conv(8, 24, 1), norm(24)
+        self.act = nn.ReLU6(inplace)
+        self.conv = conv(24, 24, kernel, stride, groups=groups)
+        self.norm2 = norm(24)
+        self.pads = nn.ZeroPad2d(pad) if layer else lambda x: F.pad(x, pad)
+
+    def padded(self, x):
+        return self.pads(self.act(self.norm(self.first(x))))
+
+    def forward(self, x):
+        return self.act(self.norm2(self.conv(self.padded(x))))
+
+
+CASES = {
+    "symmetric": {},
+    "nothing": {"pad": (0, 0, 0, 0), "kernel": 1},
+    "of one axis": {"pad": (2, 2), "kernel": (1, 5)},
+    "uneven": {"pad": (0, 1, 0, 1), "stride": 2},
+    "depthwise": {"pad": [2, 2, 2, 2], "kernel": 5, "groups": 24},
+    "in place": {"inplace": True},
+    "a layer": {"layer": True},
+    "volume": {"pad": (1, 1, 0, 0, 1, 1), "volume": True, "kernel": (3, 1, 3)},
+}
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+@pytest.fixture(autouse=True)
+def nothing_was_seen(monkeypatch):
+    monkeypatch.setattr(pending, "_FEWEST_IN_A_CALL", pending._FEWEST)
+    monkeypatch.setattr(pending._local, "is_padding_apart", False)
+
+
+def pair(training=False, **options):
+    plain = Net(**options).train(training)
+    ours = copy.deepcopy(plain)
+    if not options.get("layer"):
+        ours.pads = plain.pads
+    nhwc.convert_(ours)
+    volume = options.get("volume")
+    x = torch.randn((2, 8, 20, 22, 24) if volume else (4, 8, 56, 58))
+    return plain, ours, x, x.contiguous(memory_format=FORMATS[x.dim()])
+
+
+def pads_of(job):
+    """Return how many operators of a job pad."""
+    with torch.profiler.profile() as profile:
+        job()
+    return sum(each.count for each in profile.key_averages() if each.key == "aten::constant_pad_nd")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@every_case
+def test_numbers_and_gradients_are_those_of_pytorch(case, training):
+    plain, ours, x, channels_last = pair(training, **CASES[case])
+    exact = copy.deepcopy(plain).double()
+    for _ in range(4):  # the first calls see how the model pads
+        with torch.set_grad_enabled(training):
+            out, stock, truth = ours(channels_last), plain(x), exact(x.double())
+    assert (out.double() - truth).norm() <= 2 * (stock.double() - truth).norm() + 1e-6 * truth.norm()
+    if training:
+        of_output = torch.randn_like(stock)
+        for _, result in ((ours, out), (plain, stock), (exact, truth)):
+            result.backward(of_output.to(result.dtype))
+        for name, each in exact.named_parameters():
+            error, stocks = ((m.get_parameter(name).grad.double() - each.grad).norm() for m in (ours, plain))
+            assert error <= 2 * stocks + 1e-5 * each.grad.norm(), name
+
+
+@pytest.mark.parametrize("training", [False, True])
+@every_case
+def test_zeros_on_both_sides_are_the_convolutions_padding(case, training):
+    _, ours, _, x = pair(training, **CASES[case])
+    pending._local.is_padding_apart = True  # as by the first convolution of a network
+    with torch.set_grad_enabled(training):
+        for _ in range(3):
+            ours(x)
+        assert pads_of(lambda: ours(x)) == (case == "uneven")
+
+
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize(
+    "read",
+    [torch.sum, lambda y: F.max_pool2d(y, 3).sum(), lambda y: (y[..., 1:] * 2).sum(), lambda y: F.pad(y, (1, 1))],
+)
+def test_anything_else_reads_what_is_padded(read, training):
+    _, ours, _, x = pair(training)
+    with torch.set_grad_enabled(training):
+        ours(x)
+        inner = ours.act(ours.norm(ours.first(x)))
+        expected = read(F.pad(inner * 1, (1, 1, 1, 1)))
+        padded = ours.padded(x)
+        assert type(padded) is Pending
+        assert padded.shape == (4, 24, 58, 60)
+        assert torch.equal(read(padded), expected)
+        assert type(padded) is torch.Tensor
+        assert padded.is_contiguous(memory_format=torch.channels_last)
+        assert type(ours.padded(x)) is torch.Tensor, "what others read twice waits no more"
+
+
+def test_results_wait_for_zeros_only_where_a_convolution_leaves_its_padding_to_others():
+    model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()).eval()
+    nhwc.convert_(model)
+    x = torch.randn(4, 8, 56, 58).contiguous(memory_format=torch.channels_last)
+    assert type(model(x)) is torch.Tensor
+    _, ours, _, x = pair()
+    ours(x)
+    y = ours.act(ours.norm(ours.first(x)))
+    assert type(y) is Pending
+    with torch._C.DisableTorchFunctionSubclass():
+        assert y.data_ptr() != 0, "code in C++ may read what is computed"
+    assert y.min() == 0
+    assert type(y) is torch.Tensor
+
+
+@pytest.mark.parametrize(
+    "pad",
+    [
+        {"pad": (1, 1, 1, 1), "mode": "reflect"},
+        {"pad": (1, 1, 1, 1), "value": 1.0},
+        {"pad": (-1, 1)},
+        {"pad": (0, 0, 0, 0, 1, 1)},
+    ],
+    ids=["reflect", "a value", "negative", "channels"],
+)
+def test_other_padding_is_pytorch_s(pad):
+    _, ours, _, x = pair()
+    with torch.no_grad():
+        ours(x)
+        y = ours.act(ours.norm(ours.first(x)))
+        out = F.pad(y, **pad)
+        assert type(out) is torch.Tensor
+        assert torch.equal(out, F.pad(y * 1, **pad))
+        with pytest.raises(RuntimeError, match="divisible by 2"):
+            F.pad(ours.act(ours.norm(ours.first(x))), (1, 1, 1))
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_what_is_changed_before_the_convolution_is_an_error(training):
+    _, ours, _, x = pair(training)
+    with torch.set_grad_enabled(training):
+        ours(x)
+        y = ours.act(ours.norm(ours.first(x)))
+        padded = F.pad(y, (1, 1, 1, 1))
+        y.detach().add_(1)
+        with pytest.raises(RuntimeError, match=r"a result of a \w+2d was padded"):
+            ours.conv(padded)
+        with pytest.raises(RuntimeError, match="was padded, and changed in place"):
+            padded.sum()
+
+
+def test_the_grad_mode_of_the_padding_holds():
+    _, ours, _, x = pair(training=True)
+    ours(x)
+    y = ours.act(ours.norm(ours.first(x)))
+    with torch.no_grad():
+        padded = F.pad(y, (1, 1, 1, 1))
+    ours.conv(padded).sum().backward()
+    assert ours.first.weight.grad is None
+    assert ours.conv.weight.grad is not None
+
+
+class Doubled(torch.autograd.Function):
+    """A function that takes tensors without asking them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
+
+
+def test_an_autograd_function_gets_the_derivative():
+    plain, ours, x, channels_last = pair(training=True)
+    ours(channels_last)
+    padded = ours.padded(channels_last)
+    assert type(padded) is Pending
+    Doubled.apply(padded).square().sum().backward()
+    Doubled.apply(plain.padded(x)).square().sum().backward()
+    for each, other in zip(ours.norm.parameters(), plain.norm.parameters()):
+        torch.testing.assert_close(each.grad, other.grad, rtol=1e-3, atol=1e-2)
+
+
+@pytest.mark.parametrize("inplace", [False, True])
+def test_what_an_activation_saved_is_not_changed_silently(inplace):
+    class Residual(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.c, self.n, self.a = nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(inplace)
+
+        def forward(self, x):
+            y = self.a(self.n(self.c(x)) + x)
+            total = y.sum()
+            y.mul_(2)
+            return total + y.sum()
+
+    model = Residual()
+    nhwc.convert_(model)
+    x = torch.randn(4, 8, 64, 64).contiguous(memory_format=torch.channels_last)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        model(x).backward()
+
+
+@pytest.mark.parametrize("last", [nn.Identity(), nn.ReLU()], ids=["norm", "activation"])
+def test_a_compiled_layer_that_reads_results_is_compiled_once_more_at_most(last):
+    torch._dynamo.reset()
+    body = nn.Sequential(nn.Conv2d(8, 16, 3), nn.BatchNorm2d(16), last).eval()
+    head = nn.Conv2d(16, 8, 1)
+    nhwc.convert_(body)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(head, backend=backend)
+    x = torch.randn(4, 8, 64, 64).contiguous(memory_format=torch.channels_last)
+    with torch.no_grad():
+        for _ in range(6):
+            compiled(body(x))
+    assert len(graphs) <= 2
+
+
+def test_the_operator_takes_two_numbers_for_each_dimension():
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(RuntimeError, match="expected two numbers for each of the last dimensions"):
+        torch.ops.nhwc.pad_waiting(x, [1, 1, 1])
+    with pytest.raises(RuntimeError, match="expected numbers from 0 on"):
+        torch.ops.nhwc.pad_waiting(x, [1, -1])
