@@ -116,6 +116,37 @@ def test_views_with_odd_strides_in_sizes_of_1(view, dtype, kernel, threads):
         torch.testing.assert_close(ours.double(), theirs, rtol=tolerance, atol=tolerance * float(theirs.abs().max()))
 
 
+IMAGES = channels_last(torch.randn(3, 96, 16, 18))
+FEW_PIXELS = channels_last(torch.randn(3, 512, 7, 7))
+
+
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("keeps_format", [False, True])
+@pytest.mark.parametrize(("x", "outputs"), [(IMAGES, 80), (FEW_PIXELS, 256)], ids=["images", "few pixels"])
+def test_images_under_one_tap_are_one_product_on_one_thread(x, outputs, keeps_format, has_bias, on_one_thread):
+    """PyTorch computes one for each sample, after it has written zeros."""
+    w, b = torch.randn(outputs, x.shape[1], 1, 1), torch.randn(outputs) if has_bias else None
+    w = channels_last(w) if keeps_format else w
+    assert way_of("conv2d", x, w.clone().requires_grad_(), b, ()) == "linear"
+    with torch.no_grad():
+        assert way_of("conv2d", x, w, b, ()) == ("linear" if x is FEW_PIXELS else "pytorch")
+        torch.testing.assert_close(functional.conv2d(x, w, b), F.conv2d(x, w, b), rtol=1e-4, atol=1e-4)
+    torch.set_num_threads(2)
+    assert way_of("conv2d", x, w.clone().requires_grad_(), b, ()) != "linear", "which oneDNN computes"
+    torch.set_num_threads(1)
+    operands = [x, w] if b is None else [x, w, b]
+    ours, stock = (of_both_orders(each, operands) for each in (functional.conv2d, F.conv2d))
+    exact = of_both_orders(F.conv2d, [each.double() for each in operands])
+    for each, other, real in zip(ours, stock, exact):
+        assert (each.double() - real).norm() <= 2 * (other.double() - real).norm() + 1e-7 * real.norm()
+        assert each.stride() == other.stride()
+    frozen = w.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(functional.conv2d(x, frozen, b).sum(), frozen)
+    torch.testing.assert_close(
+        gradient, torch.autograd.grad(F.conv2d(x, frozen, b).sum(), frozen)[0], rtol=1e-4, atol=1e-2
+    )
+
+
 class Saved(contextlib.AbstractContextManager):
     """Counts the bytes that a forward saves, by dtype; each tensor once."""
 

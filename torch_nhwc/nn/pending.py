@@ -222,8 +222,7 @@ class WaitingConvolution(Waiting):
         value: Tensor
         value, is_finite = torch.ops.nhwc.convolution_activation._op(*operands)
         if is_finite:
-            key = id(value)
-            _finite[key] = (weakref.ref(value, lambda _: _finite.pop(key, None)), value._version)
+            _remember_finite(value)
         return value
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
@@ -244,8 +243,9 @@ def convolution(
     # A kernel that overlaps, and has no padding of its own, is one whose input is padded before, perhaps.
     if options[1] in _NO_PADDING and type(options[0]) is tuple and weight.shape[-1] > options[0][-1]:
         _local.is_padding_apart = True
+    given = weight
     if type(input) is Pending and type(input.waiting) is Padded:
-        input, options = _unpadded(input, axes, weight, options)
+        input, weight, options = _unpadded(input, axes, weight, options)
     if torch.is_grad_enabled():
         return functional.convolve(name, axes, input, weight, bias, options)
     if (type(input) is Tensor and input.numel() < _FEWEST_INPUTS) or not _may_wait():
@@ -260,7 +260,8 @@ def convolution(
             result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
             if result is not None:
                 operands = (input, weight, bias, None, None, None, None)
-                return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0)))
+                read = () if weight is given else ((given, given._version),)
+                return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0), read))
             if not torch.ops.nhwc.records_inputs._op():  # then nothing waits, for the time being
                 _remember(_refused, id(owner), owner, input.shape)
     if not torch.is_inference_mode_enabled():
@@ -269,17 +270,31 @@ def convolution(
         return functional.convolve(name, axes, input, weight, bias, options)
 
 
-def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
-    """Return the tensor that was padded, and a convolution's options with the zeros around it."""
+def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -> tuple[Any, Tensor, tuple[Any, ...]]:
+    """Return the tensor that was padded, and a convolution's weight and options with the zeros around it.
+
+    With taps that are zero, the kernel of a depthwise convolution reaches as far on the other side. Where nothing is
+    derived, and all numbers are finite, as they are known to be after ReLU, that takes less time than padding.
+    """
     waiting = input.waiting
     known = functional.in_numbers(weight, *options)
-    pad = waiting.options[::-1]  # from the first axis on
-    if known is None or pad[::2] != pad[1::2] or len(pad) > 2 * axes or waiting.grad_mode != torch.is_grad_enabled():
-        return input, options
+    low, high = waiting.options[-2::-2], waiting.options[:0:-2]  # from the first axis on
+    if known is None or len(low) > axes or waiting.grad_mode != torch.is_grad_enabled():
+        return input, weight, options
+    (source,), (stride, padding, dilation, groups) = waiting.operands, known
     waiting.check_unchanged()
-    stride, padding, dilation, groups = known
-    around = (0,) * (axes - len(pad) // 2) + pad[::2]
-    return waiting.operands[0], (stride, tuple(map(sum, zip(padding, around))), dilation, groups)
+    is_finite = _is_known_finite(source)
+    if low != high:
+        is_depthwise = groups > 1 and weight.shape[1] == 1
+        if torch.is_grad_enabled() or not (is_finite and is_depthwise and dilation == (1,) * axes):
+            _become(input, waiting.compute())
+            if is_finite:
+                _remember_finite(input)
+            return input, weight, options
+        more = [after - before for before, after in zip(low[::-1], high[::-1])]
+        weight = F.pad(weight, [max(0, each) for both in more for each in (both, -both)])
+    around = (0,) * (axes - len(low)) + tuple(map(max, zip(low, high)))
+    return source, weight, (stride, tuple(map(sum, zip(padding, around))), dilation, groups)
 
 
 def _as_pending(result: Any, waiting: Waiting) -> Tensor:
@@ -586,6 +601,11 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
     _as_pending(added, type(waiting)(waiting.owner, waiting.operands, waiting.options, read))
     added.waiting.residual = residual  # type: ignore[attr-defined]
     return added
+
+
+def _remember_finite(value: Tensor) -> None:
+    key = id(value)
+    _finite[key] = (weakref.ref(value, lambda _: _finite.pop(key, None)), value._version)
 
 
 def _is_known_finite(tensor: Tensor | None) -> bool:

@@ -118,6 +118,24 @@ bool is_linear(const Call& call) {
          call.groups == 1 && is_as_precise_as_products();
 }
 
+/// Returns whether a convolution of images is one matrix product over all pixels, which PyTorch computes for each
+/// sample alone, after it has written zeros, where it keeps it from oneDNN: on one thread. Gradients take 0.9 of its
+/// time by one product (a grid of 300 shapes, Xeon, also held to AVX2; 0.5 to 1.07), a forward gains where the weight
+/// of each sample's product is read for few pixels.
+bool is_slow_product(const Call& call, Backends& backends, bool is_derived) {
+  if (call.axes() != 2 || call.is_transposed || call.is_composed || call.has_symbolic_sizes() || call.groups != 1 ||
+      call.input.scalar_type() != at::kFloat || !call.has_one_dtype() || !call.has_channels_last_input()) {
+    return false;
+  }
+  for (size_t index = 0; index < 2; ++index) {
+    if (call.weight.size(index + 2) != 1 || call.padding[index] != 0 || call.stride[index] != 1) return false;
+  }
+  const int64_t samples = call.input.size(0), weights = call.weight.numel(), positions = Sizes(call).positions;
+  const bool gains =
+      is_derived ? positions * weights >= 4'000'000 : samples > 1 && positions <= 64 * samples && weights >= 120'000;
+  return gains && is_as_precise_as_products() && !is_onednns(backends.own());
+}
+
 /// Returns whether a channels-last volume is one sample, and PyTorch would not give it to oneDNN, in float32 or in the
 /// float32 that half precision is computed in. Its rule, `ConvParams::use_mkldnn` in
 /// aten/src/ATen/native/Convolution.cpp, is made for the sizes of a 2D batch: of a 3D one it takes batch, channels,
@@ -365,6 +383,7 @@ Choice choose(const Call& call) {
   }
   const bool is_one_ours = ours.forward || (ours.input_gradient && of_input) || (ours.weight_gradient && of_weight);
   if (is_one_ours) return {ours.by_winograd ? &winograd_way : &kernels_in_part_way, ours, others};
+  if (is_slow_product(call, backends, of_input || of_weight)) return {&linear_way, {}, Others::products};
   if (in_float32) return {&float32_way, {}, others};
   if (call.has_channels_last_input() && loses_format(call, backends.own())) return {&restored_way};
   return {&pytorch_way};

@@ -63,7 +63,8 @@ bool can_wait(const Call& call) {
   const int64_t results = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(kernels::output_sizes(call)));
   if (results < std::max<int64_t>(1 << 18, 2 * call.weight.numel())) return false;
   const Choice choice = choose(call);
-  return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch";
+  return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch" ||
+         (call.axes() == 2 && choice.others == Others::products);
 }
 
 /// Returns a convolution's result that waits, or nothing where it is to be computed at once.

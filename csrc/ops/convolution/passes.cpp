@@ -200,7 +200,7 @@ std::array<at::Tensor, 3> gradients(const Call& call, const at::Tensor& grad, Ma
 
 }  // namespace opaque
 
-/// A volume's convolution of one tap as a product of matrices, rows of voxels `[N * D * H * W, C]` and `[out, C]`. One
+/// A convolution of one tap as a product of matrices, rows of pixels or voxels `[N * D * H * W, C]` and `[out, C]`. One
 /// call of PyTorch's takes half the time of views that autograd sees.
 namespace products {
 
