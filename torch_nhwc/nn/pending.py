@@ -243,31 +243,41 @@ def convolution(
     # A kernel that overlaps, and has no padding of its own, is one whose input is padded before, perhaps.
     if options[1] in _NO_PADDING and type(options[0]) is tuple and weight.shape[-1] > options[0][-1]:
         _local.is_padding_apart = True
-    given = weight
+    own = weight
     if type(input) is Pending and type(input.waiting) is Padded:
         input, weight, options = _unpadded(input, axes, weight, options)
-    if torch.is_grad_enabled():
-        return functional.convolve(name, axes, input, weight, bias, options)
-    if (type(input) is Tensor and input.numel() < _FEWEST_INPUTS) or not _may_wait():
-        return functional.convolve(name, axes, input, weight, bias, options)
+    is_large = type(input) is not Tensor or input.numel() >= _FEWEST_INPUTS
+    if is_large and not torch.is_grad_enabled() and _may_wait():
+        waiting = _waiting_convolution(owner, own, input, weight, bias, options)
+        if waiting is not None:
+            return waiting
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
+                return functional.convolve(name, axes, input, weight, bias, options)
+    return functional.convolve(name, axes, input, weight, bias, options)
+
+
+def _waiting_convolution(
+    owner: Any, own: Tensor, input: Any, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]
+) -> Tensor | None:
+    """Return a result that waits, of a weight that may be the layer's own one with taps around it."""
     if type(input) is Pending:
         _compute_among((input,))
-    if type(input) is not Tensor or torch.is_autocast_enabled("cpu"):
-        return functional.convolve(name, axes, input, weight, bias, options)
-    if _refused.get(id(owner)) != input.shape and not _is_read_early(owner):
-        known = functional.in_numbers(weight, *options)
-        if known is not None and type(weight) in _PLAIN and type(bias) in _PLAIN and not _is_observed():
-            result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
-            if result is not None:
-                operands = (input, weight, bias, None, None, None, None)
-                read = () if weight is given else ((given, given._version),)
-                return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0), read))
-            if not torch.ops.nhwc.records_inputs._op():  # then nothing waits, for the time being
-                _remember(_refused, id(owner), owner, input.shape)
-    if not torch.is_inference_mode_enabled():
-        return functional.convolve(name, axes, input, weight, bias, options)
-    with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
-        return functional.convolve(name, axes, input, weight, bias, options)
+    if type(input) is not Tensor or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+        return None
+    if _refused.get(id(owner)) == input.shape or _is_read_early(owner) or torch.is_autocast_enabled("cpu"):
+        return None
+    known = functional.in_numbers(weight, *options)
+    if known is None or _is_observed():
+        return None
+    result = torch.ops.nhwc.convolution_waiting._op(input, weight, bias, *known)
+    if result is None:
+        if not torch.ops.nhwc.records_inputs._op():  # then nothing waits, for the time being
+            _remember(_refused, id(owner), owner, input.shape)
+        return None
+    read = () if weight is own else ((own, own._version),)
+    operands = (input, weight, bias, None, None, None, None)
+    return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0), read))
 
 
 def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -> tuple[Any, Tensor, tuple[Any, ...]]:
