@@ -1,6 +1,8 @@
 #include "cpu/pages.h"
 
 #include <c10/core/CPUAllocator.h>
+#include <c10/core/GradMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #if defined(__linux__)
 #include <malloc.h>
@@ -132,6 +134,13 @@ class KeptMemory {
     return taken(std::prev(blocks_.upper_bound(first->first)));  // the last one, of which caches may have a part
   }
 
+  /// Frees all.
+  void clear() {
+    if (total_ == 0) return;
+    const std::unique_lock lock(mutex_, std::try_to_lock);
+    while (lock && !blocks_.empty()) free_(taken(blocks_.begin()));
+  }
+
   /// Keeps memory of so many bytes, or frees it.
   void keep_or_free(void* memory, size_t size) {
     if (!keep(memory, size)) free_(memory);
@@ -172,7 +181,7 @@ class KeptMemory {
   std::mutex mutex_;
   Blocks blocks_;
   c10::DeleterFnPtr free_;
-  size_t total_ = 0;
+  std::atomic<size_t> total_ = 0;
   int64_t now_ = 0;
 };
 
@@ -181,7 +190,9 @@ class RequestingAllocator final : public c10::Allocator {
  public:
   c10::DataPtr allocate(size_t size) override {
     if (!are_requested) return own().allocate(size);
-    const bool is_kept = size >= KeptMemory::least && keeps();
+    const bool is_large = size >= KeptMemory::least && is_on();
+    const bool is_kept = is_large && !may_be_derived();
+    if (is_large && !is_kept) kept().clear();  // a step takes no more memory than without
     if (void* memory = is_kept ? kept().take(size) : nullptr) return {memory, memory, &give_back, at::kCPU};
     c10::DataPtr memory = own().allocate(size);
     request_huge_pages(static_cast<char*>(memory.get()), static_cast<int64_t>(size));
@@ -203,13 +214,17 @@ class RequestingAllocator final : public c10::Allocator {
     return *memory;
   }
   /// A profiler of memory sees what is allocated and freed.
-  static bool keeps() {
+  static bool is_on() {
     static const char* const setting = std::getenv("TORCH_NHWC_KEPT_MEMORY");
-    static const bool is_on = setting == nullptr || std::string_view(setting) != "0";
-    return is_on && !c10::memoryProfilingEnabled();
+    static const bool is_set = setting == nullptr || std::string_view(setting) != "0";
+    return is_set && !c10::memoryProfilingEnabled();
+  }
+  /// Returns whether this is a part of a step, forward or backward.
+  static bool may_be_derived() {
+    return c10::GradMode::is_enabled() || torch::autograd::get_current_graph_task_id() != -1;
   }
   static void give_back(void* memory) {
-    if (!keeps()) return own().raw_deleter()(memory);
+    if (!is_on()) return own().raw_deleter()(memory);
     kept().keep_or_free(memory, malloc_usable_size(memory));
   }
 };
