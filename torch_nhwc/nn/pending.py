@@ -196,7 +196,7 @@ class Padded(Waiting):
     _reader = _PADDING
 
     def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
-        return F.pad(self.operands[0], self.options)
+        return _with_versions(F.pad, self.operands[0], self.options)
 
 
 class WaitingConvolution(Waiting):
@@ -251,9 +251,7 @@ def convolution(
         waiting = _waiting_convolution(owner, own, input, weight, bias, options)
         if waiting is not None:
             return waiting
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False), torch.no_grad():  # what waits asks for versions
-                return functional.convolve(name, axes, input, weight, bias, options)
+        return _with_versions(functional.convolve, name, axes, input, weight, bias, options)
     return functional.convolve(name, axes, input, weight, bias, options)
 
 
@@ -302,9 +300,17 @@ def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -
                 _remember_finite(input)
             return input, weight, options
         more = [after - before for before, after in zip(low[::-1], high[::-1])]
-        weight = F.pad(weight, [max(0, each) for both in more for each in (both, -both)])
+        weight = _with_versions(F.pad, weight, [max(0, each) for both in more for each in (both, -both)])
     around = (0,) * (axes - len(low)) + tuple(map(max, zip(low, high)))
     return source, weight, (stride, tuple(map(sum, zip(padding, around))), dilation, groups)
+
+
+def _with_versions(function: Any, *args: Any) -> Any:
+    """Call a function, whose result has a version in inference mode, too: what waits asks for it."""
+    if not torch.is_inference_mode_enabled():
+        return function(*args)
+    with torch.inference_mode(False), torch.no_grad():
+        return function(*args)
 
 
 def _as_pending(result: Any, waiting: Waiting) -> Tensor:
