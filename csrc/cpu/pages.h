@@ -15,7 +15,8 @@ void request_huge_pages(char* bytes, int64_t size);
 
 /// While one exists, huge pages are requested for all that its thread gets from PyTorch's allocator: outputs, gradients
 /// and temporary memory of our operators, and of PyTorch's that they call, which take no output to write to. What they
-/// leave is kept for the next ones, up to 128 MB, unless the environment variable TORCH_NHWC_KEPT_MEMORY is 0.
+/// leave in inference is kept for the next ones, up to 128 MB, unless the environment variable TORCH_NHWC_KEPT_MEMORY
+/// is 0.
 class HugePages {
  public:
   HugePages();
