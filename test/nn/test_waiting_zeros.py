@@ -276,6 +276,45 @@ def test_a_compiled_layer_that_reads_results_is_compiled_once_more_at_most(last)
     assert len(graphs) <= 2
 
 
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_the_result_of_an_activation_is_added_to_a_norm_that_waits(in_place, training):
+    class Residual(nn.Module):
+        waits = False
+
+        def __init__(self):
+            super().__init__()
+            self.c, self.n, self.a = nn.Conv2d(8, 24, 3), nn.BatchNorm2d(24), nn.ReLU()
+            self.c2, self.n2 = nn.Conv2d(24, 24, 1), nn.BatchNorm2d(24)
+
+        def forward(self, x):
+            y = self.a(self.n(self.c(x)))
+            z = self.n2(self.c2(y * 1))
+            if in_place:
+                z += y
+            else:
+                z = y + z
+            assert (type(z) is Pending) == self.waits
+            return self.a(z)
+
+    plain = Residual().train(training)
+    ours = copy.deepcopy(plain)
+    ours.waits = True
+    nhwc.convert_(ours)
+    x = torch.randn(4, 8, 70, 72)
+    with torch.set_grad_enabled(training):
+        for _ in range(4):
+            out, stock = ours(x.contiguous(memory_format=torch.channels_last)), plain(x)
+            torch.testing.assert_close(out * 1, stock, rtol=1e-3, atol=1e-3)
+
+
+def test_results_in_place_are_known_to_be_finite():
+    _, ours, _, x = pair(inplace=True)
+    with torch.no_grad():
+        y = ours.act(ours.norm(ours.first(x)))
+    assert id(y) in pending._finite
+
+
 def test_the_operator_takes_two_numbers_for_each_dimension():
     x = torch.randn(1, 2, 3, 4)
     with pytest.raises(RuntimeError, match="expected two numbers for each of the last dimensions"):

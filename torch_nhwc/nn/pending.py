@@ -246,8 +246,8 @@ def convolution(
     own = weight
     if type(input) is Pending and type(input.waiting) is Padded:
         input, weight, options = _unpadded(input, axes, weight, options)
-    is_large = type(input) is not Tensor or input.numel() >= _FEWEST_INPUTS
-    if is_large and not torch.is_grad_enabled() and _may_wait():
+    is_large = type(input) is Pending or (type(input) is Tensor and input.numel() >= _FEWEST_INPUTS)
+    if is_large and not torch.is_grad_enabled() and _may_wait() and not torch.is_autocast_enabled("cpu"):
         waiting = _waiting_convolution(owner, own, input, weight, bias, options)
         if waiting is not None:
             return waiting
@@ -263,7 +263,7 @@ def _waiting_convolution(
         _compute_among((input,))
     if type(input) is not Tensor or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
         return None
-    if _refused.get(id(owner)) == input.shape or _is_read_early(owner) or torch.is_autocast_enabled("cpu"):
+    if _refused.get(id(owner)) == input.shape or _is_read_early(owner):
         return None
     known = functional.in_numbers(weight, *options)
     if known is None or _is_observed():
@@ -515,7 +515,11 @@ def _activated(
     if slope is not None and waiting.residual is not None:  # whose derivative is read from the output
         return None
     value = waiting.compute(activation, parameter, slope)
-    out = _become(result, value) if inplace else value
+    out = value
+    if inplace:
+        out = _become(result, value)
+        if _is_known_finite(value):
+            _remember_finite(out)
     if type(out) is Tensor and out.is_cpu and _may_be_padded(waiting.owner):
         _as_pending(out, Known(waiting.owner))
     return out
@@ -588,11 +592,13 @@ def _add(input: Any, other: Any, alpha: Any = 1, out: Any = None) -> Tensor | No
     """Return a sum that waits as well. The sum of two that wait computes the second one."""
     if alpha != 1 or out is not None:
         return None
+    _read_known(input, other)
     return _sum(input, other) if type(input) is Pending else _sum(other, input)
 
 
 def _add_(input: Any, other: Any, alpha: Any = 1) -> Tensor | None:
     """Add to a result that waits."""
+    _read_known(input, other)
     added = _sum(input, other) if alpha == 1 else None
     if added is None:
         return None
@@ -600,6 +606,13 @@ def _add_(input: Any, other: Any, alpha: Any = 1) -> Tensor | None:
         torch.ops.nhwc.waiting_become_._op(input, added)
     input.waiting = added.waiting  # type: ignore[attr-defined]
     return input
+
+
+def _read_known(*results: Any) -> None:
+    """Make plain tensors of what has memory, so that it is added to what has none."""
+    for each in results:
+        if type(each) is Pending and type(each.waiting) is Known:
+            each.waiting.read_early(each)
 
 
 def _sum(result: Any, residual: Any) -> Tensor | None:
