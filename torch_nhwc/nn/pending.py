@@ -90,11 +90,8 @@ class Pending(Tensor):
 class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
-    __slots__ = ("grad_mode", "operands", "options", "owner", "read", "residual", "stream")
-    _changed = (
-        "what a {} reads was changed in place before its result was read. The result waits for the activation after "
-        "it, so that both are computed in one pass"
-    )
+    __slots__ = ("grad_mode", "norm", "operands", "options", "owner", "read", "residual", "stream")
+    takes_more = True  # an activation, or a sum
 
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
         self.owner = owner
@@ -104,7 +101,9 @@ class Waiting:
         """Groups, whether the statistics are the input's, what is added to the variance, and whether the result is
         float."""
         self.residual: Tensor | None = None
-        self.grad_mode: bool | None = torch.is_grad_enabled()
+        self.norm: Any = None
+        """The layer of the norm that a convolution became one with."""
+        self.grad_mode = torch.is_grad_enabled()
         self.stream = torch.cuda.current_stream(operands[0].device) if operands[0].is_cuda else None
         self.read: list[tuple[Tensor, int]] = [*read]
         """What is read, and how often it had changed at the calls of the layers."""
@@ -121,15 +120,11 @@ class Waiting:
     def read_early(self, result: Tensor) -> None:
         """Compute the layer for something that is no activation."""
         if not self.gains or _is_traced_by_dynamo():
-            for owner in self.owners:
-                _count_early_read(owner, self._reader)
-        with torch.set_grad_enabled(bool(self.grad_mode)):
+            for owner in (self.owner, self.norm):
+                if owner is not None:
+                    _count_early_read(owner, self._reader)
+        with torch.set_grad_enabled(self.grad_mode):
             _become(result, self.compute())
-
-    @property
-    def owners(self) -> tuple[Any, ...]:
-        """The layers that the result is of."""
-        return (self.owner,)
 
     @property
     def _reader(self) -> Any:
@@ -140,8 +135,9 @@ class Waiting:
         """Raise an error if something that is read was changed since the calls of the layers."""
         if any(each._version != version for each, version in self.read):
             raise RuntimeError(
-                f"torch_nhwc: {self._changed.format(type(self.owner).__name__)}: convert with preserve='at_once', or "
-                "set the environment variable TORCH_NHWC_PENDING=0"
+                f"torch_nhwc: what a {type(self.owner).__name__} reads was changed in place before its result was "
+                "read. The result waits for the activation after it, so that both are computed in one pass: convert "
+                "with preserve='at_once', or set the environment variable TORCH_NHWC_PENDING=0"
             )
 
     def compute(self, activation: str = "none", parameter: float = 0.0, slope: Tensor | None = None) -> Tensor:
@@ -171,29 +167,39 @@ class Waiting:
 class Known(Waiting):
     """What an activation has computed, in memory as usual, which may still get zeros around it."""
 
-    __slots__ = ()
+    __slots__ = ("is_bounded", "padded")
+    takes_more = False
 
-    def __init__(self, owner: Any) -> None:
+    def __init__(self, owner: Any, is_bounded: bool, padded: Tensor | None = None) -> None:
         self.owner = owner
-        self.grad_mode = None  # no other function computes it
+        self.is_bounded = is_bounded
+        """Whether no sum that overflows shows in it, as after ReLU6."""
+        self.padded = None if padded is None else weakref.ref(padded)
+        """What has zeros around it, which a reader may change the value under."""
 
     def read_early(self, result: Tensor) -> None:
         """Give it to something that does not pad."""
-        _count_early_read(self.owner, _PADDING)
         _as_plain(result)
+        if self.padded is None:
+            _count_early_read(self.owner, _PADDING)
+        else:
+            _compute_among((self.padded(),))
 
 
 class Padded(Waiting):
     """A tensor with zeros around it, which wait for a convolution that has them as its padding."""
 
-    __slots__ = ()
+    __slots__ = ("is_bounded",)
+    takes_more = False
     # Operands: the tensor. Options: the numbers of `torch.nn.functional.pad`, two for each axis from the last one.
-    _changed = (
-        "a result of a {} was padded, and changed in place before something read the padded one, which waits for a "
-        "convolution that pads by itself"
-    )
-
     _reader = _PADDING
+    is_bounded: bool
+
+    def check_unchanged(self) -> None:
+        (source,) = self.operands
+        if type(source) is Pending:
+            _as_plain(source)
+        super().check_unchanged()
 
     def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
         return _with_versions(F.pad, self.operands[0], self.options)
@@ -202,15 +208,9 @@ class Padded(Waiting):
 class WaitingConvolution(Waiting):
     """A call of a convolution, the batch norm in evaluation mode after it, and a residual."""
 
-    __slots__ = ("norm",)
+    __slots__ = ()
     # Operands: input, weight and bias; of the norm: running mean and variance, weight and bias.
     # Options: stride, padding, dilation and groups, and what is added to the variance.
-
-    norm: Any  # the layer of the norm, if there is one
-
-    @property
-    def owners(self) -> tuple[Any, ...]:
-        return (self.owner, self.norm) if self.operands[3] is not None else (self.owner,)
 
     @property
     def gains(self) -> bool:
@@ -244,8 +244,9 @@ def convolution(
     if options[1] in _NO_PADDING and type(options[0]) is tuple and weight.shape[-1] > options[0][-1]:
         _local.is_padding_apart = True
     own = weight
-    if type(input) is Pending and type(input.waiting) is Padded:
-        input, weight, options = _unpadded(input, axes, weight, options)
+    padded = input.waiting if type(input) is Pending else None
+    if type(padded) is Padded:
+        input, weight, options = _unpadded(padded, input, axes, weight, options)
     is_large = type(input) is Pending or (type(input) is Tensor and input.numel() >= _FEWEST_INPUTS)
     if is_large and not torch.is_grad_enabled() and _may_wait() and not torch.is_autocast_enabled("cpu"):
         waiting = _waiting_convolution(owner, own, input, weight, bias, options)
@@ -261,7 +262,7 @@ def _waiting_convolution(
     """Return a result that waits, of a weight that may be the layer's own one with taps around it."""
     if type(input) is Pending:
         _compute_among((input,))
-    if type(input) is not Tensor or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+    if type(input) is not Tensor or type(weight) not in _PLAIN or type(bias) not in _PLAIN or own.is_inference():
         return None
     if _refused.get(id(owner)) == input.shape or _is_read_early(owner):
         return None
@@ -278,13 +279,14 @@ def _waiting_convolution(
     return _as_pending(result, WaitingConvolution(owner, operands, (*known, 0.0), read))
 
 
-def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -> tuple[Any, Tensor, tuple[Any, ...]]:
+def _unpadded(
+    waiting: Padded, input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]
+) -> tuple[Any, Tensor, tuple[Any, ...]]:
     """Return the tensor that was padded, and a convolution's weight and options with the zeros around it.
 
     With taps that are zero, the kernel of a depthwise convolution reaches as far on the other side. Where nothing is
-    derived, and all numbers are finite, as they are known to be after ReLU, that takes less time than padding.
+    derived, and all numbers are finite, as they are known to be after ReLU6, that takes less time than padding.
     """
-    waiting = input.waiting
     known = functional.in_numbers(weight, *options)
     low, high = waiting.options[-2::-2], waiting.options[:0:-2]  # from the first axis on
     if known is None or len(low) > axes or waiting.grad_mode != torch.is_grad_enabled():
@@ -294,7 +296,8 @@ def _unpadded(input: Any, axes: int, weight: Tensor, options: tuple[Any, ...]) -
     is_finite = _is_known_finite(source)
     if low != high:
         is_depthwise = groups > 1 and weight.shape[1] == 1
-        if torch.is_grad_enabled() or not (is_finite and is_depthwise and dilation == (1,) * axes):
+        has_zero_taps = is_finite and waiting.is_bounded and is_depthwise and dilation == (1,) * axes
+        if torch.is_grad_enabled() or not has_zero_taps:
             _become(input, waiting.compute())
             if is_finite:
                 _remember_finite(input)
@@ -510,7 +513,7 @@ def _activated(
 ) -> Tensor | None:
     """Compute a norm and the activation that reads it, unless the grad mode has changed between them."""
     waiting = result.waiting if type(result) is Pending else None
-    if waiting is None or waiting.grad_mode != torch.is_grad_enabled():
+    if waiting is None or not waiting.takes_more or waiting.grad_mode != torch.is_grad_enabled():
         return None
     if slope is not None and waiting.residual is not None:  # whose derivative is read from the output
         return None
@@ -521,7 +524,7 @@ def _activated(
         if _is_known_finite(value):
             _remember_finite(out)
     if type(out) is Tensor and out.is_cpu and _may_be_padded(waiting.owner):
-        _as_pending(out, Known(waiting.owner))
+        _as_pending(out, Known(waiting.owner, activation == "relu" and parameter < math.inf))
     return out
 
 
@@ -537,14 +540,17 @@ def _pad(input: Any, pad: Any, mode: str = "constant", value: float | None = Non
     waiting = input.waiting if type(input) is Pending else None
     if waiting is None or not input.is_cpu or not _may_be_padded(waiting.owner):
         return None
-    if type(waiting) is Known:
+    if type(waiting) is Known and waiting.padded is None:
         _as_plain(input)
     else:
         _compute_among((input,))
     if input.is_inference() or not input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):
         return None
     padded = Padded(waiting.owner, (input,), tuple(pad))
-    return _as_pending(torch.ops.nhwc.pad_waiting._op(input, pad), padded)
+    padded.is_bounded = type(waiting) is Known and waiting.is_bounded
+    out = _as_pending(torch.ops.nhwc.pad_waiting._op(input, pad), padded)
+    _as_pending(input, Known(waiting.owner, padded.is_bounded, out))
+    return out
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor | None:
@@ -617,7 +623,9 @@ def _read_known(*results: Any) -> None:
 
 def _sum(result: Any, residual: Any) -> Tensor | None:
     waiting = result.waiting if type(result) is Pending else None
-    if waiting is None or waiting.grad_mode != torch.is_grad_enabled() or waiting.residual is not None:
+    if waiting is None or not waiting.takes_more or waiting.residual is not None:
+        return None
+    if waiting.grad_mode != torch.is_grad_enabled():
         return None
     if type(residual) is Pending:
         _compute_among((residual,))
@@ -628,7 +636,7 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
         return None
     read = [*waiting.read, (residual, residual._version)]
     _as_pending(added, type(waiting)(waiting.owner, waiting.operands, waiting.options, read))
-    added.waiting.residual = residual  # type: ignore[attr-defined]
+    added.waiting.residual, added.waiting.norm = residual, waiting.norm  # type: ignore[attr-defined]
     return added
 
 
