@@ -120,7 +120,7 @@ thread_local bool are_requested = false;
 /// Where another thread is here nothing is kept or found, so that a process which is forked at that moment goes on.
 class KeptMemory {
  public:
-  static constexpr size_t least = size_t{2} << 20, most = size_t{128} << 20;
+  static constexpr size_t least = size_t{8} << 20, most = size_t{128} << 20;
 
   explicit KeptMemory(c10::DeleterFnPtr free) : free_(free) {}
 

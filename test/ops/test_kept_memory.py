@@ -43,9 +43,9 @@ def report():
         functional.group_norm(x, 4)
     before = faults()
     functional.group_norm(x, 4)
-    count, smaller = faults() - before, activation(4)
+    count, smaller = faults() - before, activation(10)
     before = resident()
-    results = [functional.group_norm(smaller, 4) for _ in range(100)]
+    results = [functional.group_norm(smaller, 4) for _ in range(40)]
     del results
     gc.collect()
     kept = (resident() - before) // MB
@@ -57,7 +57,7 @@ def report():
 @torch.no_grad()
 def report_order():
     """Print, for results of several sizes, which of the kept ones' memory each of them has."""
-    x = activation(4)
+    x = activation(12)
     results = [functional.group_norm(x, 4) for _ in range(3)]
     addresses = [each.data_ptr() for each in results]
     while results:
@@ -65,7 +65,7 @@ def report_order():
     again = [functional.group_norm(x, 4) for _ in range(3)]
     same = [addresses.index(each.data_ptr()) for each in again]
     again.clear()
-    others = [functional.group_norm(activation(size), 4).data_ptr() in addresses for size in (3, 6)]
+    others = [functional.group_norm(activation(size), 4).data_ptr() in addresses for size in (10, 16)]
     print(*same, *others)
 
 
@@ -94,7 +94,7 @@ def test_the_last_memory_of_about_a_size_is_taken_first_and_no_other():
 
 @torch.no_grad()
 def test_what_holds_memory_keeps_it():
-    x = activation(4)
+    x = activation(9)
     expected = functional.group_norm(x, 4).clone()
     array = functional.group_norm(x, 4).numpy()
     shared = functional.group_norm(x, 4).share_memory_()
@@ -108,13 +108,13 @@ def test_what_holds_memory_keeps_it():
 
 @torch.no_grad()
 def test_threads_do_not_share_results():
-    inputs = [torch.full_like(activation(2), each) for each in range(4)]
+    inputs = [torch.full_like(activation(9), each) for each in range(4)]
     expected = [functional.gelu(each).clone() for each in inputs]
     wrong = []
 
     @torch.no_grad()
     def work(x, expected):
-        for _ in range(20):
+        for _ in range(6):
             results = [functional.gelu(x) for _ in range(3)]
             wrong.extend(each for each in results if not torch.equal(each, expected))
 
@@ -128,7 +128,7 @@ def test_threads_do_not_share_results():
 
 @torch.no_grad()
 def test_a_profiler_of_memory_sees_what_is_allocated():
-    x = activation(4)
+    x = activation(9)
     functional.group_norm(x, 4)
     with torch.profiler.profile(profile_memory=True) as profile:
         functional.group_norm(x, 4)
