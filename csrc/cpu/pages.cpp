@@ -196,7 +196,10 @@ class RequestingAllocator final : public c10::Allocator {
     if (void* memory = is_kept ? kept().take(size) : nullptr) return {memory, memory, &give_back, at::kCPU};
     c10::DataPtr memory = own().allocate(size);
     request_huge_pages(static_cast<char*>(memory.get()), static_cast<int64_t>(size));
-    if (is_kept && own().is_simple_data_ptr(memory)) memory.compare_exchange_deleter(own().raw_deleter(), &give_back);
+    if (is_kept && own().is_simple_data_ptr(memory)) {
+      void* bytes = memory.release_context();
+      return {bytes, bytes, &give_back, at::kCPU};
+    }
     return memory;
   }
   bool is_simple_data_ptr(const c10::DataPtr& memory) const override { return own().is_simple_data_ptr(memory); }
