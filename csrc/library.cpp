@@ -112,7 +112,7 @@ TORCH_LIBRARY(nhwc, m) {
       "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
       "-> (Tensor, bool is_finite)");
   m.def("pad_waiting(Tensor input, int[] pad) -> Tensor");
-  m.def("waiting_like(Tensor value) -> Tensor");
+  m.def("waiting_like(Tensor waiting) -> Tensor");
   m.def("waiting_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("records_inputs() -> bool");
   m.def("native_pad_circular(Tensor input, int[] pad) -> Tensor", compliant);

@@ -61,16 +61,8 @@ bool records_inputs() {
 
 namespace {
 
-void share_derivative(const at::Tensor& waiting, const at::Tensor& value) {
-  if (!value.grad_fn()) return;
-  torch::autograd::impl::set_gradient_edge(waiting, torch::autograd::impl::gradient_edge(value));
-}
-
-/// Returns a result that waits in the place of another one, whose sizes and derivative it has.
-at::Tensor waiting_like(const at::Tensor& value) {
-  const at::Tensor waiting = waiting_tensor(value.sizes(), value.scalar_type(), value.device());
-  share_derivative(waiting, value);
-  return waiting;
+at::Tensor waiting_like(const at::Tensor& waiting) {
+  return waiting_tensor(waiting.sizes(), waiting.scalar_type(), waiting.device());
 }
 
 std::vector<at::Tensor> gradient_of_padded(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
@@ -103,7 +95,9 @@ void waiting_become_(const at::Tensor& waiting, const at::Tensor& value) {
               "nhwc::waiting_become_: expected a tensor of the same sizes, strides and dtype");
   waiting.unsafeGetTensorImpl()->set_storage_keep_dtype(value.storage());
   torch::autograd::impl::set_version_counter(waiting, value.unsafeGetTensorImpl()->version_counter());
-  share_derivative(waiting, value);
+  if (value.grad_fn()) {
+    torch::autograd::impl::set_gradient_edge(waiting, torch::autograd::impl::gradient_edge(value));
+  }
 }
 
 }  // namespace

@@ -5,13 +5,13 @@ import copy
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
+from activations import channels_last as in_format
 from torch import nn
+from user_code import Doubled
 
 import torch_nhwc as nhwc
 from torch_nhwc.nn import pending
 from torch_nhwc.nn.pending import Pending
-
-FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class Net(nn.Module):
@@ -64,7 +64,7 @@ def pair(training=False, **options):
     nhwc.convert_(ours)
     volume = options.get("volume")
     x = torch.randn((2, 8, 40, 44, 48) if volume else (4, 8, 112, 116))
-    return plain, ours, x, x.contiguous(memory_format=FORMATS[x.dim()])
+    return plain, ours, x, in_format(x)
 
 
 def pads_of(job):
@@ -86,7 +86,7 @@ def test_numbers_and_gradients_are_those_of_pytorch(case, training):
     assert (out.double() - truth).norm() <= 2 * (stock.double() - truth).norm() + 1e-6 * truth.norm()
     if training:
         of_output = torch.randn_like(stock)
-        for _, result in ((ours, out), (plain, stock), (exact, truth)):
+        for result in (out, stock, truth):
             result.backward(of_output.to(result.dtype))
         for name, each in exact.named_parameters():
             if each.grad.norm() < 1e-6:  # of a bias before a norm
@@ -157,7 +157,7 @@ def test_anything_else_reads_what_is_padded(read, mode):
 def test_results_wait_for_zeros_only_where_a_convolution_leaves_its_padding_to_others():
     model = nn.Sequential(nn.Conv2d(8, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU()).eval()
     nhwc.convert_(model)
-    x = torch.randn(4, 8, 56, 58).contiguous(memory_format=torch.channels_last)
+    x = in_format(torch.randn(4, 8, 56, 58))
     assert type(model(x)) is torch.Tensor
     _, ours, _, x = pair()
     ours(x)
@@ -202,18 +202,6 @@ def test_the_grad_mode_of_the_padding_holds():
     assert ours.conv.weight.grad is not None
 
 
-class Doubled(torch.autograd.Function):
-    """A function that takes tensors without asking them."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad * 2
-
-
 def test_an_autograd_function_gets_the_derivative():
     plain, ours, x, channels_last = pair(training=True)
     ours(channels_last)
@@ -240,14 +228,14 @@ def test_what_an_activation_saved_is_not_changed_silently(inplace):
 
     model = Residual()
     nhwc.convert_(model)
-    x = torch.randn(4, 8, 64, 64).contiguous(memory_format=torch.channels_last)
+    x = in_format(torch.randn(4, 8, 64, 64))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(x).backward()
 
 
 class Added(nn.Module):
     def forward(self, x):
-        return x + torch.ones(x.shape).contiguous(memory_format=torch.channels_last)
+        return x + in_format(torch.ones(x.shape))
 
 
 class OwnNorm(nn.BatchNorm2d):
@@ -269,7 +257,7 @@ def test_a_compiled_layer_that_reads_results_is_compiled_once_more_at_most(last,
         return graph.forward
 
     compiled = torch.compile(head, backend=backend)
-    x = torch.randn(4, 8, 64, 64).contiguous(memory_format=torch.channels_last)
+    x = in_format(torch.randn(4, 8, 64, 64))
     with torch.no_grad():
         for _ in range(6):
             compiled(body(x))
@@ -304,7 +292,7 @@ def test_the_result_of_an_activation_is_added_to_a_norm_that_waits(in_place, tra
     x = torch.randn(4, 8, 70, 72)
     with torch.set_grad_enabled(training):
         for _ in range(4):
-            out, stock = ours(x.contiguous(memory_format=torch.channels_last)), plain(x)
+            out, stock = ours(in_format(x)), plain(x)
             torch.testing.assert_close(out * 1, stock, rtol=1e-3, atol=1e-3)
 
 
@@ -338,7 +326,7 @@ def test_an_activation_of_what_is_padded_is_computed(follow, training):
 def test_a_sum_with_what_is_padded_is_computed(add, training):
     plain, ours, x, channels_last = pair(training)
     pending._local.is_padding_apart = True
-    residual = torch.randn(4, 24, 58, 60).contiguous(memory_format=torch.channels_last)
+    residual = in_format(torch.randn(4, 24, 58, 60))
     with torch.set_grad_enabled(training):
         for _ in range(3):
             out, stock = (add(m.padded(i), residual) for m, i in ((ours, channels_last), (plain, x)))

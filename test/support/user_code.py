@@ -2,6 +2,7 @@
 
 import threading
 
+import torch
 from torch import nn
 from torch.nn import functional
 
@@ -15,6 +16,18 @@ class Function(nn.Module):
 
     def forward(self, x):
         return self.function(x)
+
+
+class Doubled(torch.autograd.Function):
+    """An autograd function, which takes tensors without asking them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * 2
 
 
 class Locked(nn.Module):

@@ -99,12 +99,16 @@ bool is_as_precise_as_products() {
   return onednn_precision(at::Float32Op::MATMUL) == onednn_precision(at::Float32Op::CONV);
 }
 
+/// Returns whether a kernel has one tap along an axis, which sees each position there.
+bool has_plain_tap(const Call& call, size_t index) {
+  return call.weight.sym_size(static_cast<int64_t>(index) + 2) == 1 && call.stride[index] == 1 &&
+         call.padding[index] == 0 && call.output_padding[index] == 0;
+}
+
 /// Returns whether a kernel has one tap in the plane. Kernels with more, or a stride there, gain nothing.
 bool has_one_tap_in_the_plane(const Call& call) {
   if (call.axes() != 3 || call.is_transposed || !call.has_channels_last_input()) return false;
-  for (size_t index = 1; index < 3; ++index) {
-    if (call.weight.sym_size(index + 2) != 1 || call.padding[index] != 0 || call.stride[index] != 1) return false;
-  }
+  if (!has_plain_tap(call, 1) || !has_plain_tap(call, 2)) return false;
   // With groups, only these cases were faster when measured.
   const bool is_float = call.input.scalar_type() == at::kFloat;
   return call.has_one_dtype() && (call.groups == 1 || (call.weight.sym_size(2) == 1 && is_float));
@@ -114,8 +118,7 @@ bool has_one_tap_in_the_plane(const Call& call) {
 /// a convolution except for narrow types.
 bool is_linear(const Call& call) {
   const bool is_wide = call.input.scalar_type() == at::kFloat || call.input.scalar_type() == at::kDouble;
-  return is_wide && !call.is_composed && call.weight.sym_size(2) == 1 && call.stride[0] == 1 && call.padding[0] == 0 &&
-         call.groups == 1 && is_as_precise_as_products();
+  return is_wide && !call.is_composed && has_plain_tap(call, 0) && call.groups == 1 && is_as_precise_as_products();
 }
 
 /// Returns whether a convolution of images is one matrix product over all pixels, which PyTorch computes for each
@@ -127,9 +130,7 @@ bool is_slow_product(const Call& call, Backends& backends, bool is_derived) {
       call.input.scalar_type() != at::kFloat || !call.has_one_dtype() || !call.has_channels_last_input()) {
     return false;
   }
-  for (size_t index = 0; index < 2; ++index) {
-    if (call.weight.size(index + 2) != 1 || call.padding[index] != 0 || call.stride[index] != 1) return false;
-  }
+  if (!has_plain_tap(call, 0) || !has_plain_tap(call, 1)) return false;
   const int64_t samples = call.input.size(0), weights = call.weight.numel(), positions = Sizes(call).positions;
   const bool gains =
       is_derived ? positions * weights >= 4'000'000 : samples > 1 && positions <= 64 * samples && weights >= 120'000;
@@ -526,8 +527,7 @@ std::optional<cpu::WinogradTile> faster_winograd_tile(const Call& call, Pass pas
 bool is_pointwise(const Call& call) {
   if (call.groups != 1 || call.input.scalar_type() == at::kDouble) return false;
   for (size_t index = 0; index < call.axes(); ++index) {
-    if (call.weight.sym_size(static_cast<int64_t>(index) + 2) != 1 || call.stride[index] != 1) return false;
-    if (call.padding[index] != 0 || call.output_padding[index] != 0) return false;
+    if (!has_plain_tap(call, index)) return false;
   }
   const c10::SymInt &outputs = call.weight.sym_size(0), &inputs = call.weight.sym_size(1);
   return outputs.min(inputs) <= cpu::most_few && outputs.max(inputs) <= cpu::most_pointwise_channels;
