@@ -117,6 +117,9 @@ thread_local bool are_requested = false;
 /// glibc keeps itself. What does not fit is not kept: networks ask for the same sizes in turn, and would find nothing
 /// of what they need next if older memory made room. What nobody asked for in a while makes room.
 ///
+/// glibc's allocator maps what is larger than all that was freed, up to 32 MB, and trims its heap by twice that size.
+/// It is given back the first memory of each larger size, so that smaller memory has the heap that it has without this.
+///
 /// Where another thread is here nothing is kept or found, so that a process which is forked at that moment goes on.
 class KeptMemory {
  public:
@@ -162,8 +165,13 @@ class KeptMemory {
 
   bool keep(void* memory, size_t size) {
     constexpr int64_t a_while = 4096;  // requests
+    constexpr size_t most_of_heap = size_t{32} << 20;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return false;
+    if (size > largest_freed_ && size <= most_of_heap) {
+      largest_freed_ = size;
+      return false;
+    }
     for (auto each = blocks_.begin(); total_ + size > most && each != blocks_.end();) {
       const auto block = each++;
       if (now_ - block->second.kept_at > a_while) free_(taken(block));
@@ -182,6 +190,7 @@ class KeptMemory {
   Blocks blocks_;
   c10::DeleterFnPtr free_;
   std::atomic<size_t> total_ = 0;
+  size_t largest_freed_ = 0;  // of what could have been kept
   int64_t now_ = 0;
 };
 
