@@ -13,17 +13,22 @@
 namespace nhwc::cpu {
 namespace {
 
-/// Returns parameters or statistics as doubles, or a default for each.
+/// Returns parameters or statistics as doubles, or a default for each. One number is the one of each.
 std::vector<double> doubles_of(const at::Tensor& numbers, int64_t count, double otherwise = 0) {
   std::vector<double> values(count, otherwise);
   if (!numbers.defined()) return values;
-  const int64_t step = numbers.is_contiguous() ? 1 : numbers.stride(0);
+  const int64_t step = numbers.numel() == 1 ? 0 : numbers.is_contiguous() ? 1 : numbers.stride(0);
   // Not by `to`, a call of the dispatcher that takes longer than a small norm.
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, numbers.scalar_type(), "nhwc::group_norm", [&] {
     const auto* from = numbers.const_data_ptr<scalar_t>();
     for (int64_t i = 0; i < count; ++i) values[i] = static_cast<double>(from[i * step]);
   });
   return values;
+}
+
+std::vector<double> slopes_of(const Activation& activation, int64_t channels) {
+  if (activation.kind != ActivationKind::leaky_relu) return {};
+  return doubles_of(activation.slopes, channels, activation.parameter);
 }
 
 /// Writes doubles to a dense tensor if it is defined.
@@ -215,8 +220,8 @@ void group_norm(const GroupNormShape& shape, const at::Tensor& input, const at::
   void* to = out.mutable_data_ptr();
   with_statistics(forward, shape, eps, mean, rstd, variances,
                   [&](const Piece& piece, const double* means, const double* rstds, double* scratch) {
-                    forward.normalise(piece, {means, rstds, scale.data(), shift.data(), 0}, ActivationKind::none,
-                                      nullptr, to, scratch);
+                    forward.normalise(piece, {means, rstds, scale.data(), shift.data(), nullptr, 0},
+                                      ActivationKind::none, nullptr, to, scratch);
                   });
 }
 
@@ -241,14 +246,16 @@ bool has_activation(at::ScalarType type, ActivationKind kind) {
 void normalise(const GroupNormShape& shape, const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& residual,
                const Activation& activation, const at::Tensor& out) {
-  const std::vector<double> scale = doubles_of(weight, shape.channels, 1), shift = doubles_of(bias, shape.channels);
+  const std::vector<double> scale = doubles_of(weight, shape.channels, 1), shift = doubles_of(bias, shape.channels),
+                            slopes = slopes_of(activation, shape.channels);
   const Forward forward(shape, input);
   const auto *means = mean.const_data_ptr<double>(), *rstds = rstd.const_data_ptr<double>();
   const void* others = residual.defined() ? residual.const_data_ptr() : nullptr;
   void* to = out.mutable_data_ptr();
   forward.tasks.for_each(forward.room(), [&](int64_t, const Piece& piece, double* scratch) {
     const int64_t group = piece.sample * shape.groups;
-    forward.normalise(piece, {means + group, rstds + group, scale.data(), shift.data(), activation.parameter},
+    forward.normalise(piece,
+                      {means + group, rstds + group, scale.data(), shift.data(), slopes.data(), activation.parameter},
                       activation.kind, others, to, scratch);
   });
 }
@@ -261,7 +268,7 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   const int64_t channels = shape.channels, groups = shape.groups, of_group = channels / groups;
   const std::vector<double> scale = doubles_of(weight, channels, 1), shift = doubles_of(bias, channels),
                             means = doubles_of(mean, shape.samples * groups),
-                            rstds = doubles_of(rstd, shape.samples * groups);
+                            rstds = doubles_of(rstd, shape.samples * groups), slopes = slopes_of(activation, channels);
   const NormPasses& passes = kernels.with[static_cast<int>(activation.kind)];
   // An exponential takes longer than to write the gradient before the activation, and to read it.
   const bool is_written = has_exponential(activation.kind) && grad_input.defined() && is_of_input;
@@ -270,7 +277,8 @@ void group_norm_backward(const GroupNormShape& shape, const at::Tensor& grad, co
   const NormPasses& then = is_written ? kernels.with[0] : passes;
   const auto numbers_of = [&](const Piece& piece) {
     const int64_t group = piece.sample * groups;
-    return NormNumbers{means.data() + group, rstds.data() + group, scale.data(), shift.data(), activation.parameter};
+    return NormNumbers{means.data() + group, rstds.data() + group, scale.data(),
+                       shift.data(),         slopes.data(),        activation.parameter};
   };
   const Tasks tasks(shape);
   const auto* from_grad = static_cast<const char*>(grad.const_data_ptr());

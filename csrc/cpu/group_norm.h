@@ -29,10 +29,12 @@ void norm_statistics(const GroupNormShape& shape, const at::Tensor& input, doubl
 void statistics_of(const at::Tensor& running_mean, const at::Tensor& running_var, double eps, const at::Tensor& mean,
                    const at::Tensor& rstd);
 
-/// What follows a norm, and its parameter: the ceiling of ReLU, or the slope of leaky ReLU.
+/// What follows a norm, and its parameter: the ceiling of ReLU, or the slope of leaky ReLU. If there are `slopes`, one
+/// or as many as channels, they stand for it.
 struct Activation {
   ActivationKind kind = ActivationKind::none;
   double parameter = 0;
+  at::Tensor slopes = {};
 };
 
 /// Returns whether there are kernels of an activation for a dtype: not for doubles if it has exponentials.

@@ -17,11 +17,11 @@ enum class ActivationKind : int { none, relu, leaky_relu, silu, gelu, gelu_tanh 
 constexpr int activation_kinds = 6;
 constexpr bool has_exponential(ActivationKind kind) { return kind > ActivationKind::leaky_relu; }
 
-/// What a pass knows of each group (mean, reciprocal deviation) and channel (weight, bias), and the parameter of its
-/// activation: the ceiling of ReLU, or the slope of leaky ReLU.
+/// What a pass knows of each group (mean, reciprocal deviation) and channel (weight, bias, and the slope of leaky
+/// ReLU), and the ceiling of ReLU.
 struct NormNumbers {
-  const double *mean, *rstd, *weight, *bias;
-  double parameter;
+  const double *mean, *rstd, *weight, *bias, *slope;
+  double ceiling;
 };
 
 /// The passes after which, and before whose backward, an activation is computed: y = activation(norm(rows)). Where

@@ -100,8 +100,10 @@ struct Following {
   NormActivation activation;
   Real parameter;
 
+  /// A slope is the one of the channel, for kernels that have such.
   template <Follower follower>
-  NHWC_HOST_DEVICE Real apply(Real y) const {
+  NHWC_HOST_DEVICE Real apply(Real y, Real slope) const {
+    if constexpr (follower == Follower::slopes) return y > 0 ? y : y * slope;
     if constexpr (follower == Follower::lines) {
       if (activation == NormActivation::none) return y;
       // Written so that what is undefined stays so.
@@ -113,7 +115,8 @@ struct Following {
   }
   /// Returns the gradient of the norm's result, from that of what follows.
   template <Follower follower>
-  NHWC_HOST_DEVICE Real gradient(Real grad, Real y) const {
+  NHWC_HOST_DEVICE Real gradient(Real grad, Real y, Real slope) const {
+    if constexpr (follower == Follower::slopes) return y > 0 ? grad : grad * slope;
     if constexpr (follower == Follower::lines) {
       if (activation == NormActivation::none) return grad;
       if (activation == NormActivation::leaky_relu) return y > 0 ? grad : grad * parameter;
@@ -286,8 +289,8 @@ class NormBlock {
     const Real scale = static_cast<Real>(statistic(norm_.rstd, group)) * parameter(norm_.weight, channel, 1);
     return {mean, scale, parameter(norm_.bias, channel, 0) + static_cast<Real>(mean - exact) * scale};
   }
-  NHWC_HOST_DEVICE void set_parameter(void* parameters, std::uint32_t channel, Real value) const {
-    if (norm_.has_float_parameters) {
+  NHWC_HOST_DEVICE void set_parameter(void* parameters, std::uint32_t channel, Real value, bool are_float) const {
+    if (are_float) {
       access_.store(static_cast<float*>(parameters) + channel, static_cast<float>(value));
     } else {
       access_.store(static_cast<char*>(parameters) + channel * bytes, Element::to_bits(value));
@@ -561,7 +564,7 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
 
  private:
   NHWC_HOST_DEVICE void accumulate(std::uint32_t thread, Value (&of_lanes)[lanes]) const {
-    Real mean[lanes], scale[lanes], shift[lanes];
+    Real mean[lanes], scale[lanes], shift[lanes], slope[lanes] = {};
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
@@ -571,12 +574,13 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
         const auto found = this->coefficients_of(this->group_of(channel), channel);
         mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
       }
+      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto add = [&](unsigned lane, Real grad, Real value) {
       const Real deviation = value - mean[lane];
       if constexpr (follower != Follower::nothing) {
-        grad = following.template gradient<follower>(grad, deviation * scale[lane] + shift[lane]);
+        grad = following.template gradient<follower>(grad, deviation * scale[lane] + shift[lane], slope[lane]);
       }
       of_lanes[lane].sum += grad;
       of_lanes[lane].product += grad * deviation;
@@ -624,7 +628,7 @@ class NormaliseChunk : NormChunk<type, lanes, Access> {
 
  private:
   NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
-    Real mean[lanes], scale[lanes], shift[lanes];
+    Real mean[lanes], scale[lanes], shift[lanes], slope[lanes] = {};
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
@@ -636,10 +640,12 @@ class NormaliseChunk : NormChunk<type, lanes, Access> {
         const auto found = this->coefficients_of(this->group_of(channel), channel);
         mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
       }
+      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto result = [&](unsigned lane, Real value, Real residual) {
-      return following.template apply<follower>((value - mean[lane]) * scale[lane] + shift[lane] + residual);
+      return following.template apply<follower>((value - mean[lane]) * scale[lane] + shift[lane] + residual,
+                                                slope[lane]);
     };
     const bool has_residual = follower != Follower::nothing && norm_.residual;
     const auto use = [&](std::uint32_t vector, const Loaded& loaded) {
@@ -692,7 +698,7 @@ class GradientChunk : NormChunk<type, lanes, Access> {
 
  private:
   NHWC_HOST_DEVICE void write(std::uint32_t thread) const {
-    Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes], of_output[lanes];
+    Real mean[lanes], of_grad[lanes], of_input[lanes], shift[lanes], of_output[lanes], slope[lanes] = {};
     NHWC_UNROLL
     for (unsigned lane = 0; lane < lanes; ++lane) {
       const std::uint32_t channel = this->channel(this->first_vector(thread) * lanes + lane);
@@ -703,12 +709,13 @@ class GradientChunk : NormChunk<type, lanes, Access> {
       if constexpr (follower != Follower::nothing) {
         of_output[lane] = this->coefficients_of(this->group_of(channel), channel).shift;
       }
+      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto gradient = [&](unsigned lane, Real grad, Real value) {
       const Real deviation = value - mean[lane];
       if constexpr (follower != Follower::nothing) {
-        grad = following.template gradient<follower>(grad, deviation * of_grad[lane] + of_output[lane]);
+        grad = following.template gradient<follower>(grad, deviation * of_grad[lane] + of_output[lane], slope[lane]);
       }
       return of_grad[lane] * grad + (of_input[lane] * deviation + shift[lane]);
     };
@@ -811,7 +818,8 @@ class MergeMoments : MergeBlock<type, detail::Moments<typename NormBlock<type, A
         const auto update = [&](void* running, Real of_input) {
           const auto channel = static_cast<std::uint32_t>(group);
           const Real before = this->parameter(running, channel, 0), momentum = static_cast<Real>(norm_.momentum);
-          this->set_parameter(running, channel, momentum * of_input + (1 - momentum) * before);
+          this->set_parameter(running, channel, momentum * of_input + (1 - momentum) * before,
+                              norm_.has_float_parameters);
         };
         update(norm_.running_mean, mean);
         update(norm_.running_var, value.deviations / (value.count - 1));
@@ -933,8 +941,11 @@ class ParameterGradients : NormBlock<type, Access> {
     all([&](std::uint32_t thread) {
       if (thread >= columns || first_ + thread >= plan_.channels) return;
       const Value value = values_.load(thread);
-      if (norm_.grad_weight) this->set_parameter(norm_.grad_weight, first_ + thread, value.product);
-      if (norm_.grad_bias) this->set_parameter(norm_.grad_bias, first_ + thread, value.sum);
+      const auto set = [&](void* gradients, Real sum) {
+        if (gradients) this->set_parameter(gradients, first_ + thread, sum, norm_.has_float_gradients);
+      };
+      set(norm_.grad_weight, value.product);
+      set(norm_.grad_bias, value.sum);
     });
   }
 

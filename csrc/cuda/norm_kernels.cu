@@ -17,7 +17,8 @@ constexpr int blocks_of_processor(NormStep step, NormType type, Follower followe
   if (type == NormType::float64) return follower == Follower::exponentials ? 1 : 2;
   if (does_all(step)) return 3;
   if (!has_followers(step)) return 4;
-  const int more = (type != input_type(type)) + static_cast<int>(follower);
+  constexpr int of_followers[followers] = {0, 1, 4, 2};
+  const int more = (type != input_type(type)) + of_followers[static_cast<int>(follower)];
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000  // whose compiler needs a few registers more
   constexpr bool needs_most = __CUDA_ARCH__ >= 1200;
   if (needs_most && step == NormStep::gradient) return more == 0 ? 3 : follower == Follower::exponentials ? 1 : 2;
@@ -53,6 +54,7 @@ template <NormStep step, NormType type>
 const void* kernel_of(Follower follower, bool is_vector) {
   if constexpr (has_followers(step)) {
     if (follower == Follower::lines) return kernel<step, type, Follower::lines>(is_vector);
+    if (follower == Follower::slopes) return kernel<step, type, Follower::slopes>(is_vector);
     if (follower == Follower::exponentials) return kernel<step, type, Follower::exponentials>(is_vector);
   }
   return kernel<step, type, Follower::nothing>(is_vector);

@@ -29,10 +29,10 @@ constexpr unsigned bytes_of(NormType type) { return type == NormType::float32 ? 
 /// What follows a norm in the same pass.
 enum class NormActivation : std::uint8_t { none, relu, leaky_relu, silu, gelu, gelu_tanh };
 
-/// Kinds of kernels by what follows: nothing, or a residual and what is made of lines or of exponentials. The first
-/// goes by coefficients, the others by statistics, which may be older.
-enum class Follower : std::uint8_t { nothing, lines, exponentials };
-constexpr int followers = 3;
+/// Kinds of kernels by what follows: nothing, or a residual and what is made of lines, also with a slope for each
+/// channel, or of exponentials. The first goes by coefficients, the others by statistics, which may be older.
+enum class Follower : std::uint8_t { nothing, lines, slopes, exponentials };
+constexpr int followers = 4;
 
 constexpr unsigned norm_threads = 256;
 
@@ -147,8 +147,8 @@ inline bool can_launch(const NormPlan& plan) {
          std::uint64_t{plan.chunk_rows} * plan.channels < most;
 }
 
-/// What the kernels read and write. Statistics, scratch and sums are float, of float64 double; parameters and running
-/// statistics have the type of the activation, or are float. What may be null is said.
+/// What the kernels read and write. Statistics, slopes, scratch and sums are float, of float64 double; parameters and
+/// running statistics have the type of the activation, or are float. What may be null is said.
 struct NormArguments {
   NormPlan plan;
   const void *input, *grad;
@@ -164,8 +164,10 @@ struct NormArguments {
   bool has_double_statistics;  ///< mean and rstd are double
   bool is_of_input;            ///< or the statistics are constants, for the backward
   NormActivation activation;
-  double parameter;  ///< the ceiling of ReLU, or NaN; the slope of leaky ReLU
+  bool has_float_gradients;  ///< of parameters, or they have the type of the activation
+  double parameter;          ///< the ceiling of ReLU, or NaN; the slope of leaky ReLU
   double momentum, eps;
+  const void* slopes;  ///< of leaky ReLU, one for each channel, or null
 };
 
 /// The kernels, in the order in which a forward and a backward launch them. That for gradients of parameters follows
@@ -197,6 +199,7 @@ constexpr bool does_all(NormStep step) { return step == NormStep::whole_forward 
 inline Follower follower_of(NormStep step, const NormArguments& arguments) {
   if (!has_followers(step)) return Follower::nothing;
   if (arguments.activation >= NormActivation::silu) return Follower::exponentials;
+  if (arguments.slopes) return Follower::slopes;
   const bool is_alone = arguments.activation == NormActivation::none && !arguments.residual && arguments.coefficients;
   return is_alone ? Follower::nothing : Follower::lines;
 }

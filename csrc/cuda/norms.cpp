@@ -95,10 +95,18 @@ NormArguments arguments_of(const GroupNorm& norm, const NormPlan& plan, const at
   return arguments;
 }
 
-void set_activation(NormArguments& arguments, const cpu::Activation& activation) {
+/// Returns slopes as the kernels read them, or nothing.
+at::Tensor slopes_of(const GroupNorm& norm, const cpu::Activation& activation) {
+  if (!activation.slopes.defined()) return {};
+  const at::ScalarType type = norm.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return activation.slopes.detach().to(type).flatten().expand({norm.input.size(1)}).contiguous();
+}
+
+void set_activation(NormArguments& arguments, const cpu::Activation& activation, const at::Tensor& slopes) {
   static_assert(static_cast<int>(NormActivation::gelu_tanh) == static_cast<int>(cpu::ActivationKind::gelu_tanh));
   arguments.activation = static_cast<NormActivation>(activation.kind);
   arguments.parameter = std::isinf(activation.parameter) ? NAN : activation.parameter;  // no ceiling
+  arguments.slopes = read(slopes);
 }
 
 /// Returns scratch of sums and coefficients, which have the type that the kernels compute with.
@@ -200,7 +208,8 @@ void normalise(const GroupNorm& norm, const at::Tensor& mean, const at::Tensor& 
   const c10::cuda::CUDAGuard guard(norm.input.device());
   const std::uint32_t offset = offset_of(norm, {read(norm.input), read(residual), read(out)});
   NormArguments arguments = arguments_of(norm, plan_of<plan_norm_in_chunks>(norm, offset), mean, rstd);
-  set_activation(arguments, activation);
+  const at::Tensor slopes = slopes_of(norm, activation);
+  set_activation(arguments, activation, slopes);
   arguments.residual = read(residual);
   arguments.out = written(out);
   launch({NormStep::normalise}, norm, arguments);
@@ -214,7 +223,8 @@ void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at
   const bool is_alone = activation.kind == cpu::ActivationKind::none && norm.type_of_result == norm.input.scalar_type();
   const NormPlan plan = is_alone ? plan_of(norm, offset) : plan_of<plan_norm_in_chunks>(norm, offset);
   NormArguments arguments = arguments_of(norm, plan, mean, rstd);
-  set_activation(arguments, activation);
+  const at::Tensor slopes = slopes_of(norm, activation);
+  set_activation(arguments, activation, slopes);
   const at::Tensor chunk_sums = scratch(norm, plan.numbers_of_chunks(2)),
                    coefficients = scratch(norm, plan.samples * plan.channels * 4),
                    sample_sums = scratch(norm, plan.samples * plan.channels * 2);
@@ -225,6 +235,9 @@ void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at
   arguments.sample_sums = written(sample_sums);
   arguments.grad_weight = written(grad_weight);
   arguments.grad_bias = written(grad_bias);
+  for (const at::Tensor* each : {&grad_weight, &grad_bias}) {
+    if (each->defined()) arguments.has_float_gradients = each->scalar_type() == at::kFloat;
+  }
   if (plan.is_whole() && grad_input.defined()) {
     launch({NormStep::whole_backward}, norm, arguments);
   } else {

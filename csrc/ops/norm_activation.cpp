@@ -142,12 +142,13 @@ Gradients norm_backward(const Known& known, const at::Tensor& grad, const std::v
   return gradients;
 }
 
-/// As doubles, the gradients of the parameters are there even if there are none of these.
+/// As sums, which are doubles on a CPU, the gradients of the parameters are there even if there are none of these.
 Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
-                                   const std::vector<bool>& needed, bool are_double) {
+                                   const std::vector<bool>& needed, bool are_sums) {
   const at::Tensor input = to_channels_last(known.input);
+  const auto type_of_sums = input.is_cuda() ? known.norm().type_of_statistics() : at::kDouble;
   const auto of_parameter = [&](const at::Tensor& parameter, bool is_needed) {
-    if (are_double) return at::empty({input.size(1)}, input.options().dtype(at::kDouble));
+    if (are_sums) return at::empty({input.size(1)}, input.options().dtype(type_of_sums));
     return is_needed ? at::empty_like(parameter) : at::Tensor();
   };
   const at::Tensor grad_input = needed[0] ? empty_channels_last(input) : at::Tensor(),
@@ -164,21 +165,27 @@ Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, c
   return {grad_input, grad_weight, grad_bias};
 }
 
-/// Returns the sum over all elements of grad * y, where y is the norm and negative, of a channels-last gradient.
-/// `of_weight` and `of_bias` are those of the norm's parameters by its slope; with a slope that is smaller by 1, they
+/// Returns the sums of grad * y for each channel, where y is the norm and negative, of a channels-last gradient.
+/// `of_weight` and `of_bias` are those of the norm's parameters by its slopes; with slopes that are smaller by 1, they
 /// differ by these elements.
-at::Tensor gradient_of_slope(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
-                             const at::Tensor& of_weight, const at::Tensor& of_bias) {
-  const at::Tensor other_weight = at::empty_like(of_weight), other_bias = at::empty_like(of_bias);
-  cpu::group_norm_backward(known.norm().shape(), grad, to_channels_last(known.input), known.mean, known.rstd,
-                           known.weight(), {}, other_weight, other_bias, known.is_of_input(), known.bias(),
-                           {activation.kind, activation.parameter - 1});
+at::Tensor gradients_of_slopes(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
+                               const at::Tensor& of_weight, const at::Tensor& of_bias) {
+  const cpu::Activation other = {activation.kind, 0, activation.slopes.detach().to(at::kDouble) - 1};
+  const auto [_, other_weight, other_bias] =
+      norm_backward_by_kernels(known, grad, other, {false, false, false}, /*are_sums=*/true);
   at::Tensor by_weight = of_weight - other_weight, by_bias = of_bias - other_bias;
   if (known.scale) by_weight = by_weight * *known.scale;
-  return known.shift ? (by_weight + by_bias * *known.shift).sum() : by_weight.sum();
+  return known.shift ? by_weight + by_bias * *known.shift : by_weight;
 }
 
-/// Saved are input, mean, rstd, weight, bias, the slope and, if there is a residual under an activation, the output.
+/// Returns a slope, or one for each channel, beside activations.
+at::Tensor beside_channels(const at::Tensor& slope, const at::Tensor& y) {
+  at::DimVector sizes(y.dim(), 1);
+  sizes[1] = slope.numel();
+  return slope.reshape(sizes);
+}
+
+/// Saved are input, mean, rstd, weight, bias, the slopes and, if there is a residual under an activation, the output.
 std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
   const auto& [saved, constants, needed] = context;
   at::Tensor grad = gradients[0];
@@ -192,51 +199,54 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
                     constants[1].toBool(),
                     constants[2].toDouble(),
                     constants[6].toBool()};
-  cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble()};
+  const at::Tensor& slopes = saved[5];
+  cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble(), slopes};
   at::Tensor of_residual;
   if (saved.size() > 6) grad = gradient_before(grad, saved[6], activation);
   if (constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
-  const at::Tensor& slope = saved[5];
   const bool is_composed =
-      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias(), slope});
-  at::Tensor of_slope;
+      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias(), slopes});
+  at::Tensor of_slopes;
   if (is_composed && activation.kind != ActivationKind::none) {
     const at::Tensor y = norm_alone(known);
-    if (slope.defined()) {
-      if (needed[4]) of_slope = at::where(y > 0, at::zeros_like(y), grad * y).sum().reshape_as(slope);
-      grad = at::where(y > 0, grad, grad * slope);
+    if (slopes.defined()) {
+      const at::Tensor beside = beside_channels(slopes, y);
+      if (needed[4]) of_slopes = at::where(y > 0, 0, grad * y).sum_to_size(beside.sizes()).reshape_as(slopes);
+      grad = at::where(y > 0, grad, grad * beside);
     } else {
       grad = gradient_before(grad, y, activation);
     }
   }
   if (is_composed) {
     auto [input, weight, bias] = norm_backward(known, grad, needed);
-    return {input, weight, bias, of_residual, of_slope};
+    return {input, weight, bias, of_residual, of_slopes};
   }
-  const bool has_slope = slope.defined() && needed[4];
-  if (has_slope) grad = to_channels_last(grad);  // which two passes read
-  auto [input, weight, bias] = norm_backward_by_kernels(known, grad, activation, needed, has_slope);
-  if (has_slope) {
-    of_slope = gradient_of_slope(known, grad, activation, weight, bias).to(slope.scalar_type()).reshape_as(slope);
+  const bool has_slopes = slopes.defined() && needed[4];
+  if (has_slopes) grad = to_channels_last(grad);  // which two passes read
+  auto [input, weight, bias] = norm_backward_by_kernels(known, grad, activation, needed, has_slopes);
+  if (has_slopes) {
+    of_slopes = gradients_of_slopes(known, grad, activation, weight, bias);
+    if (slopes.numel() == 1) of_slopes = of_slopes.sum();
+    of_slopes = of_slopes.to(slopes.scalar_type()).reshape_as(slopes);
     weight = needed[1] ? weight.to(known.weight().scalar_type()) : at::Tensor();
     bias = needed[2] ? bias.to(known.bias().scalar_type()) : at::Tensor();
   }
-  return {input, weight, bias, of_residual, of_slope};
+  return {input, weight, bias, of_residual, of_slopes};
 }
 
 const Formula norm_activation_formula = {"NhwcNormActivationBackward", all_gradients};
 
 /// Makes an output differentiable, if a gradient is needed.
 void record_if_needed(const Known& known, const at::Tensor& residual, const cpu::Activation& activation,
-                      const at::Tensor& output, const at::Tensor& slope = {}) {
-  const std::array<at::Tensor, 5> inputs = {known.input, known.weight(), known.bias(), residual, slope};
+                      const at::Tensor& output) {
+  const std::array<at::Tensor, 5> inputs = {known.input, known.weight(), known.bias(), residual, activation.slopes};
   if (!needs_gradient(inputs)) return;
   // Of instance norm PyTorch copies what the backward reads: the parameters may change before it.
   const bool is_instance_norm = known.groups == known.input.size(1);
   const auto kept = [&](const at::Tensor& each) { return is_instance_norm && each.defined() ? each.clone() : each; };
   const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
   record(norm_activation_formula, output, inputs,
-         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), slope},
+         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), activation.slopes},
          {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
           residual.defined(), known.is_float},
          saves_output);
@@ -251,37 +261,44 @@ bool can_add(const at::Tensor& residual, const Known& known) {
 }
 
 /// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the
-/// input of the activation only if that is monotonic. That of a slope is for CPUs, and without a residual.
+/// input of the activation only if that is monotonic. That of slopes is without a residual.
 bool has_kernels(const Known& known, const std::optional<cuda::GroupNorm>& on_device, const at::Tensor& residual,
-                 const cpu::Activation& activation, const at::Tensor& slope = {}) {
+                 const cpu::Activation& activation) {
   const Norm norm = known.norm();
-  const bool is_monotonic = activation.kind <= ActivationKind::relu ||
-                            (activation.kind == ActivationKind::leaky_relu && activation.parameter > 0);
+  const bool is_monotonic =
+      activation.kind <= ActivationKind::relu ||
+      (activation.kind == ActivationKind::leaky_relu && !activation.slopes.defined() && activation.parameter > 0);
   const bool has_device =
       norm.is_on_cpu() ? !known.is_float && cpu::has_activation(norm.type(), activation.kind) : on_device.has_value();
-  if (needs_gradient(slope) && (!norm.is_on_cpu() || residual.defined())) return false;
   return norm.is_served() && has_device && can_add(residual, known) &&
-         is_unobserved({known.input, known.weight(), known.bias(), residual, slope}) && known.input.numel() > 0 &&
+         is_unobserved({known.input, known.weight(), known.bias(), residual, activation.slopes}) &&
+         known.input.numel() > 0 &&
          (!residual.defined() || is_monotonic ||
-          !needs_gradient({known.input, known.weight(), known.bias(), residual}));
+          !needs_gradient({known.input, known.weight(), known.bias(), residual, activation.slopes}));
 }
 
 at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                            const Optional& weight, const Optional& bias, const Optional& residual, int64_t groups,
                            bool training, double eps, bool is_float, c10::string_view name, double parameter,
-                           const Optional& slope) {
+                           const Optional& slopes) {
   const cpu::HugePages requested;
   const WithVersions with_versions;
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
   const at::Tensor& other = value_of(residual);
-  const cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
-  TORCH_CHECK(!slope || (slope->sym_numel() == 1 && activation.kind == ActivationKind::leaky_relu),
-              "nhwc::norm_activation: expected a slope of one element, and leaky_relu, got ", name);
+  cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
   known.check();
+  if (slopes) {
+    activation.slopes = *slopes;
+    TORCH_CHECK(activation.kind == ActivationKind::leaky_relu && slopes->device() == input.device() &&
+                    slopes->is_floating_point() &&
+                    (slopes->sym_numel() == 1 || slopes->sym_numel() == input.sym_size(1)),
+                "nhwc::norm_activation: expected leaky_relu and one slope, or one for each channel, on ",
+                input.device(), ", got ", name, " and ", slopes->sym_sizes(), " on ", slopes->device());
+  }
   const auto on_device = known.find_cuda();
-  if (!has_kernels(known, on_device, other, activation, value_of(slope))) {
+  if (!has_kernels(known, on_device, other, activation)) {
     const at::Tensor alone = norm_alone(known), sum = other.defined() ? alone + other : alone;
-    return slope ? at::prelu(sum, *slope) : activated(sum, activation);
+    return slopes ? at::prelu(sum, *slopes) : activated(sum, activation);
   }
   at::Tensor out;
   {
@@ -296,7 +313,7 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
       cpu::normalise(known.norm().shape(), dense, mean, rstd, known.weight(), known.bias(), added, activation, out);
     }
   }
-  record_if_needed(known, other, activation, out, value_of(slope));
+  record_if_needed(known, other, activation, out);
   return out;
 }
 

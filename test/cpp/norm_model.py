@@ -43,7 +43,8 @@ class Arguments(Structure):
     _fields_ += [("chunk_sums", c_void_p), ("coefficients", c_void_p), ("sample_sums", c_void_p)]
     _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p), ("has_float_parameters", c_bool)]
     _fields_ += [("has_double_statistics", c_bool), ("is_of_input", c_bool), ("activation", c_uint8)]
-    _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double)]
+    _fields_ += [("has_float_gradients", c_bool)]
+    _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double), ("slopes", c_void_p)]
 
 
 class Tally(Structure):
@@ -121,6 +122,8 @@ def run(
     residual: Tensor | None = None,
     activation: str = "none",
     parameter: float = math.nan,
+    slopes: Tensor | None = None,
+    has_float_gradients: bool = False,
     offsets: tuple[int, int, int] = (0, 0, 0),
     processors: int = 2,
     order: int = 0,
@@ -147,7 +150,7 @@ def run(
     parameters = next((each for each in (weight, bias, *(running or ())) if each is not None), input)
     of_out = result if grad is None else dtype
     tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=of_out, offset=offsets[2])}
-    given = {"weight": weight, "bias": bias, "residual": residual}
+    given = {"weight": weight, "bias": bias, "residual": residual, "slopes": slopes}
     given |= dict(zip(("running_mean", "running_var"), running or ()))
     tensors |= {name: placed(tensor) for name, tensor in given.items() if tensor is not None}
     if grad is None:
@@ -162,7 +165,7 @@ def run(
         tensors |= dict(zip(("mean", "rstd"), map(placed, statistics)))
         tensors["sample_sums"] = poisoned(samples, 2, channels, dtype=real)
         for name in ("grad_weight", "grad_bias"):
-            tensors[name] = poisoned(channels, dtype=parameters.dtype)
+            tensors[name] = poisoned(channels, dtype=torch.float32 if has_float_gradients else parameters.dtype)
         steps = (WHOLE_BACKWARD if planned.is_whole else BACKWARD) + PARAMETERS
     of_chunks, of_samples = (3, 3) if grad is None else (2, 4)
     tensors["chunk_sums"] = poisoned(samples, planned.chunks, of_chunks, channels, dtype=real)
@@ -176,6 +179,7 @@ def run(
         activation=ACTIVATIONS.index(activation),
         is_of_input=is_of_input,
         has_float_parameters=parameters.dtype == torch.float32,
+        has_float_gradients=has_float_gradients or parameters.dtype == torch.float32,
         has_double_statistics=tensors["mean"].dtype == torch.float64,
     )
     for name, tensor in tensors.items():

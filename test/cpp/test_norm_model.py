@@ -251,7 +251,15 @@ def test_plans_of_any_size():
 
 # --- What follows a norm in the same pass ---
 
+
+def by_slopes(y: Tensor) -> Tensor:
+    """Return PReLU of rows of channels, with a slope for each."""
+    return F.prelu(y, SLOPES[: y.shape[1]].to(y.dtype))
+
+
+SLOPES = torch.linspace(-0.5, 1.5, 1280)
 FOLLOWERS = {
+    "slopes": (0.0, by_slopes),
     "relu": (math.nan, F.relu),
     "leaky_relu": (0.1, lambda y: F.leaky_relu(y, 0.1)),
     "silu": (0.0, F.silu),
@@ -260,9 +268,16 @@ FOLLOWERS = {
 }
 
 
+def arguments_of(activation: str, input: Tensor) -> dict[str, object]:
+    if activation != "slopes":
+        return {"activation": activation, "parameter": FOLLOWERS[activation][0]}
+    real = torch.promote_types(input.dtype, torch.float32)
+    return {"activation": "leaky_relu", "slopes": SLOPES[: input.shape[2]].to(real)}
+
+
 def followed(norm: Norm, activation: str, result: torch.dtype, **options) -> tuple[dict[str, Tensor], Result, Result]:
     """Return what the kernels compute in two steps, as for a result that waits, with an activation."""
-    given = {"activation": activation, "parameter": FOLLOWERS[activation][0], "result": result, **options}
+    given = {**arguments_of(activation, norm.input), "result": result, **options}
     forward = norm_model.run(norm.input, norm.groups, norm.weight, norm.bias, in_two=True, **given)
     given |= {"grad": norm.grad.to(result), "statistics": (forward.tensors["mean"], forward.tensors["rstd"])}
     backward = norm_model.run(norm.input, norm.groups, norm.weight, norm.bias, **given)
@@ -304,6 +319,16 @@ def test_an_activation_in_the_same_pass(shape, activation, dtype):
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_gradients_of_parameters_in_float(dtype):
+    """As the sums of which those of slopes are made."""
+    norm = Norm((2, 77, 24, 4), dtype)
+    exact = by_pytorch(norm, "slopes", torch.float64)
+    results, *_ = followed(norm, "slopes", dtype, has_float_gradients=True)
+    for name in ("grad_weight", "grad_bias"):
+        assert error(results[name], exact[name]) <= 1e-6, name
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (3, 1, 2)], ids=str)
 def test_results_in_float_of_activations_in_half(offsets, dtype):
     """As under autocast, where PyTorch casts the whole activation first."""
@@ -334,9 +359,8 @@ def test_a_residual_in_the_same_pass(activation, dtype):
 def test_what_is_not_finite_stays_so():
     input = torch.randn(1, 64, 8)
     input[0, 3, 2] = math.nan
-    for activation, (parameter, function) in FOLLOWERS.items():
-        options = {"activation": activation, "parameter": parameter, "in_two": True}
-        out = norm_model.run(input, 8, **options).tensors["out"]
+    for activation, (_, function) in FOLLOWERS.items():
+        out = norm_model.run(input, 8, in_two=True, **arguments_of(activation, input)).tensors["out"]
         expected = function(F.group_norm(input.transpose(1, 2), 8)).transpose(1, 2)
         torch.testing.assert_close(out, expected, equal_nan=True)
 
@@ -390,7 +414,7 @@ def test_the_kernels_stay_in_registers(architecture, tmp_path):
     kernels = re.split("Compiling entry function ", report)[1:]
     # Those on activations have a kernel of vectors and one of elements, some for each kind of what follows; the others
     # one, for each type.
-    assert len(kernels) == (len(TYPES) + len(MIXED)) * (2 + 3 * 2 * 3 + 4) + len(TYPES) * 2 * 2
+    assert len(kernels) == (len(TYPES) + len(MIXED)) * (2 + 3 * 2 * 4 + 4) + len(TYPES) * 2 * 2
     for kernel in kernels:
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel
         registers = int(re.search(r"Used (\d+) registers", kernel)[1])

@@ -181,13 +181,45 @@ def test_a_slope_is_trained(kind, slope):
         out.sum().backward()
 
 
-def test_a_slope_for_each_channel_and_one_after_a_residual_are_pytorch_s(monkeypatch):
+@every_norm
+def test_a_slope_for_each_channel(kind, monkeypatch):
+    """With a residual in inference, and where only slopes are trained."""
     monkeypatch.setitem(READERS, "activation of a sum", lambda net, y, c: net.a(y + c))
-    for slopes, reader in ((16, "activation"), (1, "activation of a sum")):
-        plain, ours = pair("instance", "prelu", reader)
+    for reader in ("activation", "activation of a sum"):
+        plain, ours = pair(kind, "prelu", reader)
         for net in (plain, ours):
-            net.a = nn.PReLU(slopes)
-        assert_alike(plain, ours, X)
+            net.a = nn.PReLU(16)
+            nn.init.uniform_(net.a.weight, -0.5, 1.5, torch.Generator().manual_seed(0))
+        for train, grad in ((True, True), (False, True), (False, False)):
+            assert_alike(copy.deepcopy(plain.train(train)), copy.deepcopy(ours.train(train)), X, grad)
+        for net in (plain, ours):
+            net.requires_grad_(False)
+            net.a.requires_grad_()
+        assert_alike(copy.deepcopy(plain), copy.deepcopy(ours), X)
+        assert waits(ours, X)
+
+    def twice(net):
+        net.c.requires_grad_()
+        (first,) = torch.autograd.grad(net(X).square().mean(), net.a.weight, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), [net.a.weight, net.c.weight])
+
+    torch.testing.assert_close(twice(ours), twice(plain), rtol=1e-3, atol=1e-5)
+
+
+def test_a_slope_after_a_residual_is_pytorch_s_where_a_gradient_is_needed(monkeypatch):
+    monkeypatch.setitem(READERS, "activation of a sum", lambda net, y, c: net.a(y + c))
+    assert_alike(*pair("instance", "prelu", "activation of a sum"), X)
+
+
+def test_slopes_under_autocast_and_wrong_ones():
+    plain, ours = pair("instance", "prelu")
+    for net in (plain, ours):
+        net.a = nn.PReLU(16)
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ours(X), plain(X), rtol=0.02, atol=0.02)
+    ours.a = nn.PReLU(3)
+    with pytest.raises(RuntimeError, match="Mismatch of parameter numbers"):
+        ours(X)
 
 
 def test_an_activation_takes_the_result_and_anything_else_makes_it_a_tensor():

@@ -37,6 +37,7 @@ ACTIVATIONS = {
     "relu6": nn.ReLU6(inplace=True),
     "leaky_relu": nn.LeakyReLU(0.2),
     "prelu": nn.PReLU(),
+    "slopes": nn.PReLU(),
     "silu": nn.SiLU(),
     "gelu": nn.GELU(),
     "gelu_tanh": nn.GELU(approximate="tanh"),
@@ -57,6 +58,8 @@ class Net(nn.Module):
         norm = nn.BatchNorm3d if isinstance(self.c, nn.Conv3d) else nn.BatchNorm2d
         self.n = norm(self.c.out_channels, affine=affine)
         self.a, self.residual = copy.deepcopy(ACTIVATIONS[activation]), residual
+        if activation == "slopes":
+            self.a.weight = nn.Parameter(torch.linspace(-0.5, 1.5, self.c.out_channels))
 
     def forward(self, x):
         y = self.n(self.c(x))

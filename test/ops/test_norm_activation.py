@@ -183,8 +183,10 @@ def test_the_operators_check_their_arguments():
     options = (None, None, None, 2, True, 1e-5, False)
     with pytest.raises(ValueError, match='got "tanh"'):
         torch.ops.nhwc.norm_activation(x, mean, deviation, *options, "tanh", 0.0)
-    with pytest.raises(RuntimeError, match="expected a slope of one element, and leaky_relu, got relu"):
+    with pytest.raises(RuntimeError, match="expected leaky_relu and one slope, or one for each channel, on cpu"):
         torch.ops.nhwc.norm_activation(x, mean, deviation, *options, "relu", 0.0, torch.ones(1))
+    with pytest.raises(RuntimeError, match=r"got leaky_relu and \[3\] on cpu"):
+        torch.ops.nhwc.norm_activation(x, mean, deviation, *options, "leaky_relu", 0.0, torch.ones(3))
     with pytest.raises(RuntimeError, match="expected dense statistics of double"):
         torch.ops.nhwc.norm_activation(x, mean.float(), deviation, *options, "relu", 0.0)
     with pytest.raises(RuntimeError, match=r"expected dense statistics of double and of shape \[2, 2\]"):

@@ -141,7 +141,10 @@ class Waiting:
             )
 
     def compute(self, activation: str = "none", parameter: float = 0.0, slope: Tensor | None = None) -> Tensor:
-        """Return the norm, with the residual and the activation, in one pass. A slope is one that is trained."""
+        """Return the norm, with the residual and the activation, in one pass.
+
+        A slope is the parameter of PReLU: one number, or one for each channel.
+        """
         self.check_unchanged()
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
             return self._computed(activation, parameter, slope)
@@ -217,6 +220,10 @@ class WaitingConvolution(Waiting):
         return self.operands[3] is not None or self.residual is not None
 
     def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
+        if slope is not None:
+            if slope.numel() > 1:
+                return torch.prelu(self._computed("none", 0.0, None), slope)
+            parameter = slope.item()
         is_finite = all(map(_is_known_finite, (self.operands[0], self.residual)))
         operands = (*self.operands, self.residual, *self.options, is_finite, activation, parameter)
         value: Tensor
@@ -515,8 +522,8 @@ def _activated(
     waiting = result.waiting if type(result) is Pending else None
     if waiting is None or not waiting.takes_more or waiting.grad_mode != torch.is_grad_enabled():
         return None
-    if slope is not None and waiting.residual is not None:  # whose derivative is read from the output
-        return None
+    if slope is not None and waiting.residual is not None and torch.is_grad_enabled():
+        return None  # the derivative of a residual is read from the output
     value = waiting.compute(activation, parameter, slope)
     out = value
     if inplace:
@@ -574,10 +581,13 @@ def _leaky_relu(input: Tensor, negative_slope: float = 0.01, inplace: bool = Fal
 
 
 def _prelu(input: Tensor, weight: Tensor) -> Tensor | None:
-    if type(weight) not in _PLAIN or weight.numel() != 1 or not weight.is_cpu or weight.dtype != input.dtype:
+    if type(weight) not in _PLAIN or weight.dim() > 1 or weight.device != input.device:
         return None
-    slope = weight.detach().item()
-    return _activated(input, "leaky_relu", slope, False, weight if torch.is_grad_enabled() else None)
+    if torch.is_autocast_enabled(kind := weight.device.type):
+        weight = weight.to(torch.get_autocast_dtype(kind))
+    if weight.dtype != input.dtype or weight.numel() not in (1, input.shape[1]):
+        return None
+    return _activated(input, "leaky_relu", 0.0, False, weight)
 
 
 def _silu(input: Tensor, inplace: bool = False) -> Tensor | None:

@@ -441,47 +441,16 @@ void moments(const NormRows& shape, const void* data, double* mean, double* devi
   }
 }
 
-/// Scale and shift of each channel: a norm is (rows - mean) * scale + shift. `mean` is rounded to a number of the
-/// kernels, and what it lost is in the shift.
-template <typename Number>
-struct Affine {
-  Number* __restrict mean, * __restrict scale, * __restrict shift;
-
-  int arrays;  // those that are read: the mean, scale, shift
-
-  Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded, int arrays = 3)
-      : mean(reinterpret_cast<Number*>(scratch)), scale(mean + padded), shift(scale + padded), arrays(arrays) {
-    const std::int64_t of_group = shape.channels / shape.groups;
-    for (std::int64_t g = 0, first = 0; g < shape.groups; ++g, first += of_group) {
-      const double average = numbers.mean[g], r = numbers.rstd[g];
-      const auto rounded = static_cast<Number>(average);
-      const double lost = static_cast<double>(rounded) - average;
-      const std::int64_t end = first + of_group;
-      for (std::int64_t k = first; k < end; ++k) mean[k] = rounded;
-      for (std::int64_t k = first; arrays > 1 && k < end; ++k) scale[k] = static_cast<Number>(r * numbers.weight[k]);
-      for (std::int64_t k = first; arrays > 2 && k < end; ++k) {
-        shift[k] = static_cast<Number>(numbers.bias[k] + lost * (r * numbers.weight[k]));
-      }
-    }
-  }
-
-  Number* end(std::int64_t padded) const { return shift + padded; }
-
-  template <typename Element>
-  void arrange(const Strip<Element>& strip) const {
-    Number* const all[] = {mean, scale, shift};
-    for (int each = 0; each < arrays; ++each) strip.arrange(all[each]);
-  }
-};
-
 template <typename Activated, typename Number>
-NHWC_ALWAYS_INLINE Pair<Number> value_of(const Activated& activation, const Pair<Number>& y) {
-  return {activation.value(y.first), activation.value(y.second)};
+NHWC_ALWAYS_INLINE Pair<Number> value_of(const Activated& activation, const Pair<Number>& y,
+                                         const Pair<Number>& slope) {
+  return {activation.value(y.first, slope.first), activation.value(y.second, slope.second)};
 }
 template <typename Activated, typename Number>
 NHWC_ALWAYS_INLINE Pair<Number> gradient_of(const Activated& activation, const Pair<Number>& grad,
-                                            const Pair<Number>& y) {
-  return {activation.gradient(grad.first, y.first), activation.gradient(grad.second, y.second)};
+                                            const Pair<Number>& y, const Pair<Number>& slope) {
+  return {activation.gradient(grad.first, y.first, slope.first),
+          activation.gradient(grad.second, y.second, slope.second)};
 }
 
 template <typename Element, cpu::ActivationKind kind>
@@ -493,27 +462,28 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
   auto* to = static_cast<Element*>(out);
   const Strip<Element> strip(shape.count, shape.channels);
   const std::int64_t step = strip.width;
-  const Affine<Number> by(shape, numbers, scratch, strip.padded());
-  const Activation<Number, kind> activation(numbers.parameter);
+  const Affine<Number, kind> by(shape, numbers, scratch, strip.padded());
+  const Activation<Number, kind> activation(numbers.ceiling);
   if (is_written_by_groups<Element>(shape)) {
-    return normalise_few_rows(shape, rows, residual, to, numbers.mean, by.scale, by.shift, activation);
+    return normalise_few_rows(shape, rows, residual, to, numbers.mean, by, activation);
   }
   by.arrange(strip);
   const auto write = [&]<bool has_residual>() {
     for_each_written(
         strip, shape.count,
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
-          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
+                     slope = load_pair(by.slope + slot);
           in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
             auto y = (load_pair(rows + from) - m) * a + b;
             if constexpr (has_residual) y = y + load_pair(residual + from);
-            store_pair(to + from, value_of(activation, y));
+            store_pair(to + from, value_of(activation, y, slope));
           });
         },
         [=](std::int64_t at, std::int64_t slot) {
           Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
           if constexpr (has_residual) y += load_one(residual + at);
-          store_one(to + at, activation.value(y));
+          store_one(to + at, activation.value(y, by.slope[slot]));
         });
   };
   if (residual) {
@@ -525,7 +495,7 @@ void normalise(const NormRows& shape, const void* data, const void* others, void
 
 template <bool is_written, typename Element, cpu::ActivationKind kind>
 void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const Element* rows, Element* before,
-                             const Strip<Element>& strip, const Affine<Real<Element>>& by,
+                             const Strip<Element>& strip, const Affine<Real<Element>, kind>& by,
                              const Activation<Real<Element>, kind>& activation, double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
@@ -539,11 +509,12 @@ void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const E
     for_each_summed(
         strip, smaller_of(block, count - begin),
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
-          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
+                     slope = load_pair(by.slope + slot);
           Pair<Number> s{}, p{};
           in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
             const auto centred = load_pair(x + from) - m;
-            const auto value = gradient_of(activation, load_pair(g + from), centred * a + b);
+            const auto value = gradient_of(activation, load_pair(g + from), centred * a + b, slope);
             if constexpr (is_written) store_pair(to + from, value);
             s = s + value;
             p = p + value * centred;
@@ -553,7 +524,8 @@ void backward_sums_of_blocks(const NormRows& shape, const Element* grad, const E
         },
         [=](std::int64_t at, std::int64_t slot) {
           const Number centred = load_one(x + at) - by.mean[slot],
-                       value = activation.gradient(load_one(g + at), centred * by.scale[slot] + by.shift[slot]);
+                       value = activation.gradient(load_one(g + at), centred * by.scale[slot] + by.shift[slot],
+                                                   by.slope[slot]);
           if constexpr (is_written) store_one(to + at, value);
           sums[slot] += value;
           products[slot] += value * centred;
@@ -579,10 +551,10 @@ void backward_sums(const NormRows& shape, const void* gradient, const void* data
   const auto* rows = static_cast<const Element*>(data);
   auto* to = static_cast<Element*>(before);
   const Strip<Element> strip(shape.count, shape.channels);
-  const Affine<Number> by(shape, numbers, scratch, strip.padded(), kind == cpu::ActivationKind::none ? 1 : 3);
-  const Activation<Number, kind> activation(numbers.parameter);
+  const Affine<Number, kind> by(shape, numbers, scratch, strip.padded(), /*alone=*/1);
+  const Activation<Number, kind> activation(numbers.ceiling);
   if (has_few_rows<Element>(shape)) {
-    return backward_sums_of_few_rows(shape, grad, rows, to, numbers.mean, by.scale, by.shift, activation, sum, product);
+    return backward_sums_of_few_rows(shape, grad, rows, to, numbers.mean, by, activation, sum, product);
   }
   by.arrange(strip);
   if constexpr (has_exponential(kind)) {
@@ -611,22 +583,23 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
   auto* to = static_cast<Element*>(out);
   const Strip<Element> strip(count, channels);
   const std::int64_t of_group = channels / groups, padded = strip.padded(), step = strip.width;
-  const Affine<Number> by(shape, numbers, scratch, padded, kind == cpu::ActivationKind::none ? 2 : 3);
-  const Activation<Number, kind> activation(numbers.parameter);
+  const Affine<Number, kind> by(shape, numbers, scratch, padded, /*alone=*/2);
+  const Activation<Number, kind> activation(numbers.ceiling);
   if (!sum) {  // the input only tells where the activation is, and takes no other part, whatever is in it
     by.arrange(strip);
     for_each_written(
         strip, count,
         [=]<int strips>(std::int64_t at, std::int64_t slot) {
-          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot);
+          const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
+                     slope = load_pair(by.slope + slot);
           in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
             const auto y = (load_pair(rows + from) - m) * a + b;
-            store_pair(to + from, gradient_of(activation, load_pair(grad + from), y) * a);
+            store_pair(to + from, gradient_of(activation, load_pair(grad + from), y, slope) * a);
           });
         },
         [=](std::int64_t at, std::int64_t slot) {
           const Number y = (load_one(rows + at) - by.mean[slot]) * by.scale[slot] + by.shift[slot];
-          store_one(to + at, activation.gradient(load_one(grad + at), y) * by.scale[slot]);
+          store_one(to + at, activation.gradient(load_one(grad + at), y, by.slope[slot]) * by.scale[slot]);
         });
     return;
   }
@@ -642,7 +615,7 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
     const auto of_row = static_cast<Number>(-r * r * r * weighted_product * share),
                of_all = static_cast<Number>(-r * weighted_sum * share);
     if (is_few) {
-      backward_of_few_rows(shape, g, grad, rows, to, by.mean[first], by.scale, by.shift, of_row, of_all, activation);
+      backward_of_few_rows(shape, g, grad, rows, to, by.mean[first], by, of_row, of_all, activation);
       continue;
     }
     for (std::int64_t k = first; k < end; ++k) by_row[k] = of_row, by_all[k] = of_all;
@@ -654,24 +627,25 @@ void backward(const NormRows& shape, const void* gradient, const void* data, voi
       strip, count,
       [=]<int strips>(std::int64_t at, std::int64_t slot) {
         const auto m = load_pair(by.mean + slot), a = load_pair(by.scale + slot), b = load_pair(by.shift + slot),
-                   p = load_pair(by_row + slot), all = load_pair(by_all + slot);
+                   slope = load_pair(by.slope + slot), p = load_pair(by_row + slot), all = load_pair(by_all + slot);
         in_each_strip<strips, kind>(at, step, [&](std::int64_t from) {
           const auto centred = load_pair(rows + from) - m;
-          const auto before = gradient_of(activation, load_pair(grad + from), centred * a + b);
+          const auto before = gradient_of(activation, load_pair(grad + from), centred * a + b, slope);
           store_pair(to + from, before * a + (centred * p + all));
         });
       },
       [=](std::int64_t at, std::int64_t slot) {
         const Number centred = load_one(rows + at) - by.mean[slot],
-                     before = activation.gradient(load_one(grad + at), centred * by.scale[slot] + by.shift[slot]);
+                     before = activation.gradient(load_one(grad + at), centred * by.scale[slot] + by.shift[slot],
+                                                  by.slope[slot]);
         store_one(to + at, before * by.scale[slot] + (centred * by_row[slot] + by_all[slot]));
       });
 }
 
-/// Up to seven numbers for each element of a strip, and three for each channel.
+/// Up to eight numbers for each element of a strip, and three for each channel.
 template <typename Element>
 std::int64_t norm_scratch(std::int64_t channels) {
-  return 3 * channels + 7 * Strip<Element>(1 << 20, channels).padded();
+  return 3 * channels + 8 * Strip<Element>(1 << 20, channels).padded();
 }
 
 template <typename Element, cpu::ActivationKind kind>

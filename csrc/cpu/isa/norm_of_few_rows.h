@@ -11,6 +11,49 @@ inline namespace NHWC_CPU_LEVEL {
 
 using cpu::NormRows;
 
+/// Scale and shift of each channel: a norm is (rows - mean) * scale + shift. `mean` is rounded to a number of the
+/// kernels, and what it lost is in the shift. The slope is the one of the activation.
+template <typename Number, cpu::ActivationKind kind>
+struct Affine {
+  Number* __restrict mean, * __restrict scale, * __restrict shift, * __restrict slope;
+
+  int arrays;  // those that are read: the mean, scale, shift, slope
+
+  /// Without an activation, those of the first `alone` are read.
+  Affine(const NormRows& shape, const cpu::NormNumbers& numbers, double* scratch, std::int64_t padded, int alone = 3)
+      : mean(reinterpret_cast<Number*>(scratch)),
+        scale(mean + padded),
+        shift(scale + padded),
+        slope(shift + padded),
+        arrays(has_slopes(kind)                    ? 4
+               : kind == cpu::ActivationKind::none ? alone
+                                                   : 3) {
+    const std::int64_t of_group = shape.channels / shape.groups;
+    for (std::int64_t g = 0, first = 0; g < shape.groups; ++g, first += of_group) {
+      const double average = numbers.mean[g], r = numbers.rstd[g];
+      const auto rounded = static_cast<Number>(average);
+      const double lost = static_cast<double>(rounded) - average;
+      const std::int64_t end = first + of_group;
+      for (std::int64_t k = first; k < end; ++k) mean[k] = rounded;
+      for (std::int64_t k = first; arrays > 1 && k < end; ++k) scale[k] = static_cast<Number>(r * numbers.weight[k]);
+      for (std::int64_t k = first; arrays > 2 && k < end; ++k) {
+        shift[k] = static_cast<Number>(numbers.bias[k] + lost * (r * numbers.weight[k]));
+      }
+    }
+    for (std::int64_t k = 0; has_slopes(kind) && k < shape.channels; ++k)
+      slope[k] = static_cast<Number>(numbers.slope[k]);
+  }
+
+  Number* end(std::int64_t padded) const { return slope + padded; }
+
+  /// Puts the numbers into the order of a strip.
+  template <typename Strip>
+  void arrange(const Strip& strip) const {
+    Number* const all[] = {mean, scale, shift, slope};
+    for (int each = 0; each < arrays; ++each) strip.arrange(all[each]);
+  }
+};
+
 template <typename Element>
 std::int64_t bytes_of(const NormRows& shape) {
   return shape.count * shape.channels * static_cast<std::int64_t>(sizeof(Element));
@@ -160,18 +203,19 @@ void moments_of_few_rows(const NormRows& shape, const Element* rows, double* mea
 }
 
 /// out = activation((rows - mean) * scale + shift + residual), where the mean is the group's.
-template <typename Element, typename Activated>
+template <typename Element, cpu::ActivationKind kind>
 void normalise_few_rows(const NormRows& shape, const Element* rows, const Element* residual, Element* out,
-                        const double* means, const Real<Element>* scale, const Real<Element>* shift,
-                        const Activated& activation) {
+                        const double* means, const Affine<Real<Element>, kind>& by,
+                        const Activation<Real<Element>, kind>& activation) {
   using Number = Real<Element>;
   for (std::int64_t g = 0; g < shape.groups; ++g) {
     const auto mean = static_cast<Number>(means[g]);
     for_each_place<Element>(shape, g, [&]<typename Value>(std::int64_t k) {
-      return [&, a = load_as<Value>(scale + k), b = load_as<Value>(shift + k)](std::int64_t at) {
+      return [&, a = load_as<Value>(by.scale + k), b = load_as<Value>(by.shift + k),
+              slope = load_as<Value>(by.slope + k)](std::int64_t at) {
         Value y = (load_as<Value>(rows + at) - mean) * a + b;
         if (residual) y += load_as<Value>(residual + at);
-        store_as<Value>(out + at, activation.value(y));
+        store_as<Value>(out + at, activation.value(y, slope));
       };
     });
   }
@@ -179,21 +223,22 @@ void normalise_few_rows(const NormRows& shape, const Element* rows, const Elemen
 
 /// Adds to each channel the sums of g and of g * (rows - mean), where g is the gradient before the activation of
 /// (rows - mean) * scale + shift. It is written, unless `before` is null.
-template <typename Element, typename Activated>
+template <typename Element, cpu::ActivationKind kind>
 void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const Element* rows, Element* before,
-                               const double* means, const Real<Element>* scale, const Real<Element>* shift,
-                               const Activated& activation, double* sum, double* product) {
+                               const double* means, const Affine<Real<Element>, kind>& by,
+                               const Activation<Real<Element>, kind>& activation, double* sum, double* product) {
   using Number = Real<Element>;
   const auto [count, channels, groups] = shape;
   const std::int64_t elements = count * channels;
   for (std::int64_t g = 0; g < groups; ++g) {
     const auto mean = static_cast<Number>(means[g]);
     for_each_register<Element>(g, channels / groups, [&]<typename Value>(std::int64_t k, std::int64_t fresh) {
-      const auto a = load_as<Value>(scale + k), b = load_as<Value>(shift + k);
+      const auto a = load_as<Value>(by.scale + k), b = load_as<Value>(by.shift + k),
+                 slope = load_as<Value>(by.slope + k);
       Value sums{}, products{};
       for (std::int64_t at = k; at < elements; at += channels) {
         const Value centred = load_as<Value>(rows + at) - mean,
-                    from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
+                    from = activation.gradient(load_as<Value>(grad + at), centred * a + b, slope);
         if (before) store_as<Value>(before + at, from);
         sums += from;
         products += from * centred;
@@ -205,14 +250,15 @@ void backward_sums_of_few_rows(const NormRows& shape, const Element* grad, const
 }
 
 /// out = g * scale + (rows - mean) * by_row + by_all for the channels of one group, with the same g.
-template <typename Element, typename Activated>
+template <typename Element, cpu::ActivationKind kind>
 void backward_of_few_rows(const NormRows& shape, std::int64_t group, const Element* grad, const Element* rows,
-                          Element* out, Real<Element> mean, const Real<Element>* scale, const Real<Element>* shift,
-                          Real<Element> by_row, Real<Element> by_all, const Activated& activation) {
+                          Element* out, Real<Element> mean, const Affine<Real<Element>, kind>& by, Real<Element> by_row,
+                          Real<Element> by_all, const Activation<Real<Element>, kind>& activation) {
   for_each_place<Element>(shape, group, [&]<typename Value>(std::int64_t k) {
-    return [&, a = load_as<Value>(scale + k), b = load_as<Value>(shift + k)](std::int64_t at) {
+    return [&, a = load_as<Value>(by.scale + k), b = load_as<Value>(by.shift + k),
+            slope = load_as<Value>(by.slope + k)](std::int64_t at) {
       const Value centred = load_as<Value>(rows + at) - mean,
-                  from = activation.gradient(load_as<Value>(grad + at), centred * a + b);
+                  from = activation.gradient(load_as<Value>(grad + at), centred * a + b, slope);
       store_as<Value>(out + at, from * a + (centred * by_row + by_all));
     };
   });
