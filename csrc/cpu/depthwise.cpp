@@ -1,5 +1,6 @@
-// A task is a block of the results of a sample, and a group of registers of channels. Blocks and ranges of them for
-// sums depend on the sizes alone, and not on the number of threads, so the results do not either.
+// A task is a block of the results of a sample, and a group of registers of channels; all channels where something
+// follows, whose rows then are in a cache. Blocks and ranges of them for sums depend on the sizes alone, and not on the
+// number of threads, so the results do not either.
 #include "cpu/depthwise.h"
 
 #include <ATen/ops/empty.h>
@@ -140,22 +141,37 @@ at::Tensor transposed_numbers(const DepthwiseType& type, const at::Tensor& from,
 }
 
 void correlate(const DepthwiseType& type, const DepthwiseCorrelation& correlation, const at::Tensor& source,
-               const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& result) {
-  constexpr int64_t tasks_of_thread = 4;
-  const Registers registers(type, correlation.result_channels);
+               const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& result, const Output& output = {}) {
+  constexpr int64_t tasks_of_thread = 4, most_finished = 1 << 18;  // numbers
+  const bool finishes = !output.is_empty();
+  const int64_t channels = correlation.result_channels;
+  const Registers registers(type, channels);
+  const int64_t groups_of_task = finishes ? registers.groups() : 1, parts = registers.groups() / groups_of_task;
   const int64_t samples = result.size(0), products = samples * products_of(correlation);
   const int64_t threads = threads_worth(products);
-  const Blocks blocks(correlation, threads == 1 ? 1 : tasks_of_thread * threads / (samples * registers.groups()) + 1);
-  const int64_t tasks = samples * blocks.count() * registers.groups();
+  const int64_t enough = threads == 1 ? 1 : tasks_of_thread * threads / (samples * parts) + 1;
+  const Blocks blocks(correlation,
+                      finishes ? std::max(enough, divide_up(result.numel() / samples, most_finished)) : enough);
+  const int64_t tasks = samples * blocks.count() * parts;
   const int64_t scratch_bytes = type.kernels.scratch_size(correlation, blocks[0]) * type.number_bytes;
   const void* bias_numbers = bias.defined() ? bias.const_data_ptr() : nullptr;
   for_each_task(tasks, products / tasks, scratch_bytes, [&](int64_t task, char* scratch) {
-    const int64_t index = task / registers.groups(), sample = index / blocks.count();
-    registers.for_each(task % registers.groups(), blocks[index % blocks.count()], [&](const auto& block, int64_t) {
-      type.kernels.correlate(correlation, block, sample_of(source, sample),
-                             const_cast<char*>(sample_of(result, sample)), weight.const_data_ptr(), bias_numbers,
-                             scratch);
-    });
+    const int64_t index = task / parts, sample = index / blocks.count(), first = task % parts * groups_of_task;
+    const DepthwiseBlock all = blocks[index % blocks.count()];
+    for (int64_t group = first; group < first + groups_of_task; ++group) {
+      registers.for_each(group, all, [&](const auto& block, int64_t) {
+        type.kernels.correlate(correlation, block, sample_of(source, sample),
+                               const_cast<char*>(sample_of(result, sample)), weight.const_data_ptr(), bias_numbers,
+                               scratch);
+      });
+    }
+    for (int64_t row = 0; finishes && row < all.size[0] * all.size[1]; ++row) {
+      const int64_t plane = all.begin[0] + row / all.size[1], line = all.begin[1] + row % all.size[1];
+      const int64_t position =
+          (plane * correlation.axes[1].results + line) * correlation.axes[2].results + all.begin[2];
+      output.finish(result, sample_of(result, sample) + position * channels * type.element_bytes,
+                    all.size[2] * channels);
+    }
   });
 }
 
@@ -195,13 +211,13 @@ at::Tensor weight_sums(const DepthwiseType& type, const DepthwiseCorrelation& co
 }  // namespace
 
 void depthwise_forward(const ConvolutionSizes& sizes, const at::Tensor& input, const at::Tensor& weight,
-                       const at::Tensor& bias, const at::Tensor& out) {
+                       const at::Tensor& bias, const at::Tensor& out, const Output& output) {
   if (out.numel() == 0) return;
   const DepthwiseType type(input.scalar_type());
   const DepthwiseCorrelation correlation = forward_correlation(sizes);
   const int64_t channels = correlation.result_channels;
   correlate(type, correlation, input, transposed_numbers(type, weight, channels, sizes.taps()),
-            bias.defined() ? transposed_numbers(type, bias, channels, 1) : at::Tensor(), out);
+            bias.defined() ? transposed_numbers(type, bias, channels, 1) : at::Tensor(), out, output);
 }
 
 void depthwise_input_gradient(const ConvolutionSizes& sizes, const at::Tensor& grad, const at::Tensor& weight,

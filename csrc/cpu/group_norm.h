@@ -30,7 +30,7 @@ void statistics_of(const at::Tensor& running_mean, const at::Tensor& running_var
                    const at::Tensor& rstd);
 
 /// What follows a norm, and its parameter: the ceiling of ReLU, or the slope of leaky ReLU. If there are `slopes`, one
-/// or as many as channels, they stand for it.
+/// or as many as channels, they are added to it.
 struct Activation {
   ActivationKind kind = ActivationKind::none;
   double parameter = 0;

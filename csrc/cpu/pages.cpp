@@ -164,7 +164,7 @@ class KeptMemory {
   }
 
   bool keep(void* memory, size_t size) {
-    constexpr int64_t a_while = 4096;  // requests
+    constexpr int64_t a_while = 64;  // requests, which are large: some calls of most networks
     constexpr size_t most_of_heap = size_t{32} << 20;
     const std::unique_lock lock(mutex_, std::try_to_lock);
     if (!lock) return false;

@@ -14,7 +14,8 @@ const char* pixel_of(const at::Tensor& activation, int64_t pixel) {
 
 }  // namespace
 
-void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out) {
+void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& out,
+               const Output& output) {
   if (out.numel() == 0) return;
   const int64_t inputs = input.size(1), outputs = out.size(1);
   const PointwiseKernels& kernels = of_type(level_kernels().pointwise, input.scalar_type());
@@ -22,12 +23,16 @@ void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tens
   const auto multiply = has_few_inputs ? kernels.spread[inputs - 1] : kernels.reduce[outputs - 1];
   const at::Tensor weights = (has_few_inputs ? weight.t() : weight).to(at::kFloat).contiguous();
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({outputs}, weights.options());
-  constexpr int64_t most_pixels = 4096;
-  const Parts ranges(out.numel() / outputs, most_pixels);
+  const bool finishes = !output.is_empty();
+  constexpr int64_t most_pixels = 4096, most_finished = 1 << 18;  // numbers
+  const Parts ranges(out.numel() / outputs,
+                     finishes ? std::min(most_pixels, divide_up(most_finished, outputs)) : most_pixels);
   for_each_task(ranges.parts, ranges.size * (inputs + outputs) * products_of_element, 0, [&](int64_t range, char*) {
-    multiply(pixel_of(input, ranges.begin(range)), ranges.size_of(range), has_few_inputs ? outputs : inputs,
-             weights.const_data_ptr<float>(), biases.const_data_ptr<float>(),
-             const_cast<char*>(pixel_of(out, ranges.begin(range))));
+    const int64_t pixels = ranges.size_of(range);
+    const char* first = pixel_of(out, ranges.begin(range));
+    multiply(pixel_of(input, ranges.begin(range)), pixels, has_few_inputs ? outputs : inputs,
+             weights.const_data_ptr<float>(), biases.const_data_ptr<float>(), const_cast<char*>(first));
+    if (finishes) output.finish(out, first, pixels * outputs);
   });
 }
 

@@ -297,8 +297,14 @@ class NormBlock {
     }
   }
   NHWC_HOST_DEVICE Real parameter(const void* parameters, std::uint32_t channel, Real otherwise) const {
-    if (!parameters) return otherwise;
-    if (norm_.has_float_parameters) {
+    return parameters ? stored(parameters, channel, norm_.has_float_parameters) : otherwise;
+  }
+  NHWC_HOST_DEVICE Real slope_of(std::uint32_t channel) const {
+    const Real own = stored(norm_.slopes, norm_.has_one_slope ? 0 : channel, norm_.has_float_slopes);
+    return own + static_cast<Real>(norm_.parameter);
+  }
+  NHWC_HOST_DEVICE Real stored(const void* parameters, std::uint32_t channel, bool are_float) const {
+    if (are_float) {
       return static_cast<Real>(access_.template load<float>(static_cast<const float*>(parameters) + channel));
     }
     return Element::to_real(access_.template load<Element_>(static_cast<const char*>(parameters) + channel * bytes));
@@ -574,7 +580,7 @@ class ChunkProducts : NormChunk<type, lanes, Access> {
         const auto found = this->coefficients_of(this->group_of(channel), channel);
         mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
       }
-      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
+      if constexpr (follower == Follower::slopes) slope[lane] = this->slope_of(channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto add = [&](unsigned lane, Real grad, Real value) {
@@ -640,7 +646,7 @@ class NormaliseChunk : NormChunk<type, lanes, Access> {
         const auto found = this->coefficients_of(this->group_of(channel), channel);
         mean[lane] = found.mean, scale[lane] = found.scale, shift[lane] = found.shift;
       }
-      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
+      if constexpr (follower == Follower::slopes) slope[lane] = this->slope_of(channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto result = [&](unsigned lane, Real value, Real residual) {
@@ -709,7 +715,7 @@ class GradientChunk : NormChunk<type, lanes, Access> {
       if constexpr (follower != Follower::nothing) {
         of_output[lane] = this->coefficients_of(this->group_of(channel), channel).shift;
       }
-      if constexpr (follower == Follower::slopes) slope[lane] = this->number(norm_.slopes, channel);
+      if constexpr (follower == Follower::slopes) slope[lane] = this->slope_of(channel);
     }
     const detail::Following<Real> following{norm_.activation, static_cast<Real>(norm_.parameter)};
     const auto gradient = [&](unsigned lane, Real grad, Real value) {

@@ -147,7 +147,7 @@ inline bool can_launch(const NormPlan& plan) {
          std::uint64_t{plan.chunk_rows} * plan.channels < most;
 }
 
-/// What the kernels read and write. Statistics, slopes, scratch and sums are float, of float64 double; parameters and
+/// What the kernels read and write. Statistics, scratch and sums are float, of float64 double; parameters and
 /// running statistics have the type of the activation, or are float. What may be null is said.
 struct NormArguments {
   NormPlan plan;
@@ -167,7 +167,8 @@ struct NormArguments {
   bool has_float_gradients;  ///< of parameters, or they have the type of the activation
   double parameter;          ///< the ceiling of ReLU, or NaN; the slope of leaky ReLU
   double momentum, eps;
-  const void* slopes;  ///< of leaky ReLU, one for each channel, or null
+  const void* slopes;  ///< of leaky ReLU, as parameters, which are added to `parameter`; or null
+  bool has_float_slopes, has_one_slope;
 };
 
 /// The kernels, in the order in which a forward and a backward launch them. That for gradients of parameters follows

@@ -98,15 +98,18 @@ NormArguments arguments_of(const GroupNorm& norm, const NormPlan& plan, const at
 /// Returns slopes as the kernels read them, or nothing.
 at::Tensor slopes_of(const GroupNorm& norm, const cpu::Activation& activation) {
   if (!activation.slopes.defined()) return {};
-  const at::ScalarType type = norm.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return activation.slopes.detach().to(type).flatten().expand({norm.input.size(1)}).contiguous();
+  const at::Tensor slopes = activation.slopes.contiguous();
+  return slopes.scalar_type() == norm.input.scalar_type() ? slopes : slopes.to(at::kFloat);
 }
 
 void set_activation(NormArguments& arguments, const cpu::Activation& activation, const at::Tensor& slopes) {
   static_assert(static_cast<int>(NormActivation::gelu_tanh) == static_cast<int>(cpu::ActivationKind::gelu_tanh));
   arguments.activation = static_cast<NormActivation>(activation.kind);
   arguments.parameter = std::isinf(activation.parameter) ? NAN : activation.parameter;  // no ceiling
+  if (!slopes.defined()) return;
   arguments.slopes = read(slopes);
+  arguments.has_float_slopes = slopes.scalar_type() == at::kFloat;
+  arguments.has_one_slope = slopes.numel() == 1;
 }
 
 /// Returns scratch of sums and coefficients, which have the type that the kernels compute with.

@@ -170,7 +170,7 @@ Gradients norm_backward_by_kernels(const Known& known, const at::Tensor& grad, c
 /// differ by these elements.
 at::Tensor gradients_of_slopes(const Known& known, const at::Tensor& grad, const cpu::Activation& activation,
                                const at::Tensor& of_weight, const at::Tensor& of_bias) {
-  const cpu::Activation other = {activation.kind, 0, activation.slopes.detach().to(at::kDouble) - 1};
+  const cpu::Activation other = {activation.kind, activation.parameter - 1, activation.slopes};
   const auto [_, other_weight, other_bias] =
       norm_backward_by_kernels(known, grad, other, {false, false, false}, /*are_sums=*/true);
   at::Tensor by_weight = of_weight - other_weight, by_bias = of_bias - other_bias;

@@ -45,6 +45,7 @@ class Arguments(Structure):
     _fields_ += [("has_double_statistics", c_bool), ("is_of_input", c_bool), ("activation", c_uint8)]
     _fields_ += [("has_float_gradients", c_bool)]
     _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double), ("slopes", c_void_p)]
+    _fields_ += [("has_float_slopes", c_bool), ("has_one_slope", c_bool)]
 
 
 class Tally(Structure):
@@ -180,6 +181,8 @@ def run(
         is_of_input=is_of_input,
         has_float_parameters=parameters.dtype == torch.float32,
         has_float_gradients=has_float_gradients or parameters.dtype == torch.float32,
+        has_float_slopes=slopes is not None and slopes.dtype == torch.float32,
+        has_one_slope=slopes is not None and slopes.numel() == 1,
         has_double_statistics=tensors["mean"].dtype == torch.float64,
     )
     for name, tensor in tensors.items():

@@ -29,7 +29,10 @@ CONVOLUTIONS = {
     "fewer multiplications, volume": (lambda: nn.Conv3d(16, 20, 3, padding=1, bias=False), (1, 16, 25, 24, 23)),
     "few inputs": (lambda: nn.Conv2d(3, 32, 1), (2, 3, 80, 80)),
     "volume": (lambda: nn.Conv3d(8, 12, 3, stride=2, padding=1), (2, 8, 48, 48, 48)),
+    "depthwise volume": (lambda: nn.Conv3d(40, 80, 3, 1, 1, groups=40, bias=False), (1, 40, 21, 22, 23)),
+    "one tap of a volume": (lambda: nn.Conv3d(24, 64, 1), (2, 24, 10, 28, 29)),
 }
+OUR_OWN = ["few inputs", "depthwise volume", "one tap of a volume"]
 ACTIVATIONS = {
     "none": nn.Identity(),
     "relu": nn.ReLU(),
@@ -110,7 +113,7 @@ def test_a_convolution_waits_and_is_as_accurate(kind, activation):
     way = torch.ops.nhwc.convolution_way(
         *(channels_last, ours.c.weight, ours.c.bias, ours.c.stride, ours.c.padding, ours.c.dilation, ours.c.groups)
     )[0]
-    waits = way in ("pytorch", "winograd", "kernels", "kernels_in_part")  # not on every CPU
+    waits = way in ("pytorch", "winograd", "kernels", "kernels_in_part", "linear")  # not on every CPU
     assert (type(ours.c(channels_last)) is Pending) == waits
     assert type(ours.n(ours.c(channels_last))) is Pending
     out = ours(channels_last)
@@ -120,12 +123,25 @@ def test_a_convolution_waits_and_is_as_accurate(kind, activation):
 
 
 @pytest.mark.parametrize("residual", ["sum", "in place"])
-@pytest.mark.parametrize("kind", ["strided", "fewer multiplications", "fewer multiplications, groups", "few inputs"])
+@pytest.mark.parametrize("kind", ["strided", "fewer multiplications", "fewer multiplications, groups", *OUR_OWN])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_a_residual_is_added_in_the_same_pass(activation, kind, residual):
     plain, ours, x, channels_last = pair(kind, activation=activation, residual=residual, affine=False)
     out = ours(channels_last)
     assert_as_accurate(out * 1, plain(x), copy.deepcopy(plain).double()(x.double()))
+
+
+@pytest.mark.parametrize("kind", OUR_OWN)
+def test_each_number_of_threads_finishes_all_results(kind):
+    """A sample is some blocks for each thread, whose results get what follows while they are in a cache."""
+    plain, ours, x, channels_last = pair(kind, residual="sum")
+    exact, before = copy.deepcopy(plain).double()(x.double()), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            assert_as_accurate(ours(channels_last) * 1, plain(x), exact)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_an_activation_without_a_norm():

@@ -51,6 +51,11 @@ bool is_plain(const Call& call) {
 /// Returns whether our kernels compute the result as it is.
 bool is_by_kernels(const Choice& choice) { return choice.kernels.forward && !choice.way->rewrite; }
 
+/// Returns whether it is a product of matrices; of 2D oneDNN has what follows in its last step.
+bool is_by_products(const Call& call, const Choice& choice) {
+  return call.axes() == 3 && choice.others == Others::products && !choice.kernels.forward;
+}
+
 /// Returns whether a convolution that is PyTorch's, or our kernels', may wait: where the passes that are saved take
 /// longer than one over the weight, which a norm scales in each call, and than the wait. The evidence is a grid of the
 /// layers of four networks with a norm and ReLU or SiLU after them (Zen 4, as it is and held to AVX2): oneDNN takes at
@@ -63,8 +68,7 @@ bool can_wait(const Call& call) {
   const int64_t results = c10::multiply_integers(C10_AS_INTARRAYREF_SLOW(kernels::output_sizes(call)));
   if (results < std::max<int64_t>(1 << 18, 2 * call.weight.numel())) return false;
   const Choice choice = choose(call);
-  return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch" ||
-         (call.axes() == 2 && choice.others == Others::products);
+  return is_by_kernels(choice) || std::string_view(choice.way->name) == "pytorch" || choice.others == Others::products;
 }
 
 /// Returns a convolution's result that waits, or nothing where it is to be computed at once.
@@ -190,13 +194,16 @@ std::tuple<at::Tensor, bool> convolution_activation(const at::Tensor& input, con
               other.sym_sizes(), " of ", other.scalar_type());
   if (!mean && !other.defined() && activation.kind == ActivationKind::none) return {convolution(call), false};
   const BatchNorm norm{value_of(mean), value_of(variance), value_of(norm_weight), value_of(norm_bias), eps};
-  const bool is_ours = is_by_kernels(choose(call)), hides = !is_ours && activation.kind == ActivationKind::relu;
+  const Choice choice = choose(call);
+  const bool is_product = is_by_products(call, choice), is_ours = is_product || is_by_kernels(choice);
+  const bool hides = !is_ours && activation.kind == ActivationKind::relu;
   const bool is_read_finite = !hides || is_finite || (are_all_finite(input) && are_all_finite(other));
   if (is_read_finite && (!mean || norm.is_plain(weight.size(0)))) {
     const auto [folded, is_weight_finite] =
         mean ? norm.folded_into(call)
              : std::pair{call, !hides || (are_all_finite(weight) && are_all_finite(value_of(bias)))};
-    if (is_ours) return {kernels::forward(folded, {other, activation}), is_finite && mean && is_weight_finite};
+    const auto compute = is_product ? by_products : kernels::forward;
+    if (is_ours) return {compute(folded, {other, activation}), is_finite && mean && is_weight_finite};
     if (!hides || is_weight_finite) return {by_onednn(folded, other, activation), hides};
   }
   at::Tensor out = convolution(call);

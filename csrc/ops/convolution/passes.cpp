@@ -86,20 +86,19 @@ at::Tensor from_larger(const Call& call, const at::Tensor& larger, const Optiona
   if (out.is_cuda()) {
     cuda::depthwise_forward(depthwise_on_cuda(call), larger, bias && bias->defined() ? bias->contiguous() : none, out);
   } else if (is_pointwise(call)) {
-    cpu::pointwise(larger, call.weight.detach().flatten(1), bias.value_or(none), out);
+    cpu::pointwise(larger, call.weight.detach().flatten(1), bias.value_or(none), out, output);
   } else if (call.is_depthwise()) {
     cpu::depthwise_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()),
-                           bias ? bias->contiguous() : none, out);
+                           bias ? bias->contiguous() : none, out, output);
   } else if (const auto tile = call.groups > 1 ? winograd_tile(call, pass_to_smaller(call))
                                                : faster_winograd_tile(call, pass_to_smaller(call))) {
     cpu::winograd_forward(sizes_of(call), *tile, larger, to_channels_last(call.weight.detach()), bias.value_or(none),
                           out, output);
-    return out;
   } else {
     cpu::inner_product_forward(sizes_of(call), larger, to_channels_last(call.weight.detach()), bias.value_or(none),
                                out);
+    output.finish(out);
   }
-  output.finish(out);
   return out;
 }
 
@@ -387,6 +386,25 @@ at::Tensor convolution(const Call& call) {
   if (call.is_compiled && !way.in_graphs) return call.pytorchs();
   if (!way.rewrite) return by_passes(call, choice);
   return way.kind == Kind::pytorchs ? way.rewrite(call, convolution) : rewritten(call, way);
+}
+
+at::Tensor by_products(const Call& call, const cpu::Output& output) {
+  constexpr int64_t most_finished = 1 << 18;  // numbers
+  const at::Tensor rows = products::rows_of(call.input), weight = products::matrix_of(call.weight);
+  at::DimVector sizes(call.input.sizes());
+  sizes[1] = weight.size(0);
+  const at::Tensor product = at::empty({rows.size(0), sizes[1]}, rows.options());
+  const bool in_parts = at::get_num_threads() == 1;
+  const int64_t count = in_parts ? std::max<int64_t>(1, most_finished / sizes[1]) : rows.size(0);
+  for (int64_t first = 0; first < rows.size(0); first += count) {
+    const int64_t last = std::min(rows.size(0), first + count);
+    at::Tensor some = product.slice(0, first, last);
+    at::mm_out(some, rows.slice(0, first, last), weight.t());
+    if (call.has_bias()) some.add_(*call.bias);  // PyTorch's product with a bias would write that to all rows before
+    if (in_parts) output.finish(product, some.const_data_ptr(), some.numel());
+  }
+  if (!in_parts) output.finish(product);
+  return as_new_channels_last(product, sizes);
 }
 
 at::Tensor by_all_kernels(const Call& call) {

@@ -13,6 +13,10 @@ namespace nhwc {
 /// Returns the convolution, by its way.
 at::Tensor convolution(const Call& call);
 
+/// Returns a convolution of one tap as a product of matrices, and what follows it, of floats. On one thread that is
+/// computed for some rows at a time, while they are in a cache.
+at::Tensor by_products(const Call& call, const cpu::Output& output);
+
 /// Computes a convolution with all passes by our kernels.
 at::Tensor by_all_kernels(const Call& call);
 
