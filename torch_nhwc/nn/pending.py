@@ -292,7 +292,8 @@ def _unpadded(
     """Return the tensor that was padded, and a convolution's weight and options with the zeros around it.
 
     With taps that are zero, the kernel of a depthwise convolution reaches as far on the other side. Where nothing is
-    derived, and all numbers are finite, as they are known to be after ReLU6, that takes less time than padding.
+    derived, and all numbers are finite, that takes less time than padding. After ReLU6 they are known to be finite;
+    otherwise their sum shows it.
     """
     known = functional.in_numbers(weight, *options)
     low, high = waiting.options[-2::-2], waiting.options[:0:-2]  # from the first axis on
@@ -302,9 +303,10 @@ def _unpadded(
     waiting.check_unchanged()
     is_finite = _is_known_finite(source)
     if low != high:
-        is_depthwise = groups > 1 and weight.shape[1] == 1
-        has_zero_taps = is_finite and waiting.is_bounded and is_depthwise and dilation == (1,) * axes
-        if torch.is_grad_enabled() or not has_zero_taps:
+        can_have_zero_taps = groups > 1 and weight.shape[1] == 1 and dilation == (1,) * axes
+        if can_have_zero_taps and not torch.is_grad_enabled() and not (is_finite and waiting.is_bounded):
+            can_have_zero_taps = is_finite = math.isfinite(source.sum())
+        if torch.is_grad_enabled() or not can_have_zero_taps:
             _become(input, waiting.compute())
             if is_finite:
                 _remember_finite(input)
