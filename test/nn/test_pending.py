@@ -240,6 +240,31 @@ def test_an_activation_takes_the_result_and_anything_else_makes_it_a_tensor():
     assert y.is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad])
+def test_code_in_c_that_does_not_ask_gets_an_error_and_the_layer_waits_no_more(mode):
+    _, ours = pair()
+    x = ours.c(X.contiguous(memory_format=torch.channels_last)).detach()
+    with mode():
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="it has no memory yet"):
+                torch._C._to_dlpack(ours.n(x))
+        assert type(ours.n(x)) is torch.Tensor
+
+
+def test_a_layer_whose_results_are_taken_goes_on_to_wait():
+    """By an activation, a sum, or a batch norm."""
+    _, ours = pair("batch", train=False)
+    other = torch.ones(4, 16, 40, 40).contiguous(memory_format=torch.channels_last)
+    for train in (True, False):
+        ours.train(train)
+        for _ in range(4):
+            with torch.set_grad_enabled(train):
+                y = ours.n(ours.c(X.contiguous(memory_format=torch.channels_last)))
+                assert type(y) is Pending
+                F.relu(y + other if train else y)
+                del y
+
+
 @pytest.mark.parametrize(
     "read",
     [repr, copy.copy, lambda y: y.detach().numpy(), lambda y: y.tolist(), bool],

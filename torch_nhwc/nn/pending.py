@@ -5,7 +5,8 @@ PyTorch's functions ask it before they read it, by `__torch_function__`. An acti
 in one pass, and so does a sum of a residual and the activation after it. Where nothing is derived, a convolution waits
 as well, and becomes one with a batch norm in evaluation mode. Anything else makes the tensor compute its layer, once:
 from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number. A layer
-whose results were read by something else twice waits no more.
+whose results were read by something else twice waits no more; nor does one whose results nothing read, as it seems:
+code in C++ that does not ask met a tensor without memory.
 
 The result of an activation waits for zeros around it, though it is known: a convolution that reads those has them as
 its padding, and nothing is copied.
@@ -90,7 +91,7 @@ class Pending(Tensor):
 class Waiting:
     """A call of a norm, and the residual that was added to its result."""
 
-    __slots__ = ("grad_mode", "norm", "operands", "options", "owner", "read", "residual", "stream")
+    __slots__ = ("grad_mode", "is_taken", "norm", "operands", "options", "owner", "read", "residual", "stream")
     takes_more = True  # an activation, or a sum
 
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
@@ -101,6 +102,8 @@ class Waiting:
         """Groups, whether the statistics are the input's, what is added to the variance, and whether the result is
         float."""
         self.residual: Tensor | None = None
+        self.is_taken = False
+        """Whether it was computed, or is a part of another one."""
         self.norm: Any = None
         """The layer of the norm that a convolution became one with."""
         self.grad_mode = torch.is_grad_enabled()
@@ -111,6 +114,10 @@ class Waiting:
         for each in self.operands:
             if each is not None and not each.is_inference() and not any(each is other for other in known):
                 self.read.append((each, each._version))
+
+    def __del__(self) -> None:
+        if self.takes_more and not self.is_taken:
+            _count_early_read(self.owner, self._reader)
 
     @property
     def gains(self) -> bool:
@@ -146,6 +153,7 @@ class Waiting:
         A slope is the parameter of PReLU: one number, or one for each channel.
         """
         self.check_unchanged()
+        self.is_taken = True
         if self.stream is None or self.stream == (current := torch.cuda.current_stream(self.stream.device)):
             return self._computed(activation, parameter, slope)
         # The memory of what is read may be given to something else as soon as the norm's own stream is done.
@@ -405,6 +413,7 @@ def _with_batch_norm(
     if running_mean is None or running_var is None or type(eps) is not float:
         return None
     options = (*waiting.options[:-1], eps)
+    waiting.is_taken = True
     waiting = WaitingConvolution(waiting.owner, (*waiting.operands[:3], *of_norm), options, waiting.read)
     waiting.norm = owner
     return _as_pending(_waiting_like(input), waiting)
@@ -646,6 +655,7 @@ def _sum(result: Any, residual: Any) -> Tensor | None:
     added = waiting.with_residual(result, residual)
     if added is None:
         return None
+    waiting.is_taken = True
     read = [*waiting.read, (residual, residual._version)]
     _as_pending(added, type(waiting)(waiting.owner, waiting.operands, waiting.options, read))
     added.waiting.residual, added.waiting.norm = residual, waiting.norm  # type: ignore[attr-defined]
