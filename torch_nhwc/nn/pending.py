@@ -339,6 +339,11 @@ def _as_pending(result: Any, waiting: Waiting) -> Tensor:
     return result
 
 
+def is_small(input: Tensor) -> bool:
+    """Return whether a norm's result has too few elements to wait."""
+    return type(input) is Tensor and not torch.compiler.is_compiling() and input.numel() < _FEWEST
+
+
 def never_waits(input: Tensor) -> bool:
     """Return whether nothing is derived, and a layer's result is to be computed at once."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch._C._is_tracing():
@@ -366,7 +371,7 @@ def pending_norm(
     The statistics are those of this call, which updates the running ones. What PyTorch refuses does not wait. The owner
     is the norm's layer or weight, of which is counted how often something else reads its results.
     """
-    if torch.compiler.is_compiling() or (type(input) is Tensor and input.numel() < _FEWEST) or not _may_wait():
+    if torch.compiler.is_compiling() or not _may_wait():
         return None
     if type(input) is Pending:
         if groups == 0 and training is False:

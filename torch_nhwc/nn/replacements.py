@@ -17,7 +17,7 @@ from torch_nhwc import functional
 from torch_nhwc.layout import to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 from torch_nhwc.nn.own_forward import with_our_functions
-from torch_nhwc.nn.pending import convolution, never_waits, pending_norm
+from torch_nhwc.nn.pending import convolution, is_small, never_waits, pending_norm
 
 
 class Preserving(Swap):
@@ -50,12 +50,13 @@ class PreservingGroupNorm(Preserving, nn.GroupNorm):
     """`GroupNorm` that is accurate on channels-last."""
 
     def forward(self, input: Tensor) -> Tensor:
-        if not is_scripting():
-            waiting = pending_norm(
-                self, input, None, None, self.weight, self.bias, self.num_groups, True, 0.0, self.eps, casts=True
-            )
-            if waiting is not None:
-                return waiting
+        if not is_scripting():  # noqa: SIM102  as TorchScript reads it
+            if not is_small(input):
+                waiting = pending_norm(
+                    self, input, None, None, self.weight, self.bias, self.num_groups, True, 0.0, self.eps, casts=True
+                )
+                if waiting is not None:
+                    return waiting
         return functional.group_norm(input, self.num_groups, self.weight, self.bias, self.eps)
 
 
@@ -64,7 +65,7 @@ class PreservingInstanceNorm2d(Preserving, nn.InstanceNorm2d):
 
     def _apply_instance_norm(self, input: Tensor) -> Tensor:
         if not is_scripting():  # noqa: SIM102  as TorchScript reads it
-            if self.running_mean is None and input.dim() > 3:
+            if not is_small(input) and self.running_mean is None and input.dim() > 3:
                 waiting = pending_norm(
                     self, input, None, None, self.weight, self.bias, input.shape[1], True, 0.0, self.eps
                 )
@@ -107,12 +108,13 @@ class PreservingBatchNorm2d(Preserving, nn.BatchNorm2d):
         is_of_input = self.training or not has_statistics
         mean = self.running_mean if is_tracked else None
         variance = self.running_var if is_tracked else None
-        if not is_scripting():
-            waiting = pending_norm(
-                self, input, mean, variance, self.weight, self.bias, 0, is_of_input, factor, self.eps
-            )
-            if waiting is not None:
-                return waiting
+        if not is_scripting():  # noqa: SIM102  as TorchScript reads it
+            if not is_small(input):
+                waiting = pending_norm(
+                    self, input, mean, variance, self.weight, self.bias, 0, is_of_input, factor, self.eps
+                )
+                if waiting is not None:
+                    return waiting
         return functional.batch_norm(input, mean, variance, self.weight, self.bias, is_of_input, factor, self.eps)
 
 
