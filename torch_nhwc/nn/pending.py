@@ -311,10 +311,11 @@ def _unpadded(
     waiting.check_unchanged()
     is_finite = _is_known_finite(source)
     if low != high:
-        can_have_zero_taps = groups > 1 and weight.shape[1] == 1 and dilation == (1,) * axes
-        if can_have_zero_taps and not torch.is_grad_enabled() and not (is_finite and waiting.is_bounded):
-            can_have_zero_taps = is_finite = math.isfinite(source.sum())
-        if torch.is_grad_enabled() or not can_have_zero_taps:
+        is_depthwise = groups > 1 and weight.shape[1] == 1
+        has_zero_taps = is_depthwise and dilation == (1,) * axes and not torch.is_grad_enabled()
+        if has_zero_taps and not (is_finite and waiting.is_bounded):
+            has_zero_taps = is_finite = math.isfinite(source.sum())
+        if not has_zero_taps:
             _become(input, waiting.compute())
             if is_finite:
                 _remember_finite(input)
