@@ -24,6 +24,11 @@ TORCH_LIBRARY(nhwc, m) {
   m.def(
       "batch_norm(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight=None, "
       "Tensor? bias=None, bool training=False, float momentum=0.1, float eps=1e-05) -> Tensor");
+  // With more than PyTorch's function: factors and summands of the channels, and an activation, none or silu.
+  m.def(
+      "normalize(Tensor input, Tensor? weight=None, Tensor? bias=None, float scale=1., float eps=1e-12, "
+      "str activation=\"none\") -> Tensor",
+      compliant);
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", compliant);
   m.def("softmax(Tensor input, int dim, ScalarType? dtype=None) -> Tensor", compliant);
@@ -111,6 +116,7 @@ TORCH_LIBRARY(nhwc, m) {
       "Tensor? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
       "-> (Tensor, bool is_finite)");
+  m.def("normalize_waiting(Tensor input, Tensor? weight, Tensor? bias, float scale, float eps) -> Tensor");
   m.def("pad_waiting(Tensor input, int[] pad) -> Tensor");
   m.def("waiting_like(Tensor waiting) -> Tensor");
   m.def("waiting_become_(Tensor(a!) waiting, Tensor value) -> ()");

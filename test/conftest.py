@@ -10,6 +10,9 @@ import pytest
 # Inductor's cache on disk does not see our library: after a rebuild it would serve the code of the old one.
 os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp(prefix="torch_nhwc_inductor_")
 
+# Threads that wait leave their core to others: two tests run at a time, each with as many threads as there are cores.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 import torch
 
 # Convolutions are compared with each other as float32, which TensorFloat-32 is not.

@@ -51,6 +51,7 @@ __all__ = [
     "linear",
     "log_softmax",
     "max_unpool3d",
+    "normalize",
     "pad",
     "pixel_shuffle",
     "pixel_unshuffle",
@@ -302,6 +303,64 @@ def _followed(out: Tensor, activation: str | None, residual: Tensor | None, nega
     raise ValueError(
         f"torch_nhwc: activation: expected relu, relu6, leaky_relu, silu, gelu or gelu_tanh, got '{activation}'"
     )
+
+
+def normalize(
+    input: Tensor,
+    p: float = 2.0,
+    dim: int = 1,
+    eps: float = 1e-12,
+    out: Tensor | None = None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    activation: str | None = None,
+) -> Tensor:
+    """Stand in for `torch.nn.functional.normalize` over the channels, which is several passes over memory.
+
+    Ours is one, on channels-last. With a scale that is the root of the number of channels it is the RMS norm of video
+    autoencoders. Other norms and dimensions are PyTorch's.
+
+    Args:
+        input: As for PyTorch's function, and so are the next four arguments.
+        p: The exponent of the norm; ours is for 2.
+        dim: The dimension; ours is for 1.
+        eps: The least norm that is divided by.
+        out: Where the result is written, by PyTorch.
+        weight: One factor for each channel, which may have sizes of 1 behind these.
+        bias: One summand for each channel, likewise.
+        scale: A factor for all channels.
+        activation: What follows: "silu" in the same pass, the others of `group_norm` after it.
+
+    Raises:
+        ValueError: `activation` is none of these.
+
+    Example:
+        >>> x = torch.randn(2, 8, 4, 4).to(memory_format=torch.channels_last)
+        >>> torch_nhwc.functional.normalize(x, weight=torch.ones(8), scale=8**0.5, activation="silu").stride()
+        (128, 1, 32, 8)
+    """
+    name = "silu" if activation == "silu" else "none"
+    if not is_scripting():
+        is_usual = _are(_NUMBER, p, eps, scale) and type(dim) is int
+        if not is_usual or _is_pytorch_s(input, weight, bias):
+            return _scaled(_pass_on("normalize", input, p, dim, eps, out), weight, bias, scale, activation)
+    if p != 2.0 or dim != 1 or out is not None or input.dim() < 4:
+        return _scaled(F.normalize(input, p, dim, eps, out), weight, bias, scale, activation)
+    normed: Tensor = torch.ops.nhwc.normalize(input, weight, bias, scale, eps, name)
+    return normed if name == "silu" else _followed(normed, activation, None, 0.01)
+
+
+def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, activation: str | None) -> Tensor:
+    """Compute what follows a normalisation by PyTorch's functions."""
+    beside = [-1] + [1] * (normed.dim() - 2)
+    if scale != 1.0:
+        normed = normed * scale
+    if weight is not None:
+        normed = normed * weight.reshape(beside)
+    if bias is not None:
+        normed = normed + bias.reshape(beside)
+    return _followed(normed, activation, None, 0.01)
 
 
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: DType | None = None) -> Tensor:

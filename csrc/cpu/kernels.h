@@ -7,6 +7,7 @@
 #include "cpu/norm_kernels.h"
 #include "cpu/output_kernels.h"
 #include "cpu/pointwise_kernels.h"
+#include "cpu/rms_kernels.h"
 #include "cpu/softmax_kernels.h"
 #include "cpu/weight_gradient_kernels.h"
 #include "cpu/winograd_kernels.h"
@@ -26,6 +27,7 @@ struct Kernels {
   ByType<NormKernels> norm;
   OutputKernels output;
   ByType<PointwiseKernels> pointwise;
+  ByType<RmsKernels> rms;
   SoftmaxKernels softmax;
   ByType<WeightGradientKernels> weight_gradient;
   ByType<WinogradKernels> winograd;

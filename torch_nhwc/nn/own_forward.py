@@ -28,6 +28,7 @@ vars(_F).update({name: getattr(functional, name) for name in functional.__all__}
 vars(_F).update({name: getattr(torch.ops.nhwc, name) for name in functional.__all__ if name.startswith("conv")})
 vars(_F).update({name: getattr(pending, name) for name in ("batch_norm", "group_norm")})
 del vars(_F)["interpolate"]
+_CONVOLVED = {F.conv2d: ("conv2d", 2), F.conv3d: ("conv3d", 3)}
 _F.__getattr__ = functools.partial(getattr, F)  # type: ignore[method-assign]
 
 
@@ -44,10 +45,10 @@ def with_our_functions(layer_type: type) -> Callable[..., Any]:
         return bound
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with mode(has_channels_last_weight(self)):
+        with mode(self):
             return own(self, *args, **kwargs)
 
-    mode, has_channels_last_weight = _CallingOurs, _has_channels_last_weight  # not globals, which are those of `own`
+    mode = _CallingOurs  # not a global, which are those of `own`
     names = {name: _with_ours(value) for name, value in own.__globals__.items()}
     return functools.update_wrapper(FunctionType(forward.__code__, names, closure=forward.__closure__), own)
 
@@ -102,14 +103,20 @@ def _is_method(layer_type: type, name: str) -> bool:
 
 
 class _CallingOurs(TorchFunctionMode):
-    def __init__(self, converts_weights: bool) -> None:
+    def __init__(self, layer: nn.Module) -> None:
         super().__init__()
-        self.converts_weights = converts_weights
+        self.layer, self.converts_weights = layer, _has_channels_last_weight(layer)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
         if self.converts_weights:
-            args, kwargs = converting_weight(func, args, kwargs or {})
-        return _OURS.get(func, func)(*args, **(kwargs or {}))
+            args, kwargs = converting_weight(func, args, kwargs)
+        result = None
+        if func is F.pad and isinstance(self.layer, nn.Conv2d | nn.Conv3d):
+            result = pending.padded_by_layer(self.layer, *args, **kwargs)
+        elif func in _CONVOLVED and not kwargs:
+            result = pending.convolved_by_layer(self.layer, *_CONVOLVED[func], *args)
+        return _OURS.get(func, func)(*args, **kwargs) if result is None else result
 
 
 def _has_channels_last_weight(layer: nn.Module) -> bool:

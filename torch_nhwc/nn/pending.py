@@ -93,6 +93,7 @@ class Waiting:
 
     __slots__ = ("grad_mode", "is_taken", "norm", "operands", "options", "owner", "read", "residual", "stream")
     takes_more = True  # an activation, or a sum
+    activations = frozenset(("relu", "leaky_relu", "silu", "gelu", "gelu_tanh"))
 
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
         self.owner = owner
@@ -216,6 +217,20 @@ class Padded(Waiting):
         return _with_versions(F.pad, self.operands[0], self.options)
 
 
+class WaitingNormalization(Waiting):
+    """A call of a normalisation of channels by their length."""
+
+    __slots__ = ()
+    activations = frozenset(("silu",))
+    # Operands: input, weight and bias. Options: scale, and the least length.
+
+    def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
+        return torch.ops.nhwc.normalize._op(*self.operands, *self.options, activation)
+
+    def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
+        return None
+
+
 class WaitingConvolution(Waiting):
     """A call of a convolution, the batch norm in evaluation mode after it, and a residual."""
 
@@ -310,19 +325,25 @@ def _unpadded(
     (source,), (stride, padding, dilation, groups) = waiting.operands, known
     waiting.check_unchanged()
     is_finite = _is_known_finite(source)
+    both = tuple(map(min, zip(low, high)))
     if low != high:
-        is_depthwise = groups > 1 and weight.shape[1] == 1
+        is_depthwise = groups > 1 and weight.shape[1] == 1 and source.is_cpu
         has_zero_taps = is_depthwise and dilation == (1,) * axes and not torch.is_grad_enabled()
         if has_zero_taps and not (is_finite and waiting.is_bounded):
             has_zero_taps = is_finite = math.isfinite(source.sum())
-        if not has_zero_taps:
-            _become(input, waiting.compute())
+        if has_zero_taps:
+            more = [after - before for before, after in zip(low[::-1], high[::-1])]
+            weight = _with_versions(F.pad, weight, [max(0, each) for one in more for each in (one, -one)])
+            both = tuple(map(max, zip(low, high)))
+        else:
+            if any(both):  # a copy with the rest of the zeros
+                rest = [each - even for sides, even in zip(zip(low, high), both) for each in reversed(sides)]
+                source = _with_versions(F.pad, source, rest[::-1])
+            else:
+                source = _become(input, waiting.compute())
             if is_finite:
-                _remember_finite(input)
-            return input, weight, options
-        more = [after - before for before, after in zip(low[::-1], high[::-1])]
-        weight = _with_versions(F.pad, weight, [max(0, each) for both in more for each in (both, -both)])
-    around = (0,) * (axes - len(low)) + tuple(map(max, zip(low, high)))
+                _remember_finite(source)
+    around = (0,) * (axes - len(low)) + both
     return source, weight, (stride, tuple(map(sum, zip(padding, around))), dilation, groups)
 
 
@@ -403,6 +424,23 @@ def pending_norm(
         return None
     options = (groups, training, eps, is_float)
     return _as_pending(result, Waiting(owner, (input, mean, deviation, weight, bias), options))
+
+
+def pending_normalization(
+    owner: Any, input: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, eps: float
+) -> Tensor | None:
+    """Return a result of `functional.normalize` that waits, or `None` where it is to be computed at once."""
+    if torch.compiler.is_compiling() or not _may_wait():
+        return None
+    _compute_among((input,))
+    if type(input) is not Tensor or input.is_inference() or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
+        return None
+    if input.numel() < (_FEWEST_ON_CUDA if input.is_cuda else _FEWEST_IN_GROUPS) or _is_read_early(owner):
+        return None
+    result = None if _is_observed() else torch.ops.nhwc.normalize_waiting._op(input, weight, bias, scale, eps)
+    if result is None:
+        return None
+    return _as_pending(result, WaitingNormalization(owner, (input, weight, bias), (scale, eps)))
 
 
 def _with_batch_norm(
@@ -539,6 +577,8 @@ def _activated(
     waiting = result.waiting if type(result) is Pending else None
     if waiting is None or not waiting.takes_more or waiting.grad_mode != torch.is_grad_enabled():
         return None
+    if activation not in waiting.activations:
+        return None
     if slope is not None and waiting.residual is not None and torch.is_grad_enabled():
         return None  # the derivative of a residual is read from the output
     value = waiting.compute(activation, parameter, slope)
@@ -558,23 +598,53 @@ def _may_be_padded(owner: Any) -> bool:
 
 def _pad(input: Any, pad: Any, mode: str = "constant", value: float | None = None) -> Tensor | None:
     """Put zeros around a result, or let them wait for a convolution."""
-    is_spatial = isinstance(pad, list | tuple) and len(pad) % 2 == 0 and 0 < len(pad) <= 2 * (input.dim() - 2)
-    if mode != "constant" or value or not is_spatial or not all(type(each) is int and each >= 0 for each in pad):
-        return None
     waiting = input.waiting if type(input) is Pending else None
-    if waiting is None or not input.is_cpu or not _may_be_padded(waiting.owner):
+    if waiting is None or not _are_zeros_around(input, pad, mode, value):
+        return None
+    if not input.is_cpu or not _may_be_padded(waiting.owner):
         return None
     if type(waiting) is Known and waiting.padded is None:
         _as_plain(input)
     else:
         _compute_among((input,))
+    is_bounded = type(waiting) is Known and waiting.is_bounded
+    out = _padded(waiting.owner, input, pad, is_bounded)
+    if out is not None:
+        _as_pending(input, Known(waiting.owner, is_bounded, out))
+    return out
+
+
+def _are_zeros_around(input: Tensor, pad: Any, mode: str, value: Any) -> bool:
+    is_spatial = isinstance(pad, list | tuple) and len(pad) % 2 == 0 and 0 < len(pad) <= 2 * (input.dim() - 2)
+    return mode == "constant" and not value and is_spatial and all(type(each) is int and each >= 0 for each in pad)
+
+
+def _padded(owner: Any, input: Tensor, pad: Any, is_bounded: bool) -> Tensor | None:
+    """Return a tensor with zeros around it, which wait."""
     if input.is_inference() or not input.is_contiguous(memory_format=CHANNELS_LAST[input.dim()]):
         return None
-    padded = Padded(waiting.owner, (input,), tuple(pad))
-    padded.is_bounded = type(waiting) is Known and waiting.is_bounded
-    out = _as_pending(torch.ops.nhwc.pad_waiting._op(input, pad), padded)
-    _as_pending(input, Known(waiting.owner, padded.is_bounded, out))
-    return out
+    padded = Padded(owner, (input,), tuple(pad))
+    padded.is_bounded = is_bounded
+    return _as_pending(torch.ops.nhwc.pad_waiting._op(input, pad), padded)
+
+
+def padded_by_layer(owner: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Tensor | None:
+    """Put zeros around what a convolution's own forward pads: they wait for its convolution."""
+    if torch.compiler.is_compiling() or not _may_wait() or not _are_zeros_around(input, pad, mode, value):
+        return None
+    if _is_read_early(owner, _PADDING):
+        return None
+    _compute_among((input,))
+    if type(input) is not Tensor or _is_observed() or not (input.is_cpu or input.is_cuda):
+        return None
+    return _padded(owner, input, pad, is_bounded=False)
+
+
+def convolved_by_layer(owner: Any, name: str, axes: int, *arguments: Any) -> Tensor | None:
+    """Convolve an input with zeros around it that wait for this; `None` for others."""
+    if len(arguments) != 7 or type(arguments[0]) is not Pending or type(arguments[0].waiting) is not Padded:
+        return None
+    return convolution(owner, name, axes, *arguments[:3], arguments[3:])
 
 
 def _relu(input: Tensor, inplace: bool = False) -> Tensor | None:

@@ -14,10 +14,10 @@ from torch._jit_internal import is_scripting
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from torch_nhwc import functional
-from torch_nhwc.layout import to_format
+from torch_nhwc.layout import CHANNELS_LAST, to_format
 from torch_nhwc.nn.class_swap import Swap, swapped_class
 from torch_nhwc.nn.own_forward import with_our_functions
-from torch_nhwc.nn.pending import convolution, is_small, never_waits, pending_norm
+from torch_nhwc.nn.pending import convolution, is_small, never_waits, pending_norm, pending_normalization
 
 
 class Preserving(Swap):
@@ -122,6 +122,24 @@ class PreservingBatchNorm3d(Preserving, nn.BatchNorm3d):
     """`BatchNorm3d` that is accurate on channels-last."""
 
     forward = PreservingBatchNorm2d.forward
+
+
+class PreservingChannelRms(Preserving, nn.Module):
+    """RMS norm over the channels, which each video autoencoder of diffusers has a class of its own for, in one pass."""
+
+    gamma: Tensor
+    bias: Any  # or a number
+    scale: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        gamma, bias = self.gamma, self.bias if isinstance(self.bias, Tensor) else None
+        is_beside = x.dim() == gamma.dim() + 1 and x.dim() in CHANNELS_LAST and x.dtype == gamma.dtype
+        if not is_beside or functional.is_exported() or not x.is_contiguous(memory_format=CHANNELS_LAST[x.dim()]):
+            return super().forward(x)
+        waiting = pending_normalization(self, x, gamma, bias, self.scale, _LEAST_LENGTH)
+        if waiting is not None:
+            return waiting
+        return functional.normalize(x, eps=_LEAST_LENGTH, weight=gamma, bias=bias, scale=self.scale)
 
 
 class PreservingGELU(Preserving, nn.GELU):
@@ -346,6 +364,13 @@ def _is_over_channels(layer: Any) -> bool:
     return layer.dim in (1, -3, -4)  # the channels of images and of volumes
 
 
+def _is_rms_over_channels(layer: Any) -> bool:
+    gamma, bias = layer._parameters.get("gamma"), layer.bias
+    has_parameters = type(gamma) is nn.Parameter and gamma.numel() == gamma.shape[0] == round(layer.scale**2)
+    has_bias = bias is None or bias == 0.0 if not isinstance(bias, Tensor) else bias.shape == gamma.shape
+    return has_parameters and has_bias and layer.channel_first is True
+
+
 def _is_slow_in_half_precision(layer: Any) -> bool:
     """Return whether a linear layer is slow on this machine, in its dtype or in the bfloat16 of autocast.
 
@@ -392,6 +417,7 @@ _CONVOLUTION = "right for every shape, fast where PyTorch is slow, also by fewer
 _BATCH_NORM = "accurate for every size, and one pass with the activation after it"
 _GROUP_NORM = "accurate for every mean, fast, and one pass with the activation after it"
 _INSTANCE_NORM = "in channels-last and fast, right for a batch of 1, and one pass with the activation after it"
+_CHANNEL_RMS_NORM = "one pass over memory, with the activation after it"
 _FORMAT = "in channels-last, forward and backward, and fast"
 _FAST = "fast, forward and backward"
 _VOLUMES = "able to take volumes, too"
@@ -429,6 +455,11 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
 }
 
+# The RMS norms of video autoencoders, by what their forward names: at least these, and at most those.
+_CHANNEL_RMS = Replacement(PreservingChannelRms, _CHANNEL_RMS_NORM, serves=_is_rms_over_channels, on_gpu=_always)
+_NAMES_OF_RMS = frozenset(("F", "normalize", "channel_first", "scale", "gamma", "bias"))
+_NAMES_OF_CASTS = frozenset(("dtype", "torch", "float16", "bfloat16", "any", "float", "to"))
+_LEAST_LENGTH = 1e-12  # of `torch.nn.functional.normalize`
 
 # The methods that a replacement may override; one that is set on the layer itself would still be called.
 _METHODS = ("forward", "_conv_forward", "_apply_instance_norm")
@@ -457,12 +488,31 @@ _FUNCTIONS: dict[type[nn.Module], str] = {
 
 def replacement_for(layer_type: type) -> Replacement | None:
     """Return the row of the class that a class is, or derives from; `None` where the table has none."""
-    return next((REPLACEMENTS[base] for base in layer_type.__mro__ if base in REPLACEMENTS), None)
+    listed = next((REPLACEMENTS[base] for base in layer_type.__mro__ if base in REPLACEMENTS), None)
+    return _CHANNEL_RMS if listed is None and any(map(_has_channel_rms, layer_type.__mro__)) else listed
 
 
 def is_known(layer_type: type) -> bool:
     """Return whether a swap is right for a class that is one of the table, or derives from one."""
-    return layer_type in REPLACEMENTS or has_pytorchs_methods(layer_type) or calls_pytorchs_function(layer_type)
+    if layer_type in REPLACEMENTS or has_pytorchs_methods(layer_type) or calls_pytorchs_function(layer_type):
+        return True
+    return _has_channel_rms(layer_type) or (issubclass(layer_type, nn.Upsample) and _only_casts(layer_type))
+
+
+def _names_of_forward(layer_type: type) -> frozenset[str]:
+    """Return what the forward names of a class that has one of its own."""
+    return frozenset(getattr(getattr(vars(layer_type).get("forward"), "__code__", None), "co_names", ()))
+
+
+def _has_channel_rms(layer_type: type) -> bool:
+    if not layer_type.__name__.endswith("RMS_norm"):
+        return False
+    return _NAMES_OF_RMS <= _names_of_forward(layer_type) <= _NAMES_OF_RMS | _NAMES_OF_CASTS
+
+
+def _only_casts(layer_type: type) -> bool:
+    """Return whether a forward is that of its base on floats, as which our kernels compute."""
+    return _names_of_forward(layer_type) == {"super", "forward", "float", "type_as"}
 
 
 def has_pytorchs_methods(layer_type: type) -> bool:

@@ -6,6 +6,7 @@
 #include "cpu/isa/make_norm_kernels.h"
 #include "cpu/isa/make_output_kernels.h"
 #include "cpu/isa/make_pointwise_kernels.h"
+#include "cpu/isa/make_rms_kernels.h"
 #include "cpu/isa/make_softmax_kernels.h"
 #include "cpu/isa/make_weight_gradient_kernels.h"
 #include "cpu/isa/make_winograd_kernels.h"
@@ -28,6 +29,7 @@ constexpr cpu::Kernels make_kernels() {
           .norm = by_type([]<typename Element> { return make_norm_kernels<Element>(); }),
           .output = make_output_kernels(),
           .pointwise = by_type([]<typename Element> { return make_pointwise_kernels<Element>(); }),
+          .rms = by_type([]<typename Element> { return make_rms_kernels<Element>(); }),
           .softmax = make_softmax_kernels(),
           .weight_gradient = by_type([]<typename Element> { return make_weight_gradient_kernels<Element>(); }),
           .winograd = by_type([]<typename Element> { return make_winograd_kernels<Element>(); })};

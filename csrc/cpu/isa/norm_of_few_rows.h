@@ -118,23 +118,6 @@ NHWC_ALWAYS_INLINE void for_each_place(const NormRows& shape, std::int64_t group
   }
 }
 
-template <typename Value, typename Element>
-NHWC_ALWAYS_INLINE Value load_as(const Element* source) {
-  if constexpr (std::is_same_v<Value, Real<Element>>) {
-    return load_one(source);
-  } else {
-    return load_vector(source);
-  }
-}
-template <typename Value, typename Element>
-NHWC_ALWAYS_INLINE void store_as(Element* destination, Value value) {
-  if constexpr (std::is_same_v<Value, Real<Element>>) {
-    store_one(destination, value);
-  } else {
-    store_vector(destination, value);
-  }
-}
-
 /// A sum of registers and of single numbers.
 template <typename Number>
 struct Total {

@@ -211,5 +211,23 @@ NHWC_ALWAYS_INLINE void store_one(double* destination, double value) { *destinat
 NHWC_ALWAYS_INLINE void store_one(BFloat16* destination, float value) { destination->bits = FloatToBFloat16()(value); }
 [[gnu::noinline]] inline void store_one(Half* destination, float value) { destination->bits = FloatToHalf()(value); }
 
+/// Loads a register, or one number.
+template <typename Value, typename Element>
+NHWC_ALWAYS_INLINE Value load_as(const Element* source) {
+  if constexpr (std::is_same_v<Value, Real<Element>>) {
+    return load_one(source);
+  } else {
+    return load_vector(source);
+  }
+}
+template <typename Value, typename Element>
+NHWC_ALWAYS_INLINE void store_as(Element* destination, Value value) {
+  if constexpr (std::is_same_v<Value, Real<Element>>) {
+    store_one(destination, value);
+  } else {
+    store_vector(destination, value);
+  }
+}
+
 }  // namespace NHWC_CPU_LEVEL
 }  // namespace nhwc
