@@ -26,8 +26,8 @@ std::optional<NormType> rms_type(at::ScalarType type) {
   }
 }
 
-const void* read(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
-void* written(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
+const void* rms_source(const at::Tensor& tensor) { return tensor.defined() ? tensor.const_data_ptr() : nullptr; }
+void* rms_target(const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; }
 
 RmsPlan plan_of(const ChannelRms& rms, NormType type, std::uint64_t addresses) {
   int processors = 0;
@@ -38,8 +38,15 @@ RmsPlan plan_of(const ChannelRms& rms, NormType type, std::uint64_t addresses) {
 }
 
 RmsArguments arguments_of(const ChannelRms& rms, const at::Tensor& grad, const at::Tensor& out) {
-  RmsArguments arguments{{},           read(rms.input), read(grad), read(rms.weight), read(rms.bias),
-                         written(out), nullptr,         rms.scale,  rms.eps};
+  RmsArguments arguments{{},
+                         rms_source(rms.input),
+                         rms_source(grad),
+                         rms_source(rms.weight),
+                         rms_source(rms.bias),
+                         rms_target(out),
+                         nullptr,
+                         rms.scale,
+                         rms.eps};
   std::uintptr_t addresses = 0;
   for (const void* each :
        {arguments.input, arguments.grad, arguments.weight, arguments.bias, static_cast<const void*>(arguments.out)}) {
@@ -78,12 +85,12 @@ void channel_rms_norm_backward(const ChannelRms& rms, const at::Tensor& grad, co
     const at::ScalarType real = rms.input.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     sums = at::empty({static_cast<std::int64_t>(arguments.plan.numbers_of_chunks())},
                      rms.input.options().dtype(real).memory_format(std::nullopt));
-    arguments.sums = written(sums);
+    arguments.sums = rms_target(sums);
   }
   launch(/*is_backward=*/true, rms, arguments);
   if (!sums.defined()) return;
   C10_CUDA_CHECK(kernels::launch(NormStep::parameter_gradients, *rms_type(rms.input.scalar_type()),
-                                 arguments_of_sums(arguments, written(grad_weight), written(grad_bias)),
+                                 arguments_of_sums(arguments, rms_target(grad_weight), rms_target(grad_bias)),
                                  c10::cuda::getCurrentCUDAStream()));
 }
 
