@@ -13,6 +13,7 @@
 #include <cuda/depthwise_blocks.h>
 #include <cuda/norm_blocks.h>
 #include <cuda/resample_blocks.h>
+#include <cuda/rms_blocks.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
 #include <torch_nhwc/cuda/launch_plan.h>
@@ -125,7 +126,7 @@ Emulation emulation;
 struct LaunchRecord {
   std::uint64_t stream;
   // Of other kernels than those for weights: -1 less the step, after norms' those of convolutions; of a copy of rows
-  // -100, of a sum -101.
+  // -100, of a sum -101; of an RMS norm's forward -102, of its backward -103.
   std::int32_t device, elements, is_long;
   std::uint32_t weights, blocks, shared_bytes;
 };
@@ -627,6 +628,48 @@ RunResampling parse_resampling(const std::string& name, int& kind) {
   return find_sum(type, lanes > 1, rows, std::make_index_sequence<summed_types>());
 }
 
+// A launch of one of an RMS norm's kernels.
+struct RmsWork {
+  bool is_backward, has_silu;
+  NormType type;
+  std::uint32_t lanes;
+  RmsArguments arguments;
+  int device;
+};
+
+// Of its mangled name: ...7run_rmsINS0_10RmsForwardILNS0_8NormTypeE1ELj8ELb1E... or ...INS0_11RmsBackwardI...
+bool parse_rms(const std::string& name, RmsWork& work) {
+  const char* block = std::strstr(name.c_str(), "run_rmsI");
+  const char* arguments = block ? std::strstr(block, "ILNS0_8NormTypeE") : nullptr;
+  int type = 0, has_silu = 0;
+  if (!arguments || std::sscanf(arguments, "ILNS0_8NormTypeE%dELj%uELb%d", &type, &work.lanes, &has_silu) != 3) {
+    return false;
+  }
+  work.is_backward = std::strstr(block, "RmsBackward") != nullptr;
+  work.has_silu = has_silu != 0;
+  work.type = static_cast<NormType>(type);
+  return true;
+}
+
+void run_rms(const RmsWork& work) {
+  const RmsPlan& plan = work.arguments.plan;
+  const std::size_t bytes = plan.shared_bytes(work.is_backward, work.type == NormType::float64 ? 8 : 4);
+  const auto quads = std::make_unique<Quad[]>(bytes / sizeof(Quad) + 1);
+  const DeviceAccess access{{bytes}, work.device};
+  with_rms_block<DeviceAccess>(work.is_backward, work.type, work.has_silu, plan, [&](auto block_type) {
+    for (std::uint64_t block = 0; block < plan.blocks(work.is_backward); ++block) {
+      const typename decltype(block_type)::Type each(work.arguments, static_cast<std::uint32_t>(block),
+                                                     reinterpret_cast<char*>(quads.get()), access);
+      each.run([](const auto& phase) {
+        for (unsigned thread = 0; thread < rms_threads; ++thread) phase(thread);
+      });
+    }
+  });
+  if (emulation.wrong_lane >= 0 && !work.is_backward) {
+    static_cast<char*>(work.arguments.out)[emulation.wrong_lane] ^= 0x40;
+  }
+}
+
 }  // namespace
 
 API void __cudaRegisterFunction(void** module, const char* function, char* device_function, const char* name,
@@ -665,7 +708,9 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
   DepthwiseWork depthwise{};
   const bool is_depthwise = parse_depthwise(name, depthwise.step, depthwise.type);
   const RunResampling run_resampling = parse_resampling(name, step);
-  if (!run_norm && !is_depthwise && !run_resampling && !parse(name, kernel)) {
+  RmsWork rms{};
+  const bool is_rms = parse_rms(name, rms);
+  if (!run_norm && !is_depthwise && !run_resampling && !is_rms && !parse(name, kernel)) {
     return fail(cudaErrorNotSupported, ("PyTorch's own kernel " + name).c_str());
   }
   if (current_device == emulation.device_without_image) return fail(cudaErrorNoKernelImageForDevice);
@@ -709,6 +754,20 @@ API cudaError_t cudaLaunchKernel(const void* function, dim3 grid, dim3 block, vo
     launches().push_back(
         {reinterpret_cast<std::uintptr_t>(stream), current_device, step, 0, 0, grid.x, work.shared_bytes});
     return submit(stream, [=] { run_resampling(work); });
+  }
+
+  if (is_rms) {
+    rms.arguments = *static_cast<const RmsArguments*>(arguments[0]);
+    rms.device = current_device;
+    const RmsPlan& plan = rms.arguments.plan;
+    if (shared_bytes > plain_shared_bytes || plan.lanes != rms.lanes || block.x != rms_threads ||
+        shared_bytes != plan.shared_bytes(rms.is_backward, rms.type == NormType::float64 ? 8 : 4) ||
+        grid.x != plan.blocks(rms.is_backward)) {
+      return fail(cudaErrorInvalidValue);
+    }
+    launches().push_back({reinterpret_cast<std::uintptr_t>(stream), current_device, rms.is_backward ? -103 : -102, 0, 0,
+                          grid.x, static_cast<unsigned>(shared_bytes)});
+    return submit(stream, [=] { run_rms(rms); });
   }
 
   const auto agreed = runtime().shared_bytes.find({current_device, function});
