@@ -340,7 +340,9 @@ def normalize(
         >>> torch_nhwc.functional.normalize(x, weight=torch.ones(8), scale=8**0.5, activation="silu").stride()
         (128, 1, 32, 8)
     """
-    name = "silu" if activation == "silu" else "none"
+    name = "none"
+    if activation is not None and activation == "silu":
+        name = "silu"
     if not is_scripting():
         is_usual = _are(_NUMBER, p, eps, scale) and type(dim) is int
         if not is_usual or _is_pytorch_s(input, weight, bias):
@@ -353,13 +355,12 @@ def normalize(
 
 def _scaled(normed: Tensor, weight: Tensor | None, bias: Tensor | None, scale: float, activation: str | None) -> Tensor:
     """Compute what follows a normalisation by PyTorch's functions."""
-    beside = [-1] + [1] * (normed.dim() - 2)
     if scale != 1.0:
         normed = normed * scale
     if weight is not None:
-        normed = normed * weight.reshape(beside)
+        normed = normed * weight.reshape([-1] + [1] * (normed.dim() - 2))
     if bias is not None:
-        normed = normed + bias.reshape(beside)
+        normed = normed + bias.reshape([-1] + [1] * (normed.dim() - 2))
     return _followed(normed, activation, None, 0.01)
 
 

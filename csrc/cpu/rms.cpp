@@ -70,7 +70,7 @@ void channel_rms_norm_backward(const ChannelRms& rms, const at::Tensor& grad, co
   const Passes passes(rms);
   const int64_t channels = passes.channels, bytes_of_number = passes.type == at::kDouble ? 8 : 4;
   // The sums of a block are in numbers, those of a part and of all in doubles: of weight and bias, one after the other.
-  constexpr int64_t rows_of_block = 64;
+  constexpr int64_t rows_of_block = 16;
   const Parts parts(passes.rows, divide_up(passes.rows, enough_tasks), rows_of_block);
   std::vector<double> sums(std::max<int64_t>(1, parts.parts) * 2 * channels);
   const char *from = grad.numel() == 0 ? nullptr : read(rms.input), *of_out = grad.numel() == 0 ? nullptr : read(grad);

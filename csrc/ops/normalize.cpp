@@ -83,7 +83,8 @@ struct Wide {
 
   explicit Wide(const Call& call) {
     const auto type = call.input.scalar_type();
-    const auto wide = call.is_channels_last() && at::isReducedFloatingType(type) ? at::kFloat : type;
+    const bool is_half = type == at::kHalf || type == at::kBFloat16;
+    const auto wide = call.is_channels_last() && is_half ? at::kFloat : type;
     std::vector<c10::SymInt> sizes(call.input.dim(), 1);
     sizes[1] = call.input.sym_size(1);
     const auto beside = [&](const at::Tensor& numbers) {
@@ -124,7 +125,9 @@ std::vector<at::Tensor> composed_gradients(const Call& call, const at::Tensor& g
   }
   const at::Tensor length = wide.length.clamp_min(call.eps), factor = call.scale / length;
   const auto of_channels = [&](const at::Tensor& all, const at::Tensor& parameter) {
-    return channels_to_end(all).flatten(0, -2).sum(0).to(parameter.scalar_type());
+    at::DimVector others = {0};
+    for (int64_t dim = 2; dim < all.dim(); ++dim) others.push_back(dim);
+    return all.sum(others).to(parameter.scalar_type());
   };
   std::vector<at::Tensor> gradients(3);
   if (needed[0]) {

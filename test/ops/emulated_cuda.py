@@ -1042,3 +1042,22 @@ def test_a_folder_that_cannot_be_written_costs_nothing_but_the_file(monkeypatch,
 def test_nothing_is_measured_during_a_capture():
     with Graph(stream := torch.cuda.Stream()), torch.cuda.stream(stream):
         assert nhwc.ops.qualify_norms("cuda:0") is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize(("channels", "activation"), [(33, "none"), (64, "silu"), (96, "none")])
+def test_normalisation_over_channels(channels, activation, dtype, monkeypatch):
+    monkeypatch.setenv("TORCH_NHWC_CUDA_NORMS", "1")
+    activation = "none" if dtype == torch.float64 else activation
+    x = torch.randn(2, channels, 5, 6).to(dtype).to(memory_format=CL)
+    leaves = [x, *(torch.randn(channels).to(dtype) for _ in "wb")]
+    results = []
+    for device in ("cuda", "cpu"):
+        given = [each.to(device, copy=True).requires_grad_() for each in leaves]
+        out = torch.ops.nhwc.normalize(*given, 3.0, 1e-12, activation)
+        results.append([of_host(each) for each in (out, *torch.autograd.grad(out, given, x.to(device)))])
+        if device == "cuda":
+            assert [launch.elements for launch in take_launches()] == [-102, -103, -7]
+    room = 8 * torch.finfo(dtype).eps
+    for ours, theirs in zip(*results, strict=True):
+        assert float((ours.double() - theirs.double()).norm()) <= room * float(theirs.double().norm())

@@ -60,6 +60,13 @@ def main(device="cuda"):
         )
     for channels, dtype in itertools.product((33, 64), (torch.float32, torch.bfloat16)):
         input = volume(2, channels, 5, 6, 7, device=device, dtype=dtype)
+        for activation in (None, "silu"):
+            run(
+                lambda x, *p, activation=activation: nhwc.functional.normalize(
+                    x, weight=p[0], bias=p[1], activation=activation
+                ),
+                *(input, *[ones(channels, device, dtype) for _ in "wb"]),
+            )
         for mode in ("reflect", "replicate", "circular"):
             run(lambda x, mode=mode: nhwc.functional.pad(x, (1, 2, 2, 1, 1, 1), mode), input)
         for mode in ("nearest", "trilinear"):

@@ -84,6 +84,11 @@ def convolved(
     return F.conv2d(x, w, b, stride, padding, dilation, groups)
 
 
+def rms_norm(x: Tensor, w: Tensor, b: Tensor, scale: float, eps: float, _: str) -> Tensor:
+    sizes = [-1, *[1] * (x.dim() - 2)]
+    return F.silu(F.normalize(x, eps=eps) * scale * w.view(sizes) + b.view(sizes))
+
+
 IMAGE, VOLUME, POOLED = (2, 6, 4, 5), (2, 6, 4, 3, 5), (2, 6, 2, 3, 2)
 WIDE = (2, 18, 3, 4)  # of so many channels that softmax goes over a view
 ROWS = (2, 8, 16, 20)  # of so many rows that batch norm is ours
@@ -109,6 +114,7 @@ FUNCTIONS: dict[str, list[tuple[tuple[int, ...], Callable[[], list[Any]]]]] = {
         (VOLUME, lambda: [torch.randint(0, 6, (2, 4, 3, 5)), torch.rand(6)]),
     ],
     "gelu": [(IMAGE, lambda: []), (VOLUME, lambda: [])],
+    "normalize": [(IMAGE, lambda: []), (VOLUME, lambda: [2.0, 1, 0.5])],
     "avg_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(2, 1, 3), 2, (1, 0, 1), True, False])],
     "adaptive_avg_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(None, 2, 3)])],
     "adaptive_max_pool3d": [(VOLUME, lambda: [2]), (VOLUME, lambda: [(1, 2, 3)])],
@@ -256,6 +262,9 @@ CALLS = {
         lambda: [leaf(*ROWS), None, None, vector(8), vector(8), True],
         checks=WRITING,
     ),
+    "normalize": Call(
+        nhwc.normalize.default, rms_norm, lambda: [leaf(*IMAGE), vector(6), vector(6), 2.5, 1e-12, "silu"]
+    ),
     "gelu": Call(nhwc.gelu.default, F.gelu, lambda: [leaf(*IMAGE)]),
     "softmax": Call(nhwc.softmax.default, F.softmax, lambda: [leaf(*IMAGE), 1]),
     "log_softmax": Call(nhwc.log_softmax.default, F.log_softmax, lambda: [leaf(*VOLUME), 1]),
@@ -375,6 +384,7 @@ IN_STEPS = {
     nhwc.waiting_like.default,
     nhwc.records_inputs.default,
     nhwc.norm_activation.default,
+    nhwc.normalize_waiting.default,
 }
 # Operators whose results have no gradient: the arguments and the options of a call.
 ANSWERS: dict[Any, Callable[[], tuple[list[Any], dict[str, Any]]]] = {
@@ -407,6 +417,7 @@ LACKS = {
     "functional.max_unpool3d 0": ("tracing", "batched_gradients", SECOND),
     "functional.max_unpool3d 1": ("batched_gradients", SECOND),
     "max_unpool3d": ("batched_gradients", SECOND, "wrong_arguments"),  # which the function looks at
+    "normalize": ("wrong_arguments",),  # PyTorch's has no factors
     # As those of PyTorch's other pools of maxima on channels-last.
     "functional.adaptive_max_pool3d 0": (SECOND,),
     "functional.adaptive_max_pool3d 1": (SECOND,),

@@ -223,6 +223,8 @@ def _cases() -> Iterator[_Case]:
         plane, volume = (2, channels, 5, 6), (1, channels, 3, 4, 5)
         pad = partial(_with_gradients, lambda x: nhwc.pad(x, [1, 2, 2, 1], "reflect"))
         yield _Case(pad, dtype, plane, (2, channels, 8, 9))
+        rms = partial(_with_gradients, lambda x, w, b: nhwc.normalize(x, w, b, 2.0, 1e-12, "silu"))
+        yield _Case(rms, dtype, volume, volume, ((channels,),) * 2)
         for mode in ("nearest", "trilinear"):
             larger = partial(_with_gradients, lambda x, mode=mode: nhwc.interpolate(x, None, [2.0] * 3, mode))
             yield _Case(larger, dtype, volume, (1, channels, 6, 8, 10))
