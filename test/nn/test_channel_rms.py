@@ -115,6 +115,16 @@ def test_zeros_around_what_a_convolution_of_its_own_pads_are_its_padding():
     assert is_preserving(type(model[0]))
 
 
+def test_graphs_and_compilers_see_the_padding():
+    conv = CausalConv3d(4, 4, 3)
+    x = channels_last(torch.randn(1, 4, 5, 8, 9))
+    expected = conv(x, 0)
+    nhwc.convert_(nn.Sequential(conv))
+    torch.testing.assert_close(torch.fx.symbolic_trace(conv)(x, 0), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.compile(conv, backend="eager")(x, 0), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(torch.jit.trace(conv, x)(x), conv(x), rtol=1e-4, atol=1e-4)
+
+
 def test_zeros_that_wait_are_switched_off_with_everything_that_waits(monkeypatch):
     monkeypatch.setattr(pending, "_is_on", False)
     conv = CausalConv3d(16, 16, 3)

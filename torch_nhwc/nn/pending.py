@@ -630,12 +630,12 @@ def _padded(owner: Any, input: Tensor, pad: Any, is_bounded: bool) -> Tensor | N
 
 def padded_by_layer(owner: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Tensor | None:
     """Put zeros around what a convolution's own forward pads: they wait for its convolution."""
-    if torch.compiler.is_compiling() or not _may_wait() or not _are_zeros_around(input, pad, mode, value):
+    if torch.compiler.is_compiling() or type(input) not in (Tensor, Pending) or _is_observed():
         return None
-    if _is_read_early(owner, _PADDING):
+    if not _may_wait() or _is_read_early(owner, _PADDING) or not _are_zeros_around(input, pad, mode, value):
         return None
     _compute_among((input,))
-    if type(input) is not Tensor or _is_observed() or not (input.is_cpu or input.is_cuda):
+    if not (input.is_cpu or input.is_cuda):
         return None
     return _padded(owner, input, pad, is_bounded=False)
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 
 from torch_nhwc.ops.library import PACKAGE, library_path
 
@@ -252,7 +253,9 @@ def _with_gradients(call: Callable[..., Tensor], input: Tensor, grad: Tensor, *p
     with torch.enable_grad():
         leaves = [each.detach().requires_grad_() for each in (input, *parameters)]
         out = call(*leaves)
-        return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
+        # As `torch.autograd.grad`, which first imports sympy: that takes longer than all cases.
+        gradients = _engine_run_backward((out,), (grad,), False, False, tuple(leaves), False, accumulate_grad=False)
+        return [out.detach(), *gradients]
 
 
 def _results(kind: str, groups: int, input: Tensor, grad: Tensor, weight: Tensor, bias: Tensor) -> list[Tensor]:
