@@ -42,6 +42,12 @@ def run(program, **environment):
     return subprocess.run([sys.executable, *program], env=clean | environment, capture_output=True, text=True)
 
 
+def check_program_at(level, file):
+    """Run a file of tests as the program that it also is, at an instruction set."""
+    done = run([file], TORCH_NHWC_CPU_CAPABILITY=level)
+    assert done.returncode == 0, done.stderr
+
+
 def capability(**environment):
     done = run(["-c", "import torch_nhwc; print(torch_nhwc.ops.cpu_capability())"], **environment)
     assert done.returncode == 0, done.stderr

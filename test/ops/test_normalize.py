@@ -5,17 +5,13 @@ program.
 """
 
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
 from activations import assert_as_accurate, assert_in_format, channels_last, gradients
 from selection import some_of
-from test_cpu_levels import LEVELS
+from test_cpu_levels import LEVELS, check_program_at
 
 from torch_nhwc import functional
 
@@ -64,10 +60,7 @@ def test_results_and_gradients(channels, dtype):
 @pytest.mark.levels
 @pytest.mark.parametrize("level", some_of(LEVELS, "baseline"))
 def test_each_level(level):
-    path = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
-    environment = os.environ | {"TORCH_NHWC_CPU_CAPABILITY": level, "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    check_program_at(level, __file__)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,11 +4,6 @@ The choice of an instruction set is made once in a process, so each level is che
 is also that program.
 """
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -19,7 +14,7 @@ from activations import (
     channels_last,
 )
 from selection import some_of
-from test_cpu_levels import LEVELS
+from test_cpu_levels import LEVELS, check_program_at
 
 from torch_nhwc import functional
 
@@ -67,10 +62,7 @@ def test_results_and_gradients_are_as_accurate_as_pytorchs(name, channels, dtype
 @pytest.mark.levels
 @pytest.mark.parametrize("level", some_of(LEVELS, "baseline"))
 def test_each_level(level):
-    path = [str(Path(__file__).parents[1] / "support"), str(Path(__file__).parent)]
-    environment = os.environ | {"TORCH_NHWC_CPU_CAPABILITY": level, "PYTHONPATH": os.pathsep.join([*path, *sys.path])}
-    done = subprocess.run([sys.executable, __file__], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    check_program_at(level, __file__)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
