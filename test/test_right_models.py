@@ -33,7 +33,8 @@ def test_gradients_of_converted_networks(names):
         assert in_bfloat16 < 2 * NETWORKS[name].reference, name
 
 
-@pytest.mark.parametrize("name", ["convolution", exhaustive("DynUNet of 4 levels")])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["convolution", "DynUNet of 4 levels"])
 def test_gradients_of_a_network_that_is_converted_and_compiled(name):
     """The script asserts that inductor gets no operator of ours but those by kernels."""
     ((in_bfloat16,),) = errors([name], "compiled", "bfloat16")

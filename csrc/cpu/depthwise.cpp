@@ -142,7 +142,7 @@ at::Tensor transposed_numbers(const DepthwiseType& type, const at::Tensor& from,
 
 void correlate(const DepthwiseType& type, const DepthwiseCorrelation& correlation, const at::Tensor& source,
                const at::Tensor& weight, const at::Tensor& bias, const at::Tensor& result, const Output& output = {}) {
-  constexpr int64_t tasks_of_thread = 4, most_finished = 1 << 18;  // numbers
+  constexpr int64_t tasks_of_thread = 4;
   const bool finishes = !output.is_empty();
   const int64_t channels = correlation.result_channels;
   const Registers registers(type, channels);

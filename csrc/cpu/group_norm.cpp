@@ -27,7 +27,7 @@ std::vector<double> doubles_of(const at::Tensor& numbers, int64_t count, double 
 }
 
 std::vector<double> slopes_of(const Activation& activation, int64_t channels) {
-  if (activation.kind != ActivationKind::leaky_relu) return {};
+  if (!has_slopes(activation.kind)) return {};
   std::vector<double> slopes = doubles_of(activation.slopes, channels);
   for (double& each : slopes) each += activation.parameter;
   return slopes;

@@ -15,6 +15,7 @@ struct NormRows {
 /// What follows a norm in the same pass.
 enum class ActivationKind : int { none, relu, leaky_relu, silu, gelu, gelu_tanh };
 constexpr int activation_kinds = 6;
+constexpr bool has_slopes(ActivationKind kind) { return kind == ActivationKind::leaky_relu; }
 constexpr bool has_exponential(ActivationKind kind) { return kind > ActivationKind::leaky_relu; }
 
 /// What a pass knows of each group (mean, reciprocal deviation) and channel (weight, bias, and the slope of leaky

@@ -7,6 +7,9 @@
 
 namespace nhwc::cpu {
 
+/// What the results of a task may have at most to be in a cache when they are finished.
+inline constexpr int64_t most_finished = 1 << 18;
+
 /// result = activation(result + residual), of floats. The residual has the strides of the result, or is undefined.
 struct Output {
   at::Tensor residual;

@@ -24,7 +24,7 @@ void pointwise(const at::Tensor& input, const at::Tensor& weight, const at::Tens
   const at::Tensor weights = (has_few_inputs ? weight.t() : weight).to(at::kFloat).contiguous();
   const at::Tensor biases = bias.defined() ? bias.to(at::kFloat).contiguous() : at::zeros({outputs}, weights.options());
   const bool finishes = !output.is_empty();
-  constexpr int64_t most_pixels = 4096, most_finished = 1 << 18;  // numbers
+  constexpr int64_t most_pixels = 4096;
   const Parts ranges(out.numel() / outputs,
                      finishes ? std::min(most_pixels, divide_up(most_finished, outputs)) : most_pixels);
   for_each_task(ranges.parts, ranges.size * (inputs + outputs) * products_of_element, 0, [&](int64_t range, char*) {

@@ -89,7 +89,7 @@ class RmsBlock {
   }
 
   /// Written so that what is undefined stays so.
-  NHWC_HOST_DEVICE bool is_clamped(Real squares) const { return std::sqrt(squares) <= static_cast<Real>(rms_.eps); }
+  NHWC_HOST_DEVICE bool is_clamped(Real squares) const { return std::sqrt(squares) < static_cast<Real>(rms_.eps); }
   NHWC_HOST_DEVICE Real factor(Real squares) const {
     return static_cast<Real>(rms_.scale) / (is_clamped(squares) ? static_cast<Real>(rms_.eps) : std::sqrt(squares));
   }

@@ -65,32 +65,6 @@ struct Known {
 
 // --- In PyTorch's differentiable operators ---
 
-/// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`. In
-/// operators that take batches of gradients.
-at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cpu::Activation& activation) {
-  switch (activation.kind) {
-    case ActivationKind::relu:
-      return std::isinf(activation.parameter) ? at::threshold_backward(grad, y, 0)
-                                              : at::hardtanh_backward(grad, y, 0, activation.parameter);
-    case ActivationKind::leaky_relu:
-      return at::leaky_relu_backward(grad, y, activation.parameter, /*self_is_result=*/false);
-    case ActivationKind::silu: {
-      const at::Tensor sigmoid = at::sigmoid(y);
-      return grad * (sigmoid * (1 + y * (1 - sigmoid)));
-    }
-    case ActivationKind::gelu: {
-      const at::Tensor probability = (1 + at::erf(y * M_SQRT1_2)) * 0.5, power = at::exp(y * y * -0.5);
-      return grad * (probability + y * power * (M_2_SQRTPI * M_SQRT1_2 / 2));
-    }
-    case ActivationKind::gelu_tanh: {
-      constexpr double twice_root = M_2_SQRTPI * M_SQRT2, cubic = 0.044715;
-      const at::Tensor square = y * y, sigmoid = at::sigmoid(y * (1 + square * cubic) * twice_root);
-      return grad * (sigmoid + y * sigmoid * (1 - sigmoid) * (1 + square * (3 * cubic)) * twice_root);
-    }
-    default: return grad;
-  }
-}
-
 /// Returns the norm alone. Statistics of the input are computed again, as part of what is differentiated.
 at::Tensor norm_alone(const Known& known) {
   const auto& [input, mean, rstd, scale, shift, groups, training, eps, is_float] = known;

@@ -11,12 +11,11 @@
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
+#include "ops/norm.h"
 #include "ops/waiting.h"
 
 namespace nhwc {
 namespace {
-
-using Optional = std::optional<at::Tensor>;
 
 /// activation(input / max(length, eps) * scale * weight + bias), of which weight and bias are undefined or
 /// `[channels]`.
@@ -120,8 +119,7 @@ std::vector<at::Tensor> composed_gradients(const Call& call, const at::Tensor& g
   const Wide wide(call);
   at::Tensor before = grad.to(wide.input.scalar_type());
   if (call.has_silu) {
-    const at::Tensor y = wide.before(call), sigmoid = at::sigmoid(y);
-    before = before * (sigmoid * (1 + y * (1 - sigmoid)));
+    before = gradient_before(before, wide.before(call), {cpu::ActivationKind::silu});
   }
   const at::Tensor length = wide.length.clamp_min(call.eps), factor = call.scale / length;
   const auto of_channels = [&](const at::Tensor& all, const at::Tensor& parameter) {

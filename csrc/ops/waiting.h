@@ -17,6 +17,10 @@ cpu::Activation activation_of(const char* op, c10::string_view name, double para
 /// Returns the activation, in PyTorch's differentiable operators.
 at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation);
 
+/// Returns the gradient before the activation; for the piecewise linear ones, the output serves in the place of `y`. In
+/// operators that take batches of gradients.
+at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cpu::Activation& activation);
+
 /// Returns a channels-last tensor that has no memory: whoever reads it without asking Python gets an error.
 at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device device);
 

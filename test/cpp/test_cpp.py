@@ -95,7 +95,8 @@ def run_programs(names: Sequence[str], *arguments: Any, **options: Any) -> None:
 
 
 @pytest.mark.levels
-@pytest.mark.parametrize("level", some_of([*CPU_LEVELS][:-1], "baseline"))
+@pytest.mark.exhaustive  # test_cpu_levels.py runs the kernels of this library
+@pytest.mark.parametrize("level", [*CPU_LEVELS][:-1])
 def test_the_filter_transpose_stands_alone_at_every_level(level: str, tmp_path: Path) -> None:
     missing = set(CPU_LEVELS[level]) - cpu_flags()
     if missing:

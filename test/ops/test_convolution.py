@@ -200,7 +200,8 @@ def test_a_small_input_is_padded_or_cut_with_and_without_gradients(name):
 @pytest.mark.parametrize(
     ("name", "dynamic"),
     [("conv2d", False), ("conv2d", True), ("conv_transpose3d", False)]
-    + [exhaustive(name, True) for name in SMALL if name != "conv2d"],
+    # Symbols of a transposed volume take inductor two minutes.
+    + [exhaustive(name, True) for name in ("conv3d", "conv_transpose2d")],
 )
 def test_compiled_graphs_hold_pytorch_s_operators_and_our_kernels(name, dynamic):
     x, w, b, arguments = small(name)

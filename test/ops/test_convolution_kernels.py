@@ -153,7 +153,7 @@ def run(column, environment):
     [
         pytest.param(2, AVX2, id="avx2"),
         pytest.param(3, AVX512, id="avx512", marks=pytest.mark.skipif(not CPU_HAS_AVX512, reason="a CPU with AVX-512")),
-        pytest.param(0, BASELINE, id="baseline"),
+        pytest.param(0, BASELINE, id="baseline", marks=pytest.mark.exhaustive),
         pytest.param(0, {}, id="default"),
     ],
 )

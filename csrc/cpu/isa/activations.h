@@ -13,8 +13,6 @@ inline namespace NHWC_CPU_LEVEL {
 template <typename Number, cpu::ActivationKind kind>
 struct Activation;
 
-constexpr bool has_slopes(cpu::ActivationKind kind) { return kind == cpu::ActivationKind::leaky_relu; }
-
 template <typename Number>
 struct Activation<Number, cpu::ActivationKind::none> {
   explicit Activation(double) {}

@@ -389,13 +389,12 @@ at::Tensor convolution(const Call& call) {
 }
 
 at::Tensor by_products(const Call& call, const cpu::Output& output) {
-  constexpr int64_t most_finished = 1 << 18;  // numbers
   const at::Tensor rows = products::rows_of(call.input), weight = products::matrix_of(call.weight);
   at::DimVector sizes(call.input.sizes());
   sizes[1] = weight.size(0);
   const at::Tensor product = at::empty({rows.size(0), sizes[1]}, rows.options());
   const bool in_parts = at::get_num_threads() == 1;
-  const int64_t count = in_parts ? std::max<int64_t>(1, most_finished / sizes[1]) : rows.size(0);
+  const int64_t count = in_parts ? std::max<int64_t>(1, cpu::most_finished / sizes[1]) : rows.size(0);
   for (int64_t first = 0; first < rows.size(0); first += count) {
     const int64_t last = std::min(rows.size(0), first + count);
     at::Tensor some = product.slice(0, first, last);
