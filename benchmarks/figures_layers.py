@@ -18,6 +18,7 @@ GROUPS = {
     "cross_entropy": "cross entropy",
     "gelu": "GELU",
     "pad": "circular padding",
+    "normalize": "RMS norm over channels, with SiLU",
 }
 # How a ratio is named in a bar, and what it must be.
 COMPARED = {

@@ -181,6 +181,7 @@ def other_cases() -> Iterator[Case]:
     for shape in ((4, 64, 56, 56), (2, 32, 32, 32, 32)):
         yield Case("gelu", "", shape, partial(with_arguments, "gelu", ()))
         yield Case("pad", '1, "circular"', shape, circular)
+    yield Case("normalize", "RMS, silu", (1, 96, 4, 60, 104), root_mean_square, ((96,),))
 
 
 def norm_cases_on_gpu() -> Iterator[Case]:
@@ -209,6 +210,9 @@ def passes_on_gpu() -> Iterator[Case]:
         for kind, activation in (("instance", "leaky_relu"), ("group", "silu")):
             call = partial(followed, kind, activation)
             yield Case(f"{kind}_norm", activation, shape, call, of_channels, dtypes=half)
+    # Of Wan's decoder, the last and the first level of a video of 480 by 832.
+    for shape in ((1, 96, 4, 480, 832), (1, 384, 4, 60, 104)):
+        yield Case("normalize", "RMS, silu", shape, root_mean_square, ((shape[1],),), dtypes=half)
 
 
 def followed(kind: str, activation: str, functions: ModuleType, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -220,6 +224,14 @@ def followed(kind: str, activation: str, functions: ModuleType, x: Tensor, weigh
     }
     out = calls[kind]()
     return out if options else getattr(stock, activation)(out)
+
+
+def root_mean_square(functions: ModuleType, x: Tensor, weight: Tensor) -> Tensor:
+    """Return the norm of video autoencoders, and the activation after it."""
+    scale = x.shape[1] ** 0.5
+    if functions is ours:
+        return functions.normalize(x, weight=weight, scale=scale, activation="silu")
+    return functions.silu(functions.normalize(x, dim=1) * scale * weight.view(-1, *[1] * (x.dim() - 2)))
 
 
 def operator_cases_on_gpu() -> Iterator[Case]:
