@@ -32,15 +32,16 @@ test-exhaustive: $(VENV)/has-test $(VENV)/built
 	$(bin)/python -m pytest $(two) -m exhaustive
 
 # `make test` as on a CPU without AVX-512; where this CPU has none, `make test` has done it. Left out are tests that choose the
-# instruction set by themselves, in another process or by the flags of a compiler, and those of packages, of C++ programs and of
-# models of GPU kernels, which show nothing new here.
+# instruction set by themselves, in another process or by the flags of a compiler, and those of packages, C++ programs, models of
+# GPU kernels, documents, benchmarks and commands, which show nothing new here.
+same_everywhere := cpp cli distributed test_packaging.py test_documents.py test_benchmarks.py test_examples.py test_gpu_check.py
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2
 test-avx2: export TORCH_NHWC_CPU_CAPABILITY := avx2
 test-avx2: export MKL_ENABLE_INSTRUCTIONS := AVX2
 test-avx2: $(VENV)/has-test $(VENV)/built
 	if grep -qw avx512f /proc/cpuinfo; then \
-	  $(bin)/python -m pytest $(two) -m "not exhaustive and not levels" --ignore test/cpp --ignore test/test_packaging.py; fi
+	  $(bin)/python -m pytest $(two) -m "not exhaustive and not levels" $(addprefix --ignore test/,$(same_everywhere)); fi
 
 # The library is built here with warnings as errors.
 lint: export TORCH_NHWC_WERROR := 1

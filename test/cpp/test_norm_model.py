@@ -407,7 +407,7 @@ def test_one_pass_moves_what_two_would_share():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["90", "100", "120"])
+@pytest.mark.parametrize("architecture", ["75", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
     flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
     report = cuda_build.nvcc(ROOT / "csrc/cuda/norm_kernels.cu", "c++17", architecture, *flags)

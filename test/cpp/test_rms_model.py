@@ -188,7 +188,7 @@ def test_what_cannot_be_launched():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "80", "90", "100", "120"])
+@pytest.mark.parametrize("architecture", ["75", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
     flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
     report = cuda_build.nvcc(ROOT / "csrc/cuda/rms_kernels.cu", "c++17", architecture, *flags)
