@@ -25,9 +25,15 @@ namespace cuda {
 
 namespace detail {
 
-// Blocks per processor, limited by registers: with 48 for a thread, or 64 where a thread holds more.
+// Blocks per processor, limited by registers: with 48 for a thread, or 64 where a thread holds more. With 64, too,
+// where a processor has no more than 1024 threads, and from 12.0 on, where the compiler needs them.
 constexpr unsigned blocks_of_a_processor(Elements elements) {
-  return destination_bytes(elements) > source_bytes(elements) || source_bytes(elements) == 8 ? 4 : 5;
+#if defined(__CUDA_ARCH__) && (__CUDA_ARCH__ < 800 || __CUDA_ARCH__ >= 1200)
+  constexpr unsigned most = 4;
+#else
+  constexpr unsigned most = 5;
+#endif
+  return destination_bytes(elements) > source_bytes(elements) || source_bytes(elements) == 8 ? 4 : most;
 }
 
 extern __shared__ Quad shared_memory[];
