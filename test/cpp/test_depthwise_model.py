@@ -98,6 +98,7 @@ def test_no_filter_reaches_another_channel():
     assert out.isnan().sum() == 27
 
 
+@pytest.mark.exhaustive
 @dtypes
 def test_accesses_take_whole_sectors_and_wait_for_no_other(dtype):
     for case in (CASES[1], CASES[8], ((2, 64, 9, 10, 34), (3, 3, 3), ONE, (1, 1, 1))):

@@ -258,6 +258,7 @@ def assert_costs(counts: Counts, load: float, store: float, conflicts: float, we
     assert counts.conflict_degree <= conflicts, weight
 
 
+@pytest.mark.exhaustive
 @both_ways
 @all_kinds
 def test_channels_in_whole_sectors_meet_the_bars(kind, back):

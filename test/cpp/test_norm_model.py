@@ -97,6 +97,8 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 all_dtypes = pytest.mark.parametrize("dtype", TYPES, ids=str)
+# What is moved and waited for by bytes of elements.
+costs_of_dtypes = pytest.mark.parametrize("dtype", some_of(TYPES, torch.bfloat16), ids=str)
 both_plans = pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "in chunks"])
 
 
@@ -177,7 +179,7 @@ def test_what_is_not_finite_spoils_its_own_group(value):
         assert out[1, :, 4:8].isnan().all()
 
 
-@all_dtypes
+@costs_of_dtypes
 def test_what_is_moved_is_little_more_than_what_must_be(dtype):
     """Two reads and a write forward, four reads and a write backward, where every processor has many rows."""
     shapes = [(1, 4096, 32, 32), (1, 4096, 32, 8), (4, 512, 48, 1), (1, 3000, 320, 32), (2, 1050, 33, 3)]
@@ -217,7 +219,7 @@ def test_a_block_that_does_all_steps_reads_at_most_what_a_cache_holds():
     assert not norm_model.plan(1, 4096, 320, 320, torch.bfloat16).is_whole
 
 
-@all_dtypes
+@costs_of_dtypes
 @both_plans
 def test_no_access_to_shared_memory_waits_for_another(in_chunks, dtype):
     for shape in SHAPES:

@@ -8,6 +8,7 @@ import torch.nn.functional as F  # noqa: N812
 from activations import assert_in_format, channels_last, gradients
 from compiled_graphs import HAS_NUMBERS, compiled
 from convolution_cases import operands
+from selection import exhaustive
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import torch_nhwc as nhwc
@@ -95,7 +96,7 @@ def test_other_dtypes_and_formats_are_not_cut(arrange):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-@pytest.mark.parametrize("name", ["odd depth", "doubling"])
+@pytest.mark.parametrize("name", ["odd depth", exhaustive("doubling")])
 def test_compiled_graphs_are_cut_by_pytorch_s_operators_unless_their_sizes_are_symbols(name, dynamic):
     function = CUT[name][0]
     x, w, b, arguments = operands(CUT[name])

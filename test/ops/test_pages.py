@@ -125,7 +125,7 @@ def test_none_are_requested_for_less_than_8_mb_or_by_what_is_not_ours(usual):
     assert usual["less"][0] == usual["PyTorch's"][0] == 0
 
 
-@pytest.mark.parametrize("variable", ["NO_HUGE_PAGES", "SLOW_HUGE_PAGES"])
+@pytest.mark.parametrize("variable", ["NO_HUGE_PAGES", pytest.param("SLOW_HUGE_PAGES", marks=pytest.mark.exhaustive)])
 def test_results_are_the_same_where_huge_pages_cannot_be_had_or_are_slow(variable, run, usual):
     found = run(**{variable: "1"})
     # The first one shows that they are slow, after which results are skipped.
