@@ -33,7 +33,7 @@ test-exhaustive: $(VENV)/has-test $(VENV)/built
 
 # `make test` as on a CPU without AVX-512; where this CPU has none, `make test` has done it. Left out are tests that choose the
 # instruction set by themselves, in another process or by the flags of a compiler, and those of packages, C++ programs, models of
-# GPU kernels, documents, benchmarks and commands, which show nothing new here.
+# GPU kernels, several processes, documents, benchmarks and commands, which show nothing new here.
 same_everywhere := cpp cli distributed test_packaging.py test_documents.py test_benchmarks.py test_examples.py test_gpu_check.py
 test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
 test-avx2: export ATEN_CPU_CAPABILITY := avx2

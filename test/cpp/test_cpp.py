@@ -261,11 +261,9 @@ def test_the_library_needs_no_python():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "120"])
+@pytest.mark.parametrize("architecture", ["75", "80", "90", "100", "120"])
 def test_the_cuda_kernels_need_no_torch_and_stay_in_registers(architecture, tmp_path):
-    keep = ["--keep", "--keep-dir", tmp_path, "-o", tmp_path / "kernels.o"]
-    report = cuda_build.nvcc(ROOT / "csrc/cuda/filter_kernels.cu", "c++17", architecture, "-Xptxas", "-v", *keep)
-    kernels = re.split("Compiling entry function ", report)[1:]
+    kernels = cuda_build.kernels("filter", architecture, tmp_path, "--keep", "--keep-dir", tmp_path)
     # Nine kinds of elements, five of which are permuted in place too; small and large arguments.
     assert len(kernels) == 2 * (9 + 5)
     for kernel in kernels:

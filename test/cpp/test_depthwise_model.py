@@ -7,7 +7,6 @@ import depthwise_model as model
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_model import ROOT
 from selection import some_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -131,11 +130,9 @@ def test_plans_are_work_for_all_processors():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "120"])
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
-    flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
-    report = cuda_build.nvcc(ROOT / "csrc/cuda/depthwise_kernels.cu", "c++17", architecture, *flags)
-    kernels = re.split("Compiling entry function ", report)[1:]
+    kernels = cuda_build.kernels("depthwise", architecture, tmp_path)
     # For each type those of lanes, taps and strides, and one that merges.
     assert len(kernels) == len(DTYPES) * (2 * 2 * 3 * 2 + 1)
     for kernel in kernels:

@@ -9,7 +9,6 @@ import norm_model
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_model import ROOT
 from norm_model import BACKWARD, FORWARD, MIXED, TYPES, Result
 from selection import some_of
 from torch import Tensor
@@ -97,7 +96,7 @@ def error(result: Tensor, exact: Tensor) -> float:
 
 
 all_dtypes = pytest.mark.parametrize("dtype", TYPES, ids=str)
-# What is moved and waited for by bytes of elements.
+# Costs depend on the bytes of an element alone.
 costs_of_dtypes = pytest.mark.parametrize("dtype", some_of(TYPES, torch.bfloat16), ids=str)
 both_plans = pytest.mark.parametrize("in_chunks", [False, True], ids=["whole", "in chunks"])
 
@@ -409,11 +408,9 @@ def test_one_pass_moves_what_two_would_share():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "120"])
+@pytest.mark.parametrize("architecture", ["75", "90", "100", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
-    flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
-    report = cuda_build.nvcc(ROOT / "csrc/cuda/norm_kernels.cu", "c++17", architecture, *flags)
-    kernels = re.split("Compiling entry function ", report)[1:]
+    kernels = cuda_build.kernels("norm", architecture, tmp_path)
     # Those on activations have a kernel of vectors and one of elements, some for each kind of what follows; the others
     # one, for each type.
     assert len(kernels) == (len(TYPES) + len(MIXED)) * (2 + 3 * 2 * 4 + 4) + len(TYPES) * 2 * 2

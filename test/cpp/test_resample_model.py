@@ -11,7 +11,7 @@ import cuda_build
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812
-from gpu_model import ROOT, Counts, compiled
+from gpu_model import Counts, compiled
 from norm_model import TYPES, placed
 from torch import Tensor
 
@@ -214,11 +214,9 @@ def test_reciprocals():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "120"])
+@pytest.mark.parametrize("architecture", ["75", "90", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
-    flags = ["-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", tmp_path / "kernels.o"]
-    report = cuda_build.nvcc(ROOT / "csrc/cuda/resample_kernels.cu", "c++17", architecture, *flags)
-    kernels = re.split("Compiling entry function ", report)[1:]
+    kernels = cuda_build.kernels("resample", architecture, tmp_path)
     assert len(kernels) == 5 + 2 * 2 * len(TYPES)
     for kernel in kernels:
         assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel

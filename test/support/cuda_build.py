@@ -45,6 +45,13 @@ def nvcc(source: Path, standard: str, architecture: str, *flags: Any) -> str:
     return done.stdout
 
 
+def kernels(name: str, architecture: str, folder: Path, *flags: Any) -> list[str]:
+    """Compile one of the library's files of kernels. Return what the compiler says of each kernel."""
+    flags = ("-Xptxas", "-v", f"-I{ROOT / 'csrc'}", "-o", folder / "kernels.o", *flags)
+    report = nvcc(ROOT / f"csrc/cuda/{name}_kernels.cu", "c++17", architecture, *flags)
+    return report.split("Compiling entry function ")[1:]
+
+
 def torch_headers() -> list[str]:
     """Return the flags for torch's headers, also those of a build for the CPU."""
     paths = [*cpp_extension.include_paths(), str(required_toolkit() / "include")]
