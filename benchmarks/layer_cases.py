@@ -210,6 +210,7 @@ def passes_on_gpu() -> Iterator[Case]:
         for kind, activation in (("instance", "leaky_relu"), ("group", "silu")):
             call = partial(followed, kind, activation)
             yield Case(f"{kind}_norm", activation, shape, call, of_channels, dtypes=half)
+        yield Case("bias", "silu", shape, biased, of_channels[:1], dtypes=half)
     # Of Wan's decoder, the last and the first level of a video of 480 by 832.
     for shape in ((1, 96, 4, 480, 832), (1, 384, 4, 60, 104)):
         yield Case("normalize", "RMS, silu", shape, root_mean_square, ((shape[1],),), dtypes=half)
@@ -224,6 +225,13 @@ def followed(kind: str, activation: str, functions: ModuleType, x: Tensor, weigh
     }
     out = calls[kind]()
     return out if options else getattr(stock, activation)(out)
+
+
+def biased(functions: ModuleType, x: Tensor, bias: Tensor) -> Tensor:
+    """Return a convolution's result with its bias and an activation, which is one pass in inference."""
+    if functions is ours:
+        return torch.ops.nhwc.bias_activation(x, bias, None, "silu", 0.0)
+    return functions.silu(x + bias.view(-1, *[1] * (x.dim() - 2)))
 
 
 def root_mean_square(functions: ModuleType, x: Tensor, weight: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ TORCH_LIBRARY(nhwc, m) {
   // With more than PyTorch's function: factors and summands of the channels, and an activation, none or silu.
   m.def(
       "normalize(Tensor input, Tensor? weight=None, Tensor? bias=None, float scale=1., float eps=1e-12, "
-      "str activation=\"none\") -> Tensor",
+      "str activation=\"none\", Tensor? input_bias=None) -> Tensor",
       compliant);
   m.def("gelu(Tensor input, *, str approximate=\"none\") -> Tensor", compliant);
   m.def("linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor", compliant);
@@ -97,16 +97,16 @@ TORCH_LIBRARY(nhwc, m) {
   // none is returned.
   m.def(
       "norm_activation(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor? residual, "
-      "int groups, bool training, float eps, bool is_float, str activation, float parameter, Tensor? slope=None) "
-      "-> Tensor",
+      "int groups, bool training, float eps, bool is_float, str activation, float parameter, Tensor? slope=None, "
+      "Tensor? input_bias=None) -> Tensor",
       compliant);
   m.def(
       "norm_waiting(Tensor input, Tensor(a!)? running_mean, Tensor(b!)? running_var, Tensor? weight, Tensor? bias, "
-      "int groups, bool training, float momentum, float eps, bool is_float) -> (Tensor mean, Tensor rstd, Tensor "
-      "waiting)");
+      "int groups, bool training, float momentum, float eps, bool is_float, Tensor? input_bias=None) "
+      "-> (Tensor mean, Tensor rstd, Tensor waiting)");
   m.def(
       "norm_waiting_sum(Tensor input, Tensor mean, Tensor rstd, Tensor? weight, Tensor? bias, Tensor residual, "
-      "int groups, bool training, float eps, bool is_float) -> Tensor");
+      "int groups, bool training, float eps, bool is_float, Tensor? input_bias=None) -> Tensor");
   // The same of a convolution by oneDNN, where nothing is derived, and of the batch norm after it.
   m.def(
       "convolution_waiting(Tensor input, Tensor weight, Tensor? bias, int[] stride, int[] padding, int[] dilation, "
@@ -116,8 +116,16 @@ TORCH_LIBRARY(nhwc, m) {
       "Tensor? running_var, Tensor? norm_weight, Tensor? norm_bias, Tensor? residual, int[] stride, int[] padding, "
       "int[] dilation, int groups, float eps, bool is_finite, str activation, float parameter) "
       "-> (Tensor, bool is_finite)");
-  m.def("normalize_waiting(Tensor input, Tensor? weight, Tensor? bias, float scale, float eps) -> Tensor");
+  m.def(
+      "normalize_waiting(Tensor input, Tensor? weight, Tensor? bias, float scale, float eps, Tensor? input_bias=None) "
+      "-> Tensor");
   m.def("pad_waiting(Tensor input, int[] pad) -> Tensor");
+  // The bias of a convolution on a GPU, which PyTorch adds in a pass of its own.
+  m.def("bias_waiting(Tensor convolved, Tensor bias) -> Tensor");
+  m.def(
+      "bias_activation(Tensor input, Tensor bias, Tensor? residual, str activation, float parameter, "
+      "Tensor? slope=None) -> Tensor",
+      compliant);
   m.def("waiting_like(Tensor waiting) -> Tensor");
   m.def("waiting_become_(Tensor(a!) waiting, Tensor value) -> ()");
   m.def("records_inputs() -> bool");

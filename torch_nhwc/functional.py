@@ -914,7 +914,8 @@ def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, .
 
 def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
     """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
-    if torch.compiler.is_exporting():
+    is_depthwise_volume = axes == 3 and weight.shape[1] == 1
+    if torch.compiler.is_exporting() or (input.is_cuda and not is_depthwise_volume):
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
 

@@ -11,6 +11,7 @@ struct ChannelRms {
   const at::Tensor &input, &weight, &bias;
   double scale, eps;
   bool has_silu;
+  at::Tensor input_bias = {};  ///< as the bias, added to the input; on a GPU, forward
 };
 
 /// Returns whether there are kernels for it: not for doubles with an activation.

@@ -279,6 +279,10 @@ class NormBlock {
     if (!norm_.has_double_statistics) return set(statistics, group, static_cast<Real>(value));
     access_.store(static_cast<double*>(statistics) + group, value);
   }
+  /// Where a channel's statistics are. Those of inputs with a bias are of each channel.
+  NHWC_HOST_DEVICE std::uint64_t statistics_of(std::uint64_t group, std::uint64_t sample, std::uint32_t channel) const {
+    return norm_.input_bias ? sample * plan_.channels + channel : group;
+  }
   /// The output is `(input - mean) * scale + shift`; what the rounded mean is off by is in the shift.
   struct Coefficients {
     Real mean, scale, shift;
@@ -799,10 +803,11 @@ class MergeMoments : MergeBlock<type, detail::Moments<typename NormBlock<type, A
       if (thread >= columns_ * slices_) return;
       Value value = {};
       for (std::uint32_t index = thread % columns_; index < channels_; index += columns_) {
+        const Real added = this->parameter(norm_.input_bias, this->channel(index), 0);
         NHWC_UNROLL_BY(4)
         for (std::uint32_t chunk = thread / columns_; chunk < plan_.chunks; chunk += slices_) {
           value.merge({static_cast<Real>(this->rows_of_chunk(chunk)), this->sum(chunk, 0, 3, index),
-                       this->sum(chunk, 1, 3, index), this->sum(chunk, 2, 3, index)});
+                       this->sum(chunk, 1, 3, index) + added, this->sum(chunk, 2, 3, index)});
         }
       }
       values_.store(thread, value);
@@ -816,9 +821,19 @@ class MergeMoments : MergeBlock<type, detail::Moments<typename NormBlock<type, A
       const Real mean = value.shift + value.offset, variance = value.deviations / value.count;
       const Real rstd = 1 / std::sqrt(variance + static_cast<Real>(norm_.eps));
       const std::uint64_t group = this->group_of(thread);
-      this->set_statistic(norm_.mean, group, static_cast<double>(value.shift) + value.offset);
-      this->set_statistic(norm_.rstd, group,
-                          norm_.has_double_statistics ? 1 / std::sqrt(variance + norm_.eps) : double{rstd});
+      const double exact = static_cast<double>(value.shift) + value.offset;
+      const double exact_rstd = norm_.has_double_statistics ? 1 / std::sqrt(variance + norm_.eps) : double{rstd};
+      if (norm_.input_bias) {
+        for (std::uint32_t i = 0; i < this->channels_of_group(); ++i) {
+          const std::uint32_t channel = this->channel(thread * this->channels_of_group() + i);
+          const std::uint64_t place = this->statistics_of(group, sample_, channel);
+          this->set_statistic(norm_.mean, place, exact - this->parameter(norm_.input_bias, channel, 0));
+          this->set_statistic(norm_.rstd, place, exact_rstd);
+        }
+      } else {
+        this->set_statistic(norm_.mean, group, exact);
+        this->set_statistic(norm_.rstd, group, exact_rstd);
+      }
       if (norm_.variance) this->set(norm_.variance, group, variance);
       if (norm_.running_mean) {  // of batch norm, whose groups are the channels
         const auto update = [&](void* running, Real of_input) {
@@ -892,11 +907,12 @@ class MergeProducts : MergeBlock<type, detail::Products<typename NormBlock<type,
         const Value value = values_.load(in_block * of_group);
         const Real elements = static_cast<Real>(plan_.rows) * static_cast<Real>(this->channels_of_group());
         const std::uint64_t group = this->group_of(in_block);
-        const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, group));
-        const Real of_all = norm_.is_of_input ? -rstd / elements : Real{0};  // by way of the statistics
         const std::uint32_t channel = this->channel(index);
+        const std::uint64_t statistics = this->statistics_of(group, sample_, channel);
+        const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, statistics));
+        const Real of_all = norm_.is_of_input ? -rstd / elements : Real{0};  // by way of the statistics
         const std::uint64_t place = sample_ * 4 * plan_.channels + channel, next = plan_.channels;
-        this->set(norm_.coefficients, place, static_cast<Real>(this->statistic(norm_.mean, group)));
+        this->set(norm_.coefficients, place, static_cast<Real>(this->statistic(norm_.mean, statistics)));
         this->set(norm_.coefficients, place + next, rstd * this->parameter(norm_.weight, channel, 1));
         this->set(norm_.coefficients, place + 2 * next, of_all * rstd * rstd * value.product);
         this->set(norm_.coefficients, place + 3 * next, of_all * value.sum);
@@ -908,7 +924,8 @@ class MergeProducts : MergeBlock<type, detail::Products<typename NormBlock<type,
   // Writes a channel's sums for the gradients of the parameters, and returns its part of the group's sums.
   NHWC_HOST_DEVICE Value weighted(std::uint32_t index, const Value& value) const {
     const std::uint32_t channel = this->channel(index);
-    const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, this->group_of(index / this->channels_of_group())));
+    const std::uint64_t group = this->group_of(index / this->channels_of_group());
+    const Real rstd = static_cast<Real>(this->statistic(norm_.rstd, this->statistics_of(group, sample_, channel)));
     const std::uint64_t place = sample_ * 2 * plan_.channels + channel;
     this->set(norm_.sample_sums, place, value.sum);
     this->set(norm_.sample_sums, place + plan_.channels, value.product * rstd);
@@ -976,7 +993,8 @@ class KnownStatistics : NormBlock<type, Access> {
       const std::uint32_t channel = first_ + thread;
       if (channel >= plan_.channels) return;
       const double variance = this->parameter(norm_.running_var, channel, 1);
-      this->set_statistic(norm_.mean, channel, this->parameter(norm_.running_mean, channel, 0));
+      const double mean = this->parameter(norm_.running_mean, channel, 0);
+      this->set_statistic(norm_.mean, channel, mean - this->parameter(norm_.input_bias, channel, 0));
       this->set_statistic(norm_.rstd, channel, 1 / std::sqrt(variance + norm_.eps));
     });
   }

@@ -154,12 +154,13 @@ struct NormArguments {
   const void *input, *grad;
   const void *weight, *bias, *residual;  ///< may be null
   void* out;                             ///< the output, or the input's gradient
-  void *mean, *rstd, *variance;          ///< of each sample and group; the last may be null
-  void *running_mean, *running_var;      ///< of batch norm, or null: a forward updates them, `known_statistics` reads
-  void* chunk_sums;                      ///< scratch: `plan.numbers_of_chunks(3)`, backward 2
-  void* coefficients;                    ///< scratch: 3 for each sample and channel, or null; backward 4
-  void* sample_sums;                     ///< scratch of the backward: 2 for each sample and channel
-  void *grad_weight, *grad_bias;         ///< may be null
+  /// Of each sample and group, with a bias of the input of each channel, without it; the last may be null.
+  void *mean, *rstd, *variance;
+  void *running_mean, *running_var;  ///< of batch norm, or null: a forward updates them, `known_statistics` reads
+  void* chunk_sums;                  ///< scratch: `plan.numbers_of_chunks(3)`, backward 2
+  void* coefficients;                ///< scratch: 3 for each sample and channel, or null; backward 4
+  void* sample_sums;                 ///< scratch of the backward: 2 for each sample and channel
+  void *grad_weight, *grad_bias;     ///< may be null
   bool has_float_parameters;
   bool has_double_statistics;  ///< mean and rstd are double
   bool is_of_input;            ///< or the statistics are constants, for the backward
@@ -167,7 +168,8 @@ struct NormArguments {
   bool has_float_gradients;  ///< of parameters, or they have the type of the activation
   double parameter;          ///< the ceiling of ReLU, or NaN; the slope of leaky ReLU
   double momentum, eps;
-  const void* slopes;  ///< of leaky ReLU, as parameters, which are added to `parameter`; or null
+  const void* input_bias;  ///< added to the input, as a parameter; null where there are coefficients or whole steps
+  const void* slopes;      ///< of leaky ReLU, as parameters, which are added to `parameter`; or null
   bool has_float_slopes, has_one_slope;
 };
 
@@ -209,6 +211,12 @@ inline Follower follower_of(NormStep step, const NormArguments& arguments) {
 constexpr bool is_on_activations(NormStep step) {
   return step == NormStep::chunk_moments || step == NormStep::normalise || step == NormStep::chunk_products ||
          step == NormStep::gradient || step == NormStep::whole_forward || step == NormStep::whole_backward;
+}
+
+/// Returns the arguments of a kernel: to one on activations, statistics of each channel are those of groups of one.
+inline NormArguments arguments_of_step(NormStep step, NormArguments arguments) {
+  if (arguments.input_bias && is_on_activations(step)) arguments.plan.groups = arguments.plan.channels;
+  return arguments;
 }
 
 inline std::uint32_t blocks_of(NormStep step, const NormPlan& plan) {

@@ -85,7 +85,8 @@ NormArguments arguments_of(const GroupNorm& norm, const NormPlan& plan, const at
   arguments.bias = read(norm.bias);
   arguments.mean = const_cast<void*>(read(mean));
   arguments.rstd = const_cast<void*>(read(rstd));
-  for (const at::Tensor* each : {&norm.weight, &norm.bias, &norm.running_mean}) {
+  arguments.input_bias = read(norm.input_bias);
+  for (const at::Tensor* each : {&norm.weight, &norm.bias, &norm.running_mean, &norm.input_bias}) {
     if (each->defined()) arguments.has_float_parameters = each->scalar_type() == at::kFloat;
   }
   arguments.has_double_statistics = mean.scalar_type() == at::kDouble;
@@ -121,7 +122,7 @@ at::Tensor scratch(const GroupNorm& norm, std::uint64_t count) {
 void launch(std::initializer_list<NormStep> steps, const GroupNorm& norm, const NormArguments& arguments) {
   const auto stream = c10::cuda::getCurrentCUDAStream();
   for (const NormStep step : steps) {
-    C10_CUDA_CHECK(kernels::launch(step, type_of(norm), arguments, stream));
+    C10_CUDA_CHECK(kernels::launch(step, type_of(norm), arguments_of_step(step, arguments), stream));
   }
 }
 
@@ -224,7 +225,8 @@ void group_norm_backward(const GroupNorm& norm, const at::Tensor& grad, const at
   const c10::cuda::CUDAGuard guard(norm.input.device());
   const std::uint32_t offset = offset_of(norm, {read(norm.input), read(grad), read(grad_input)});
   const bool is_alone = activation.kind == cpu::ActivationKind::none && norm.type_of_result == norm.input.scalar_type();
-  const NormPlan plan = is_alone ? plan_of(norm, offset) : plan_of<plan_norm_in_chunks>(norm, offset);
+  const bool is_in_chunks = !is_alone || norm.input_bias.defined();
+  const NormPlan plan = is_in_chunks ? plan_of<plan_norm_in_chunks>(norm, offset) : plan_of(norm, offset);
   NormArguments arguments = arguments_of(norm, plan, mean, rstd);
   const at::Tensor slopes = slopes_of(norm, activation);
   set_activation(arguments, activation, slopes);

@@ -56,6 +56,9 @@ struct GroupNorm {
   const at::Tensor &weight, &bias, &running_mean, &running_var;
   double momentum, eps;
   bool is_of_input;  ///< or of the running statistics
+  /// Of a parameter's dtype, added to the input; may be undefined. `group_norm` takes none. With one, means and
+  /// deviations are of each sample and channel, and the means are those without it.
+  at::Tensor input_bias = {};
 };
 
 /// Returns whether the kernels compute a norm where they run: not one of more channels or blocks than they can have.

@@ -46,10 +46,11 @@ RmsArguments arguments_of(const ChannelRms& rms, const at::Tensor& grad, const a
                          rms_target(out),
                          nullptr,
                          rms.scale,
-                         rms.eps};
+                         rms.eps,
+                         rms_source(rms.input_bias)};
   std::uintptr_t addresses = 0;
-  for (const void* each :
-       {arguments.input, arguments.grad, arguments.weight, arguments.bias, static_cast<const void*>(arguments.out)}) {
+  for (const void* each : {arguments.input, arguments.grad, arguments.weight, arguments.bias,
+                           static_cast<const void*>(arguments.out), arguments.input_bias}) {
     addresses |= reinterpret_cast<std::uintptr_t>(each);
   }
   arguments.plan = plan_of(rms, *rms_type(rms.input.scalar_type()), addresses);

@@ -30,6 +30,10 @@ class RmsBlock {
     access_.store(static_cast<typename Vector::Part*>(tensor) + vector, value.of[0]);
   }
   NHWC_HOST_DEVICE Vector bias(std::uint32_t vector) const { return rms_.bias ? load(rms_.bias, vector) : Vector{}; }
+  /// Loaded where it is added, of the cache: registers hold what comes from memory.
+  NHWC_HOST_DEVICE Vector input_bias(std::uint32_t vector) const {
+    return rms_.input_bias ? load(rms_.input_bias, vector) : Vector{};
+  }
 
   NHWC_HOST_DEVICE static detail::Following<Real> following() { return {NormActivation::silu, 0}; }
 
@@ -126,9 +130,13 @@ class RmsForward : RmsBlock<type, lanes, has_silu, Access> {
       if (row < plan_.rows) {
         this->template walk<4>(
             thread, [&](std::uint32_t vector) { return this->load(rms_.input, row * plan_.vectors + vector); },
-            [&](std::uint32_t, const Vector& input) {
+            [&](std::uint32_t vector, const Vector& input) {
+              const Vector added = this->input_bias(vector);
               NHWC_UNROLL
-              for (unsigned lane = 0; lane < lanes; ++lane) squares += input[lane] * input[lane];
+              for (unsigned lane = 0; lane < lanes; ++lane) {
+                const Real value = input[lane] + added[lane];
+                squares += value * value;
+              }
             });
       }
       this->set_shared(0, thread, squares);
@@ -145,10 +153,12 @@ class RmsForward : RmsBlock<type, lanes, has_silu, Access> {
                           this->bias(vector)};
           },
           [&](std::uint32_t vector, const Loaded& loaded) {
+            const Vector added = this->input_bias(vector);
             Vector out;
             NHWC_UNROLL
             for (unsigned lane = 0; lane < lanes; ++lane) {
-              const Real y = loaded.input[lane] * factor * loaded.weight[lane] + loaded.bias[lane];
+              const Real value = loaded.input[lane] + added[lane];
+              const Real y = value * factor * loaded.weight[lane] + loaded.bias[lane];
               out.set(lane, Base::following().template apply<Base::follower>(y, Real{0}));
             }
             this->store(rms_.out, row * plan_.vectors + vector, out);

@@ -83,6 +83,7 @@ struct RmsArguments {
   void* out;         ///< the output, or the input's gradient, which may be null
   void* sums;        ///< scratch of the backward: `plan.numbers_of_chunks()`, or null for no gradients of parameters
   double scale, eps;
+  const void* input_bias;  ///< of the forward, added to the input; may be null
 };
 
 /// Returns the arguments of `NormStep::parameter_gradients`, which adds up the sums of the chunks.

@@ -167,8 +167,9 @@ inline Norm batch_norm_of(const at::Tensor& input, const Optional& running_mean,
 }
 
 /// Returns the norm for the kernels of a GPU, if they run there and gain, and all tensors are in its memory. The result
-/// has the input's dtype, or is float.
-std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float = false);
+/// has the input's dtype, or is float. A bias, of a number for each channel, is added to the input.
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float = false,
+                                              const at::Tensor& input_bias = {});
 
 /// Returns the factor from the biased to the unbiased variance of so many elements.
 inline double unbiasing(int64_t elements) { return static_cast<double>(elements) / static_cast<double>(elements - 1); }

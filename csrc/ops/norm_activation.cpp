@@ -31,7 +31,8 @@ struct Known {
   int64_t groups;
   bool training;
   double eps;
-  bool is_float;  // the result is, as under autocast on a GPU
+  bool is_float;                       // the result is, as under autocast on a GPU
+  Optional input_bias = std::nullopt;  // a number for each channel, added to the input first; on a GPU alone
 
   const at::Tensor& weight() const { return value_of(scale); }
   const at::Tensor& bias() const { return value_of(shift); }
@@ -42,18 +43,33 @@ struct Known {
                 /*is_of_input=*/true, eps);
   }
   bool is_of_input() const { return groups > 0 || training; }
+  /// Returns whether a bias makes no difference, since it is a part of the mean that is subtracted.
+  bool is_invariant() const { return is_of_input() && (groups == 0 || groups == input.size(1)); }
+  /// Returns a statistic of each group of what is normalised: beside a bias there is one of each channel.
+  at::Tensor of_groups(const at::Tensor& of_channels) const {
+    if (!input_bias || groups == 0) return of_channels;
+    return of_channels.view({of_channels.size(0), groups, -1}).select(2, 0);
+  }
+  at::Tensor mean_of_groups() const { return of_groups(input_bias ? mean + input_bias->to(at::kDouble) : mean); }
+  at::Tensor biased() const { return input_bias ? with_bias(input, *input_bias) : input; }
   at::ScalarType type_of_result() const { return is_float ? at::kFloat : input.scalar_type(); }
   /// Returns the norm for the kernels of a GPU, or nothing.
   std::optional<cuda::GroupNorm> find_cuda() const {
     if (!input.is_cuda()) return std::nullopt;
-    auto found = find_cuda_norm(norm(), 0, is_float);
+    auto found = find_cuda_norm(norm(), 0, is_float, value_of(input_bias));
     if (found) found->is_of_input = is_of_input();
     return found;
   }
   void check() const {
     const Norm call = norm();
     call.check();
-    const at::SymDimVector statistics = call.sizes_of_statistics();
+    at::SymDimVector statistics = call.sizes_of_statistics();
+    if (input_bias) {
+      TORCH_CHECK(input_bias->dim() == 1 && input_bias->sym_size(0) == input.sym_size(1), call.name,
+                  ": expected a bias of a number for each channel of the input, got one of shape ",
+                  input_bias->sym_sizes());
+      statistics.back() = input.sym_size(1);
+    }
     const c10::SymIntArrayRef sizes = statistics;
     for (const at::Tensor* each : {&mean, &rstd}) {
       TORCH_CHECK(each->sym_sizes() == sizes && each->scalar_type() == at::kDouble && each->is_contiguous(), call.name,
@@ -67,7 +83,8 @@ struct Known {
 
 /// Returns the norm alone. Statistics of the input are computed again, as part of what is differentiated.
 at::Tensor norm_alone(const Known& known) {
-  const auto& [input, mean, rstd, scale, shift, groups, training, eps, is_float] = known;
+  const auto& [_, mean, rstd, scale, shift, groups, training, eps, is_float, input_bias] = known;
+  const at::Tensor input = known.biased();
   if (is_float) {
     const auto cast = [](const Optional& each) { return each ? Optional(each->to(at::kFloat)) : std::nullopt; };
     return at::group_norm(input.to(at::kFloat), groups, cast(scale), cast(shift), eps);
@@ -95,20 +112,22 @@ Gradients norm_backward(const Known& known, const at::Tensor& grad, const std::v
                                  const Optional&, bool, double, std::array<bool, 3>)>(
           "nhwc::native_batch_norm_backward");
   if (known.is_float) {
-    const at::Tensor input = known.input.to(at::kFloat);
+    const at::Tensor input = known.biased().to(at::kFloat);
     const Optional scale = known.scale ? Optional(known.scale->to(at::kFloat)) : std::nullopt;
-    auto [of_input, of_scale, of_shift] = norm_backward(
-        {input, known.mean, known.rstd, scale, known.shift, known.groups, known.training, known.eps, false}, grad,
-        needed);
+    auto [of_input, of_scale, of_shift] =
+        norm_backward({input, known.mean_of_groups(), known.of_groups(known.rstd), scale, known.shift, known.groups,
+                       known.training, known.eps, false},
+                      grad, needed);
     if (of_scale.defined()) of_scale = of_scale.to(known.weight().scalar_type());
     return {of_input.defined() ? of_input.to(known.input.scalar_type()) : of_input, of_scale, of_shift};
   }
   const at::ScalarType type = known.norm().type_of_statistics();
-  const at::Tensor mean = known.mean.to(type), rstd = known.rstd.to(type);
+  const at::Tensor mean = known.mean_of_groups().to(type), rstd = known.of_groups(known.rstd).to(type),
+                   input = known.biased();
   const std::array<bool, 3> mask = {needed[0], needed[1], needed[2]};
   auto gradients = known.groups > 0
-                       ? of_groups.call(grad, known.input, mean, rstd, known.scale, known.groups, known.eps, mask)
-                       : of_batch.call(grad, known.input, mean, rstd, known.scale, known.training, known.eps, mask);
+                       ? of_groups.call(grad, input, mean, rstd, known.scale, known.groups, known.eps, mask)
+                       : of_batch.call(grad, input, mean, rstd, known.scale, known.training, known.eps, mask);
   // They give both parameters the dtype of the weight.
   if (known.shift && std::get<2>(gradients).defined()) {
     std::get<2>(gradients) = std::get<2>(gradients).to(known.bias().scalar_type());
@@ -152,18 +171,12 @@ at::Tensor gradients_of_slopes(const Known& known, const at::Tensor& grad, const
   return known.shift ? by_weight + by_bias * *known.shift : by_weight;
 }
 
-/// Returns a slope, or one for each channel, beside activations.
-at::Tensor beside_channels(const at::Tensor& slope, const at::Tensor& y) {
-  at::DimVector sizes(y.dim(), 1);
-  sizes[1] = slope.numel();
-  return slope.reshape(sizes);
-}
-
-/// Saved are input, mean, rstd, weight, bias, the slopes and, if there is a residual under an activation, the output.
+/// Saved are input, mean, rstd, weight, bias, the slopes, the input's bias and, if there is a residual under an
+/// activation, the output.
 std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
   const auto& [saved, constants, needed] = context;
   at::Tensor grad = gradients[0];
-  if (!grad.defined()) return std::vector<at::Tensor>(5);
+  if (!grad.defined()) return std::vector<at::Tensor>(6);
   const Known known{saved[0],
                     saved[1],
                     saved[2],
@@ -172,14 +185,25 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
                     constants[0].toInt(),
                     constants[1].toBool(),
                     constants[2].toDouble(),
-                    constants[6].toBool()};
+                    constants[6].toBool(),
+                    optional_of(saved[6])};
   const at::Tensor& slopes = saved[5];
+  // What is left out of a mean has a gradient of zeros rather than none: optimizers decay it, other processes expect
+  // it.
+  const bool has_sum = needed[5] && !known.is_invariant();
+  std::vector<bool> of_norm(needed.begin(), needed.begin() + 3);
+  of_norm[0] = needed[0] || has_sum;
+  const auto of_input_bias = [&](const at::Tensor& of_input) {
+    if (!needed[5]) return at::Tensor();
+    if (!has_sum) return at::zeros_like(*known.input_bias);
+    return channels_to_end(of_input).flatten(0, -2).sum(0).to(known.input_bias->scalar_type());
+  };
   cpu::Activation activation{static_cast<ActivationKind>(constants[3].toInt()), constants[4].toDouble(), slopes};
   at::Tensor of_residual;
-  if (saved.size() > 6) grad = gradient_before(grad, saved[6], activation);
+  if (saved.size() > 7) grad = gradient_before(grad, saved[7], activation);
   if (constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
   const bool is_composed =
-      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias(), slopes});
+      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias(), slopes, saved[6]});
   at::Tensor of_slopes;
   if (is_composed && activation.kind != ActivationKind::none) {
     const at::Tensor y = norm_alone(known);
@@ -192,12 +216,12 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
     }
   }
   if (is_composed) {
-    auto [input, weight, bias] = norm_backward(known, grad, needed);
-    return {input, weight, bias, of_residual, of_slopes};
+    auto [input, weight, bias] = norm_backward(known, grad, of_norm);
+    return {input, weight, bias, of_residual, of_slopes, of_input_bias(input)};
   }
   const bool has_slopes = slopes.defined() && needed[4];
   if (has_slopes) grad = to_channels_last(grad);  // which two passes read
-  auto [input, weight, bias] = norm_backward_by_kernels(known, grad, activation, needed, has_slopes);
+  auto [input, weight, bias] = norm_backward_by_kernels(known, grad, activation, of_norm, has_slopes);
   if (has_slopes) {
     of_slopes = gradients_of_slopes(known, grad, activation, weight, bias);
     if (slopes.numel() == 1) of_slopes = of_slopes.sum();
@@ -205,7 +229,7 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
     weight = needed[1] ? weight.to(known.weight().scalar_type()) : at::Tensor();
     bias = needed[2] ? bias.to(known.bias().scalar_type()) : at::Tensor();
   }
-  return {input, weight, bias, of_residual, of_slopes};
+  return {input, weight, bias, of_residual, of_slopes, of_input_bias(input)};
 }
 
 const Formula norm_activation_formula = {"NhwcNormActivationBackward", all_gradients};
@@ -213,14 +237,18 @@ const Formula norm_activation_formula = {"NhwcNormActivationBackward", all_gradi
 /// Makes an output differentiable, if a gradient is needed.
 void record_if_needed(const Known& known, const at::Tensor& residual, const cpu::Activation& activation,
                       const at::Tensor& output) {
-  const std::array<at::Tensor, 5> inputs = {known.input, known.weight(), known.bias(), residual, activation.slopes};
+  const at::Tensor& input_bias = value_of(known.input_bias);
+  const std::array<at::Tensor, 6> inputs = {known.input, known.weight(),    known.bias(),
+                                            residual,    activation.slopes, input_bias};
   if (!needs_gradient(inputs)) return;
-  // Of instance norm PyTorch copies what the backward reads: the parameters may change before it.
+  // Of instance norm PyTorch copies what the backward reads: the parameters may change before it. So may the bias of a
+  // convolution, which saves none.
   const bool is_instance_norm = known.groups == known.input.size(1);
   const auto kept = [&](const at::Tensor& each) { return is_instance_norm && each.defined() ? each.clone() : each; };
   const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
   record(norm_activation_formula, output, inputs,
-         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), activation.slopes},
+         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), activation.slopes,
+          input_bias.defined() ? input_bias.detach().clone() : input_bias},
          {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
           residual.defined(), known.is_float},
          saves_output);
@@ -228,10 +256,10 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
 
 // --- The operators ---
 
-bool can_add(const at::Tensor& residual, const Known& known) {
-  return !residual.defined() ||
-         (residual.sym_sizes() == known.input.sym_sizes() && residual.scalar_type() == known.type_of_result() &&
-          residual.device() == known.input.device());
+/// Returns whether a residual, if there is one, can be added to the result of an input.
+bool can_add(const at::Tensor& residual, const at::Tensor& input, at::ScalarType type_of_result) {
+  return !residual.defined() || (residual.sym_sizes() == input.sym_sizes() &&
+                                 residual.scalar_type() == type_of_result && residual.device() == input.device());
 }
 
 /// Returns whether the kernels compute it, with its derivative: that of a residual reads the output, which tells the
@@ -244,20 +272,26 @@ bool has_kernels(const Known& known, const std::optional<cuda::GroupNorm>& on_de
       (activation.kind == ActivationKind::leaky_relu && !activation.slopes.defined() && activation.parameter > 0);
   const bool has_device =
       norm.is_on_cpu() ? !known.is_float && cpu::has_activation(norm.type(), activation.kind) : on_device.has_value();
-  return norm.is_served() && has_device && can_add(residual, known) &&
-         is_unobserved({known.input, known.weight(), known.bias(), residual, activation.slopes}) &&
+  return norm.is_served() && has_device && can_add(residual, known.input, known.type_of_result()) &&
+         is_unobserved(
+             {known.input, known.weight(), known.bias(), residual, activation.slopes, value_of(known.input_bias)}) &&
          known.input.numel() > 0 &&
          (!residual.defined() || is_monotonic ||
-          !needs_gradient({known.input, known.weight(), known.bias(), residual, activation.slopes}));
+          !needs_gradient(
+              {known.input, known.weight(), known.bias(), residual, activation.slopes, value_of(known.input_bias)}));
 }
 
 at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                            const Optional& weight, const Optional& bias, const Optional& residual, int64_t groups,
                            bool training, double eps, bool is_float, c10::string_view name, double parameter,
-                           const Optional& slopes) {
+                           const Optional& slopes, const Optional& input_bias) {
   const cpu::HugePages requested;
   const WithVersions with_versions;
-  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
+  if (input_bias && !input.is_cuda()) {
+    return norm_activation(with_bias(input, *input_bias), mean, rstd, weight, bias, residual, groups, training, eps,
+                           is_float, name, parameter, slopes, none);
+  }
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias};
   const at::Tensor& other = value_of(residual);
   cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
   known.check();
@@ -296,13 +330,20 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
 std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& input, const Optional& running_mean,
                                                             const Optional& running_var, const Optional& weight,
                                                             const Optional& bias, int64_t groups, bool training,
-                                                            double momentum, double eps, bool is_float) {
+                                                            double momentum, double eps, bool is_float,
+                                                            const Optional& input_bias) {
+  if (input_bias && !input.is_cuda()) {
+    return norm_waiting(with_bias(input, *input_bias), running_mean, running_var, weight, bias, groups, training,
+                        momentum, eps, is_float, none);
+  }
   const Norm norm = groups == 0 ? batch_norm_of(input, running_mean, running_var, weight, bias, training, eps)
                                 : group_norm_of(input, groups, weight, bias, eps);
   const bool is_served = (input.dim() == 4 || input.dim() == 5) && eps > 0 && norm.is_served() &&
-                         is_unobserved({input, norm.weight, norm.bias}) && !records_inputs() && input.numel() > 0;
+                         is_unobserved({input, norm.weight, norm.bias, value_of(input_bias)}) && !records_inputs() &&
+                         input.numel() > 0;
   if (!is_served || (is_float && (groups == 0 || !input.is_cuda()))) return {};
-  const auto on_device = input.is_cuda() ? find_cuda_norm(norm, momentum, is_float) : std::nullopt;
+  const auto on_device =
+      input.is_cuda() ? find_cuda_norm(norm, momentum, is_float, value_of(input_bias)) : std::nullopt;
   if (!on_device && !input.is_cpu()) return {};
   const cpu::GroupNormShape shape = norm.shape();
   if (norm.is_of_input && shape.rows * (shape.channels / shape.groups) < 2) return {};
@@ -310,7 +351,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
   {
     const at::AutoDispatchBelowADInplaceOrView below;
     const auto options = input.options().dtype(at::kDouble);
-    const at::DimVector sizes = groups == 0 ? at::DimVector{shape.channels} : at::DimVector{shape.samples, groups};
+    const at::DimVector sizes = groups == 0 ? at::DimVector{shape.channels}
+                                            : at::DimVector{shape.samples, input_bias ? shape.channels : groups};
     mean = at::empty(sizes, options), rstd = at::empty(sizes, options);
     if (on_device) {
       cuda::norm_statistics(*on_device, mean, rstd);
@@ -325,7 +367,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
       cpu::statistics_of(norm.running_mean, norm.running_var, eps, mean, rstd);
     }
   }
-  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias};
   const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, {}, {}, waiting);
   return {mean, rstd, waiting};
@@ -334,18 +376,68 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
 /// Adds a residual to a result that waits: the sum waits as well.
 at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                             const Optional& weight, const Optional& bias, const at::Tensor& residual, int64_t groups,
-                            bool training, double eps, bool is_float) {
-  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float};
+                            bool training, double eps, bool is_float, const Optional& input_bias) {
+  if (input_bias && !input.is_cuda()) {
+    return norm_waiting_sum(with_bias(input, *input_bias), mean, rstd, weight, bias, residual, groups, training, eps,
+                            is_float, none);
+  }
+  const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias};
   if (!has_kernels(known, known.find_cuda(), residual, {}) || !is_channels_last(residual)) return {};
   const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, residual, {}, waiting);
   return waiting;
 }
 
+/// Returns activation(input + bias + residual), where nothing is derived in the pass that normalises. A bias has an
+/// element for each channel.
+at::Tensor bias_activation(const at::Tensor& input, const at::Tensor& bias, const Optional& residual,
+                           c10::string_view name, double parameter, const Optional& slopes) {
+  const WithVersions with_versions;
+  cpu::Activation activation = activation_of("nhwc::bias_activation", name, parameter);
+  TORCH_CHECK(input.dim() > 1 && bias.dim() == 1 && bias.sym_size(0) == input.sym_size(1),
+              "nhwc::bias_activation: expected a number for each channel of an input of shape ", input.sym_sizes(),
+              ", got ", bias.sym_sizes());
+  activation.slopes = value_of(slopes);
+  const std::array<at::Tensor, 4> tensors = {input, bias, value_of(residual), activation.slopes};
+  // As batch norm by a mean of 0 and a deviation of 1.
+  const Optional shift = bias;
+  const Norm norm("nhwc::bias_activation", input, none, shift, none, none, /*is_batch_norm=*/true, 0, true, 1);
+  if (input.dim() > 3 && norm.is_served() && is_unobserved(tensors) && !needs_gradient(tensors) && input.numel() > 0 &&
+      can_add(value_of(residual), input, norm.type())) {
+    const cpu::GroupNormShape shape = norm.shape();
+    const at::Tensor dense = to_channels_last(input), summands = bias.contiguous();
+    const cuda::GroupNorm on_device{
+        shape.samples, shape.rows,        shape.groups,     dense, norm.type(), norm.weight,
+        summands,      norm.running_mean, norm.running_var, 0,     0,           /*is_of_input=*/false};
+    const bool is_on_device =
+        input.is_cuda() &&
+        cuda::runs_norm(input.device(), cuda::NormKind::instance, static_cast<int64_t>(input.nbytes())) &&
+        cuda::can_run(on_device);
+    if (is_on_device || (input.is_cpu() && cpu::has_activation(norm.type(), activation.kind))) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      const auto options = input.options().dtype(at::kDouble);
+      const at::Tensor added = residual ? to_channels_last(*residual) : at::Tensor(), out = empty_channels_last(input);
+      at::Tensor mean, rstd;
+      if (is_on_device) {
+        mean = at::empty({shape.channels}, options), rstd = at::empty({shape.channels}, options);
+        cuda::norm_statistics(on_device, mean, rstd);  // without running ones, those of a norm that changes nothing
+        cuda::normalise(on_device, mean, rstd, added, activation, out);
+      } else {
+        mean = at::zeros({shape.channels}, options), rstd = at::ones({shape.channels}, options);
+        cpu::normalise(shape, dense, mean, rstd, {}, summands, added, activation, out);
+      }
+      return out;
+    }
+  }
+  const at::Tensor biased = with_bias(input, bias), sum = residual ? biased + *residual : biased;
+  return slopes ? at::prelu(sum, *slopes) : activated(sum, activation);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("norm_activation", TORCH_FN(norm_activation));
+  m.impl("bias_activation", TORCH_FN(bias_activation));
   m.impl("norm_waiting", TORCH_FN(norm_waiting));
   m.impl("norm_waiting_sum", TORCH_FN(norm_waiting_sum));
 }

@@ -23,6 +23,7 @@ struct Call {
   at::Tensor input, weight, bias;
   double scale, eps;
   bool has_silu;
+  at::Tensor input_bias = {};  // added to the input first
 
   Call(const at::Tensor& input, const Optional& weight, const Optional& bias, double scale, double eps,
        c10::string_view activation)
@@ -57,7 +58,16 @@ struct Call {
     const at::Tensor dense = to_channels_last(input),
                      factors = weight.defined() ? weight.contiguous() : at::ones({input.size(1)}, input.options()),
                      summands = bias.defined() ? bias.contiguous() : bias;
-    work(cpu::ChannelRms{dense, factors, summands, scale, eps, has_silu});
+    work(cpu::ChannelRms{dense, factors, summands, scale, eps, has_silu, input_bias});
+  }
+
+  /// Has a bias added to the input by the kernels of a GPU, where nothing is derived. Returns whether they do.
+  bool take_input_bias(const at::Tensor& added) {
+    if (!input.is_cuda() || needs_gradient({input, weight, bias, added}) || !has_kernels() || !is_unobserved(added)) {
+      return false;
+    }
+    input_bias = of_channels(added, "bias of the input").to(input.scalar_type()).contiguous();
+    return true;
   }
 
   /// Returns whether kernels of ours compute it: of an activation in channels-last, whose parameters have its dtype.
@@ -172,10 +182,13 @@ void record_if_needed(const Call& call, const at::Tensor& out) {
 }
 
 at::Tensor normalize(const at::Tensor& input, const Optional& weight, const Optional& bias, double scale, double eps,
-                     c10::string_view activation) {
+                     c10::string_view activation, const Optional& input_bias) {
   const cpu::HugePages requested;
   const WithVersions with_versions;
-  const Call call(input, weight, bias, scale, eps, activation);
+  Call call(input, weight, bias, scale, eps, activation);
+  if (input_bias && !call.take_input_bias(*input_bias)) {
+    return normalize(with_bias(input, *input_bias), weight, bias, scale, eps, activation, none);
+  }
   if (!call.has_kernels()) return composed_normalize(call);
   at::Tensor out;
   {
@@ -191,8 +204,9 @@ at::Tensor normalize(const at::Tensor& input, const Optional& weight, const Opti
 
 /// Returns a result that waits, or nothing where kernels do not compute it with an activation.
 at::Tensor normalize_waiting(const at::Tensor& input, const Optional& weight, const Optional& bias, double scale,
-                             double eps) {
-  const Call call(input, weight, bias, scale, eps, "silu");
+                             double eps, const Optional& input_bias) {
+  Call call(input, weight, bias, scale, eps, "silu");
+  if (input_bias && !call.take_input_bias(*input_bias)) return {};
   if (!call.has_kernels() || records_inputs()) return {};
   const at::Tensor waiting = waiting_tensor(input.sizes(), input.scalar_type(), input.device());
   record_if_needed(call, waiting);

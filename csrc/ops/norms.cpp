@@ -42,9 +42,20 @@ bool is_fast_in_pytorch(const Norm& norm) {
   return norm.is_batch_norm && norm.input.dim() == 4 && (has_cudnn || norm.input.nbytes() < least_bytes);
 }
 
+/// Returns a bias as the kernels read it, in the dtype of the norm's own numbers.
+at::Tensor as_parameter(const Norm& norm, const at::Tensor& input_bias) {
+  if (!input_bias.defined()) return {};
+  const at::Tensor& running = norm.running_mean;
+  const at::ScalarType type = norm.weight.defined() || norm.bias.defined() || !running.defined()
+                                  ? norm.type_of_parameters()
+                                  : running.scalar_type();
+  return input_bias.detach().to(type).contiguous();
+}
+
 }  // namespace
 
-std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float) {
+std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum, bool is_float,
+                                              const at::Tensor& input_bias) {
   const at::Device device = norm.input.device();
   for (const at::Tensor* each : norm.of_channels()) {
     if (each->defined() && (each->device() != device || !each->is_contiguous())) return std::nullopt;
@@ -70,7 +81,8 @@ std::optional<cuda::GroupNorm> find_cuda_norm(const Norm& norm, double momentum,
                               norm.running_var,
                               momentum,
                               norm.eps,
-                              norm.is_of_input};
+                              norm.is_of_input,
+                              as_parameter(norm, input_bias)};
   return cuda::can_run(found) ? std::optional(found) : std::nullopt;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
 
@@ -62,6 +63,16 @@ at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cp
   }
 }
 
+at::Tensor beside_channels(const at::Tensor& numbers, const at::Tensor& activation) {
+  at::SymDimVector sizes(activation.dim(), 1);
+  sizes[1] = numbers.sym_numel();
+  return numbers.reshape_symint(sizes);
+}
+
+at::Tensor with_bias(const at::Tensor& convolved, const at::Tensor& bias) {
+  return convolved + beside_channels(bias.to(convolved.scalar_type()), convolved);
+}
+
 at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device device) {
   const WithVersions with_versions;
   const auto bytes = static_cast<size_t>(c10::multiply_integers(sizes)) * c10::elementSize(type);
@@ -112,6 +123,33 @@ at::Tensor pad_waiting(const at::Tensor& input, at::IntArrayRef pad) {
   return waiting;
 }
 
+/// A convolution saves no bias, which may change before the backward: its dtype is a constant.
+std::vector<at::Tensor> gradients_of_biased(const std::vector<at::Tensor>& gradients, const Formula::Context& context) {
+  const at::Tensor& grad = gradients[0];
+  if (!grad.defined() || !context.needed[1]) return {grad, {}};
+  at::DimVector others = {0};
+  for (int64_t dim = 2; dim < grad.dim(); ++dim) others.push_back(dim);
+  return {grad, grad.sum(others).to(static_cast<at::ScalarType>(context.constants[0].toInt()))};
+}
+
+const Formula biased_formula = {"NhwcBiasWaitingBackward", gradients_of_biased};
+
+/// Returns a result that waits, of a convolution and its bias, or nothing where it has to be added at once.
+at::Tensor bias_waiting(const at::Tensor& convolved, const at::Tensor& bias) {
+  const bool is_alike = bias.dim() == 1 && convolved.dim() > 3 && bias.size(0) == convolved.size(1) &&
+                        bias.device() == convolved.device() && convolved.is_floating_point();
+  if (!is_alike || !is_unobserved({convolved, bias}) || records_inputs() || !is_channels_last(convolved) ||
+      convolved.numel() == 0) {
+    return {};
+  }
+  const at::Tensor waiting = waiting_tensor(convolved.sizes(), convolved.scalar_type(), convolved.device());
+  if (waiting.strides() != convolved.strides()) return {};
+  if (needs_gradient({convolved, bias})) {
+    record(biased_formula, waiting, {convolved, bias}, {}, {static_cast<int64_t>(bias.scalar_type())});
+  }
+  return waiting;
+}
+
 /// Gives a result that waits the memory, the version and the derivative of another tensor.
 void waiting_become_(const at::Tensor& waiting, const at::Tensor& value) {
   TORCH_CHECK(waiting.sizes() == value.sizes() && waiting.strides() == value.strides() &&
@@ -130,6 +168,7 @@ TORCH_LIBRARY_IMPL(nhwc, CompositeImplicitAutograd, m) {
   m.impl("records_inputs", TORCH_FN(records_inputs));
   m.impl("waiting_like", TORCH_FN(waiting_like));
   m.impl("pad_waiting", TORCH_FN(pad_waiting));
+  m.impl("bias_waiting", TORCH_FN(bias_waiting));
   m.impl("waiting_become_", TORCH_FN(waiting_become_));
 }
 

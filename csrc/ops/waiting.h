@@ -21,6 +21,12 @@ at::Tensor activated(const at::Tensor& y, const cpu::Activation& activation);
 /// operators that take batches of gradients.
 at::Tensor gradient_before(const at::Tensor& grad, const at::Tensor& y, const cpu::Activation& activation);
 
+/// Returns a number, or one for each channel, beside activations.
+at::Tensor beside_channels(const at::Tensor& numbers, const at::Tensor& activation);
+
+/// Adds the bias of a convolution to its result.
+at::Tensor with_bias(const at::Tensor& convolved, const at::Tensor& bias);
+
 /// Returns a channels-last tensor that has no memory: whoever reads it without asking Python gets an error.
 at::Tensor waiting_tensor(at::IntArrayRef sizes, at::ScalarType type, at::Device device);
 

@@ -44,7 +44,8 @@ class Arguments(Structure):
     _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p), ("has_float_parameters", c_bool)]
     _fields_ += [("has_double_statistics", c_bool), ("is_of_input", c_bool), ("activation", c_uint8)]
     _fields_ += [("has_float_gradients", c_bool)]
-    _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double), ("slopes", c_void_p)]
+    _fields_ += [("parameter", c_double), ("momentum", c_double), ("eps", c_double)]
+    _fields_ += [("input_bias", c_void_p), ("slopes", c_void_p)]
     _fields_ += [("has_float_slopes", c_bool), ("has_one_slope", c_bool)]
 
 
@@ -120,6 +121,7 @@ def run(
     momentum: float = 0.1,
     is_of_input: bool = True,
     result: torch.dtype | None = None,
+    input_bias: Tensor | None = None,
     residual: Tensor | None = None,
     activation: str = "none",
     parameter: float = math.nan,
@@ -145,18 +147,21 @@ def run(
     used = offsets if grad is not None else (offsets[0], offsets[2])
     off = {offset * input.itemsize % 16 for offset in used}
     offset = off.pop() if len(off) == 1 and (result == dtype or off == {0}) else DIFFERING
-    in_chunks = in_chunks or in_two or activation != "none" or residual is not None or result != dtype
+    has_more = input_bias is not None or residual is not None or activation != "none" or result != dtype
+    in_chunks = in_chunks or in_two or has_more
     planned = plan(samples, rows, channels, groups, dtype, offset=offset, processors=processors, in_chunks=in_chunks)
     assert planned is not None
     parameters = next((each for each in (weight, bias, *(running or ())) if each is not None), input)
     of_out = result if grad is None else dtype
     tensors = {"input": placed(input, offsets[0]), "out": poisoned(*input.shape, dtype=of_out, offset=offsets[2])}
-    given = {"weight": weight, "bias": bias, "residual": residual, "slopes": slopes}
+    assert input_bias is None or in_two or grad is not None
+    given = {"weight": weight, "bias": bias, "input_bias": input_bias, "residual": residual, "slopes": slopes}
     given |= dict(zip(("running_mean", "running_var"), running or ()))
     tensors |= {name: placed(tensor) for name, tensor in given.items() if tensor is not None}
     if grad is None:
         for name in ("mean", "rstd") if in_two else ("mean", "rstd", "variance"):
-            tensors[name] = poisoned(samples, groups, dtype=torch.float64 if in_two else real)
+            of_each = groups if input_bias is None else channels
+            tensors[name] = poisoned(samples, of_each, dtype=torch.float64 if in_two else real)
         steps = WHOLE_FORWARD if planned.is_whole else FORWARD
         if not is_of_input:
             steps = (*KNOWN, FORWARD[-1])
@@ -202,6 +207,9 @@ def run(
     counts = {step: Counts() for step in steps}
     moved_bytes = c_uint64()
     for step in steps:
+        if input_bias is not None:
+            # As `arguments_of_step`: to those on activations, statistics of each channel are those of groups of one.
+            arguments.plan.groups = channels if step in FORWARD[::2] + BACKWARD[::2] else groups
         library().run_norm_model(
             step,
             TYPES[dtype] if result == dtype else MIXED[dtype],

@@ -24,7 +24,7 @@ struct Call {
   std::int32_t type, has_silu, is_backward;
   std::uint32_t seed;  // of the order of blocks
   double scale, eps;
-  const void *input, *grad, *weight, *bias;
+  const void *input, *grad, *weight, *bias, *input_bias;
   void *out, *grad_weight, *grad_bias;
 };
 
@@ -63,7 +63,7 @@ struct Memory {
 
 // What a kernel's accesses are counted by.
 struct Counting {
-  Memory out, weight, bias;
+  Memory out, weight, bias, input_bias;
   Cost& cost;
   Cache cache = {};                            // of a block
   std::set<std::uint64_t> of_parameters = {};  // in the second-level cache
@@ -84,7 +84,7 @@ struct Counting {
  private:
   void move(std::uint64_t address) {
     const std::uint64_t sector = address / sector_bytes;
-    const bool is_parameter = weight.has(address) || bias.has(address);
+    const bool is_parameter = weight.has(address) || bias.has(address) || input_bias.has(address);
     if (is_parameter ? of_parameters.insert(sector).second : cache.misses(sector)) cost.moved_bytes += sector_bytes;
   }
 };
@@ -119,7 +119,7 @@ void add_up(const RmsArguments& rms, const Call& call, Cost& cost) {
   constexpr NormStep step = NormStep::parameter_gradients;
   run_blocks<BlockOfStep<step, type, 1, Follower::nothing, CountingAccess>>(arguments, blocks_of(step, arguments.plan),
                                                                             shared_bytes_of(step, arguments.plan, type),
-                                                                            call.seed, {{}, {}, {}, cost});
+                                                                            call.seed, {{}, {}, {}, {}, cost});
 }
 
 }  // namespace
@@ -132,7 +132,8 @@ int run_rms_model(const Call* call, Cost* cost) {
   const auto type = static_cast<NormType>(call->type);
   const std::uint64_t bytes = bytes_of(type), of_row = call->channels * bytes, all = call->rows * of_row;
   std::uint64_t addresses = 0;
-  for (const void* each : {call->input, call->grad, call->weight, call->bias, static_cast<const void*>(call->out)}) {
+  for (const void* each :
+       {call->input, call->grad, call->weight, call->bias, call->input_bias, static_cast<const void*>(call->out)}) {
     addresses |= CountingAccess::number(each);
   }
   const RmsPlan plan = plan_rms(call->rows, call->channels, type, addresses, call->has_silu, call->processors);
@@ -142,7 +143,7 @@ int run_rms_model(const Call* call, Cost* cost) {
   for (const void* each : {call->input, call->grad, static_cast<const void*>(call->out)}) {
     if (each) make_reachable(each, all);
   }
-  for (const void* each : {call->weight, call->bias, static_cast<const void*>(call->grad_weight),
+  for (const void* each : {call->weight, call->bias, call->input_bias, static_cast<const void*>(call->grad_weight),
                            static_cast<const void*>(call->grad_bias)}) {
     if (each) make_reachable(each, of_row);
   }
@@ -152,14 +153,15 @@ int run_rms_model(const Call* call, Cost* cost) {
   const bool has_sums = call->grad_weight || call->grad_bias;
   if (has_sums) make_reachable(sums.get(), of_sums);
   const RmsArguments arguments{
-      plan,        call->input, call->grad, call->weight, call->bias, call->out, has_sums ? sums.get() : nullptr,
-      call->scale, call->eps};
+      plan,        call->input, call->grad,      call->weight, call->bias, call->out, has_sums ? sums.get() : nullptr,
+      call->scale, call->eps,   call->input_bias};
   with_rms_block<CountingAccess>(call->is_backward, type, call->has_silu, plan, [&](auto block) {
     run_blocks<typename decltype(block)::Type>(arguments, plan.blocks(call->is_backward),
                                                plan.shared_bytes(call->is_backward, real_bytes), call->seed,
                                                {{CountingAccess::number(call->out), all},
                                                 {CountingAccess::number(call->weight), of_row},
                                                 {CountingAccess::number(call->bias), of_row},
+                                                {CountingAccess::number(call->input_bias), of_row},
                                                 *cost});
   });
   if (!has_sums) return static_cast<int>(plan.lanes);

@@ -1,5 +1,6 @@
 """The GPU's kernels of group norm, every thread of every block run on the CPU: values, gradients, and costs."""
 
+import copy
 import itertools
 import math
 import re
@@ -261,6 +262,7 @@ def by_slopes(y: Tensor) -> Tensor:
 
 SLOPES = torch.arange(1280) % 13 / 8 - 0.5  # which bfloat16 has
 FOLLOWERS = {
+    "none": (0.0, lambda y: y),
     "slopes": (0.0, by_slopes),
     "relu": (math.nan, F.relu),
     "leaky_relu": (0.1, lambda y: F.leaky_relu(y, 0.1)),
@@ -317,6 +319,40 @@ def test_an_activation_in_the_same_pass(shape, activation, dtype):
         assert each.eq(2).all()
     for each in (forward.stores["out"], backward.stores["out"]):
         assert each.eq(1).all()
+
+
+@all_dtypes
+@pytest.mark.parametrize("activation", ["none", "silu"])
+@pytest.mark.parametrize("shape", [(2, 300, 24, 4), (2, 77, 33, 33), (1, 1100, 16, 16), (2, 9, 24, 3)], ids=str)
+def test_a_bias_of_the_input_in_the_same_pass(shape, activation, dtype):
+    norm = Norm(shape, dtype)
+    bias = norm.weight.flip(0) * 8
+    results, forward, backward = followed(norm, activation, dtype, input_bias=bias)
+    biased = copy.copy(norm)
+    biased.input = norm.input.double() + bias.double()
+    exact = by_pytorch(biased, activation, torch.float64)
+    biased.input = biased.input.to(dtype)
+    theirs = by_pytorch(biased, activation, dtype)
+    for name, value in results.items():
+        room = 1e-13 if dtype == torch.float64 else torch.finfo(dtype).eps
+        assert error(value, exact[name]) <= 2 * error(theirs[name], exact[name]) + room, name
+    for each in (forward.loads["input"], backward.loads["input"], backward.loads["grad"]):
+        assert each.eq(2).all()
+
+
+@pytest.mark.parametrize("is_of_input", [True, False])
+def test_running_statistics_have_the_bias_of_the_input(is_of_input):
+    """Those that are updated, and those that are subtracted."""
+    norm, bias = Norm((1, 77, 24, 24), torch.bfloat16, parameters=torch.float32), torch.linspace(-5, 5, 24)
+    running, updated = ([torch.full((24,), 0.5), torch.full((24,), 2.0)] for _ in range(2))
+    ours = norm_model.run(
+        *(norm.input, 24, norm.weight, norm.bias), in_two=True, running=tuple(running), input_bias=bias,
+        is_of_input=is_of_input,
+    )  # fmt: skip
+    out = F.batch_norm(norm.input[0].float() + bias, *updated, norm.weight, norm.bias, is_of_input)
+    assert error(ours.tensors["out"][0], out.double()) <= torch.finfo(torch.bfloat16).eps
+    torch.testing.assert_close(ours.tensors["running_mean"], updated[0])
+    torch.testing.assert_close(ours.tensors["running_var"], updated[1])
 
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)

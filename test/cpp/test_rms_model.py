@@ -27,7 +27,7 @@ class Call(Structure):
     _fields_ = [("rows", c_uint64), ("channels", c_uint32), ("processors", c_uint32), ("type", c_int32)]
     _fields_ += [("has_silu", c_int32), ("is_backward", c_int32), ("seed", c_uint32)]
     _fields_ += [("scale", c_double), ("eps", c_double), ("input", c_void_p), ("grad", c_void_p)]
-    _fields_ += [("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p)]
+    _fields_ += [("weight", c_void_p), ("bias", c_void_p), ("input_bias", c_void_p), ("out", c_void_p)]
     _fields_ += [("grad_weight", c_void_p), ("grad_bias", c_void_p)]
 
 
@@ -145,6 +145,24 @@ def test_gradients_that_are_asked_for(channels, silu):
         for gradients in itertools.combinations(GRADIENTS, count):
             some, _ = norm.run(gradients=gradients)
             assert all(torch.equal(some[name], every[name]) for name in gradients)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("channels", [33, 96, 1028])
+def test_a_bias_of_the_input_in_the_same_pass(channels, dtype):
+    """Forward alone; it moves no more."""
+    for silu in (False, True):
+        norm = Norm(600, channels, dtype, silu=silu)
+        expected = Norm(600, channels, dtype, silu=silu)
+        del norm.given["grad"]
+        norm.given["input_bias"] = norm.given["weight"].flip(0)
+        expected.given["input"] = norm.given["input"].double() + norm.given["input_bias"].double()
+        out = poisoned(*norm.shape, dtype=dtype)
+        _, cost = norm.launch({name: placed(each) for name, each in norm.given.items()}, {"out": out}, False, 0)
+        exact = expected.expected()["out"]
+        assert ((out.double() - exact).abs() <= ROOM[dtype] * exact.abs().amax(-1, keepdim=True)).all()
+        if channels == 96 and dtype == torch.bfloat16:
+            assert cost.moved_bytes <= 1.02 * 2 * norm.given["input"].nbytes
 
 
 def test_what_is_undefined_stays_in_its_row():

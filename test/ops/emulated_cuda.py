@@ -600,11 +600,12 @@ def test_a_norm_whose_launch_fails_raises():
 
 @pytest.mark.usefixtures("norms_on")
 def test_norms_of_a_model_are_replaced():
-    model = nn.Sequential(nn.Conv3d(4, 8, 3), nn.GroupNorm(2, 8), nn.InstanceNorm3d(8, affine=True), nn.GELU())
+    layers = nn.GroupNorm(2, 8), nn.InstanceNorm3d(8, affine=True), nn.GELU(), nn.Conv3d(8, 4, 1)
+    model = nn.Sequential(nn.Conv3d(4, 8, 3, bias=False), *layers)
     plain, volume = copy.deepcopy(model), torch.randn(2, 8, 5, 5, 5)
     nhwc.convert_(model.to("cuda"), preserve=True)
     names = [type(layer).__name__.startswith("Preserving") for layer in model]
-    assert names == [False, True, True, False]
+    assert names == [False, True, True, False, True]
     on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
     for layer, expected in zip(model[1:3], plain[1:3]):
         torch.testing.assert_close(of_host(layer(on_device)), expected(volume))
@@ -744,7 +745,7 @@ def test_depthwise_volumes_and_their_gradients(shape, kernel, device, dtype):
 
 @pytest.mark.usefixtures("norms_on")
 def test_depthwise_volumes_of_a_model_are_replaced():
-    model = nn.Sequential(nn.Conv3d(4, 4, 3, 2, 1, groups=4), nn.Conv3d(4, 4, 3))
+    model = nn.Sequential(nn.Conv3d(4, 4, 3, 2, 1, groups=4), nn.Conv3d(4, 4, 3, bias=False))
     plain, volume = copy.deepcopy(model), torch.randn(2, 4, 5, 6, 9)
     plan = nhwc.plan(model.to("cuda"))
     assert [row.reason for row in plan.layers] == [None, nhwc.Reason.OTHER_DEVICE]
@@ -758,6 +759,88 @@ def test_depthwise_volumes_of_a_model_are_replaced():
     report = nhwc.convert_(model, preserve=False)
     assert [type(layer).__name__ for layer in model] == ["Conv3d", "Conv3d"]
     assert nhwc.Reason.DEPTHWISE_VOLUMES.value in " ".join(str(report).split())
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+@pytest.mark.parametrize("kind", WAITING)
+def test_a_norm_has_the_bias_of_the_convolution_before_it(kind):
+    """That of a depthwise volume, which PyTorch has no kernel for here, either."""
+    make, dtype, statistics = WAITING[kind]
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1, groups=8), make(), nn.LeakyReLU(0.2)).double()
+    for parameter in plain.parameters():
+        parameter.data = (torch.randn_like(parameter) * 2).to(dtype).double()
+    plain[1].num_batches_tracked = None  # which PyTorch's own kernel would count
+    plain[0].bias.requires_grad_(False)  # PyTorch's own kernels would make its gradient: a sum, or zeros
+    volume, grad = torch.randn(2, 8, 5, 6, 7).to(dtype), torch.randn(2, 8, 5, 6, 7).to(dtype)
+    model = copy.deepcopy(plain).to(dtype).to("cuda")
+    nhwc.convert_(model)
+    exact = volume.double().requires_grad_()
+    expected = plain(exact)
+    expected.backward(grad.double())
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda").requires_grad_()
+    take_launches()
+    convolved = model[0](on_device)
+    assert (type(convolved).__name__, take_steps()) == ("Pending", [CONVOLVE])
+    waiting = model[1](convolved)
+    assert (type(waiting).__name__, take_steps()) == ("Pending", statistics)
+    out = model[2](waiting)
+    assert take_steps() == [2]
+    given = grad.to(memory_format=torch.channels_last_3d).to("cuda")
+    leaves = [[on_device, *model.parameters()], [exact, *plain.parameters()]]
+    ours, theirs = ([each for each in all if each.requires_grad] for all in leaves)
+    gradients = torch.autograd.grad(out, ours, given)
+    assert take_steps() == [3, 4, 5, 6, CONVOLVE, CHUNKS, MERGE]
+    for result, each in zip((out, *gradients), (expected, *(each.grad for each in theirs)), strict=True):
+        room = 1e-4 if dtype == torch.float32 else 0.02
+        assert (of_host(result).double() - each).norm() <= room * each.norm() + 1e-6
+    for ours, theirs in zip(model.buffers(), plain.buffers()):
+        torch.testing.assert_close(of_host(ours).double(), theirs.double(), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_under_autocast_a_norm_takes_a_bias_in_float():
+    plain = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1, groups=8), nn.GroupNorm(2, 8), nn.SiLU()).eval()
+    model, volume = copy.deepcopy(plain).to("cuda"), torch.randn(2, 8, 5, 6, 7).bfloat16()
+    nhwc.convert_(model)
+    model[0].weight.data, weight = model[0].weight.data.cpu().bfloat16().to("cuda"), plain[0].weight.data
+    plain[0].weight.data = weight.bfloat16().float()
+    with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
+        out = model(volume.to(memory_format=torch.channels_last_3d).to("cuda"))
+    assert out.dtype == torch.float32
+    expected = plain(volume.float())
+    assert (of_host(out) - expected).norm() <= 0.01 * expected.norm()
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+@pytest.mark.parametrize("residual", [False, True])
+def test_a_bias_and_what_follows_are_one_pass(residual):
+    plain = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1, groups=8), nn.SiLU())
+    model, volume = copy.deepcopy(plain).to("cuda"), torch.randn(2, 8, 5, 6, 7)
+    nhwc.convert_(model)
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
+    take_launches()
+    with torch.no_grad():
+        out = model[1](model[0](on_device) + on_device if residual else model[0](on_device))
+        assert take_steps() == [CONVOLVE, 9, 2]
+        torch.testing.assert_close(of_host(out), F.silu(plain[0](volume) + (volume if residual else 0)))
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_a_normalisation_over_channels_has_the_bias_of_the_convolution_before_it():
+    plain = nn.Conv3d(8, 8, 3, padding=1, groups=8)
+    model, volume = nn.Sequential(copy.deepcopy(plain)).to("cuda"), torch.randn(2, 8, 5, 6, 7)
+    nhwc.convert_(model)
+    on_device, gamma = volume.to(memory_format=torch.channels_last_3d).to("cuda"), torch.randn(8)
+    take_launches()
+    with torch.no_grad():
+        convolved = model[0](on_device)
+        waiting = pending.pending_normalization(model, convolved, gamma.to("cuda"), None, 2.0, 1e-12)
+        assert take_steps() == [CONVOLVE]
+        out = F.silu(waiting)
+        assert [launch.elements for launch in take_launches()] == [-102]
+        expected = F.silu(F.normalize(plain(volume), dim=1) * 2 * gamma.view(-1, 1, 1, 1))
+    torch.testing.assert_close(of_host(out), expected)
 
 
 COPIED, SUMMED = -100, -101
@@ -823,7 +906,7 @@ def test_pads_and_interpolations_of_a_model_are_replaced():
     model, volume = nn.Sequential(nn.Conv3d(4, 8, 3), *layers, nn.ZeroPad3d(1)), torch.randn(2, 8, 5, 5, 5)
     nhwc.convert_(model.to("cuda"), preserve=True)
     names = [type(layer).__name__.startswith("Preserving") for layer in model]
-    assert names == [False, True, True, True, False]
+    assert names == [True, True, True, True, False]
     on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
     for layer, stock in zip(model[1:4], layers):
         torch.testing.assert_close(of_host(layer(on_device)), stock(volume))

@@ -197,6 +197,42 @@ def test_a_norm_and_its_activation_are_one_pass(kind, activation, dtype, device)
         torch.testing.assert_close(ours.double(), theirs_.double(), rtol=0.02, atol=0.02)
 
 
+@pytest.mark.usefixtures("small_ones_wait")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("grad", [True, False])
+@pytest.mark.parametrize("kind", [*LAYERS, "none"])
+def test_the_bias_of_a_convolution_is_in_the_pass_of_what_follows(kind, grad, dtype, device):
+    """A norm and an activation, or in inference an activation alone. Expect at most twice PyTorch's error."""
+    torch.manual_seed(0)
+    norm = LAYERS[kind]() if kind != "none" else nn.Identity()
+    plain = nn.Sequential(nn.Conv3d(8, 32, 3, padding=1), norm, nn.SiLU()).to(device, dtype)
+    for parameter in (*plain[1].parameters(), plain[0].bias):
+        nn.init.normal_(parameter)
+    volume, grad_out = torch.randn(2, 8, 14, 15, 16).to(device, dtype), torch.randn(2, 32, 14, 15, 16).to(device, dtype)
+    exact_model, model = copy.deepcopy(plain).double(), copy.deepcopy(plain)
+    nhwc.convert_(model)
+
+    def computed(model, *given):
+        if grad:
+            return with_gradients(model, *given)
+        with torch.no_grad():
+            return [model(given[0])]
+
+    exact, theirs = (
+        computed(each, *(tensor.to(next(each.parameters()).dtype) for tensor in (volume, grad_out)))
+        for each in (exact_model, plain)
+    )
+    given = [each.to(memory_format=torch.channels_last_3d) for each in (volume, grad_out)]
+    if device == "cuda":
+        with torch.set_grad_enabled(grad):
+            assert type(copy.deepcopy(model)[0](given[0])) is pending.Pending
+    for index, (ours, their, each) in enumerate(zip(computed(model, *given), theirs, exact)):
+        room = 16 * torch.finfo(dtype).eps * each.norm() + 1e-5
+        assert (ours.double() - each).norm() <= 2 * (their.double() - each).norm() + room, index
+    for ours, theirs_ in zip(model.buffers(), exact_model.buffers()):
+        torch.testing.assert_close(ours.double(), theirs_.double(), rtol=0.02, atol=0.02)
+
+
 @pytest.mark.parametrize("shape", [(8, 48, 40, 40), (2, 33, 9, 10, 11)], ids=str)
 @pytest.mark.parametrize("training", [True, False])
 def test_batch_norm_in_bfloat16(training, shape, device):

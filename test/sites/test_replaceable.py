@@ -109,7 +109,11 @@ def test_norms_of_a_gpu_are_replaced_where_its_kernels_run(monkeypatch):
     monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda device: device.type == "cuda")
     norms = (nn.GroupNorm(1, 2), nn.InstanceNorm2d(2), nn.InstanceNorm3d(2, affine=True), nn.BatchNorm2d(2))
     model = on_gpu(nn.GELU(), nn.AvgPool3d(2), *norms)
-    assert reasons(model) == dict.fromkeys("012", Reason.OTHER_DEVICE) | dict.fromkeys("3456")
+    assert reasons(model) == dict.fromkeys("12", Reason.OTHER_DEVICE) | dict.fromkeys("03456")
+    layers = (nn.Conv2d(2, 2, 3, bias=False), nn.Conv3d(2, 2, 3), nn.ConvTranspose2d(2, 2, 3))
+    kept = dict.fromkeys("13", Reason.OTHER_DEVICE)  # a bias is what PyTorch adds in a pass of its own
+    assert reasons(model := on_gpu(*layers)) == kept | dict.fromkeys("02")
+    assert "without passes of its own for padding and bias" in walk_layers(model).layers[0].gains
 
 
 def test_depthwise_volumes_of_a_gpu_are_replaced_whatever_the_switch_says(monkeypatch):
@@ -128,9 +132,8 @@ def test_pads_and_interpolations_are_replaced_on_a_gpu_alone(monkeypatch):
     monkeypatch.setattr(nhwc.ops, "runs_cuda_norms", lambda device: device.type == "cuda")
     pads = (nn.ReflectionPad2d(1), nn.ReplicationPad3d(1), nn.CircularPad2d(1), nn.ZeroPad2d(1))
     layers = (*pads, nn.Upsample(scale_factor=2), nn.UpsamplingBilinear2d(4), nn.Upsample(4, mode="bicubic"))
-    padded = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect")
-    kept = {"0": Reason.OTHER_DEVICE}  # a convolution that pads with zeros
-    assert reasons(on_gpu(padded, *layers)) == kept | dict.fromkeys("123467") | {"1": None}
+    padded = nn.Conv2d(2, 2, 3, padding=1, padding_mode="reflect", bias=False)
+    assert reasons(on_gpu(padded, *layers)) == dict.fromkeys("0123467")
     assert reasons(nn.Sequential(nn.Conv2d(2, 2, 3), padded, *layers)) == dict.fromkeys("014")
     nhwc.convert_(model := nn.Sequential(nn.Conv2d(2, 2, 3), *layers))
     assert [type(layer).__name__ for layer in model[1:]] == [

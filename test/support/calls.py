@@ -381,6 +381,8 @@ IN_STEPS = {
     nhwc.convolution_waiting.default,
     nhwc.convolution_activation.default,
     nhwc.pad_waiting.default,
+    nhwc.bias_waiting.default,
+    nhwc.bias_activation.default,
     nhwc.waiting_like.default,
     nhwc.records_inputs.default,
     nhwc.norm_activation.default,

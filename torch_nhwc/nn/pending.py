@@ -3,10 +3,11 @@
 A replaced norm returns a `Pending`: a tensor with the sizes, dtype, device and derivative of its result, and no memory.
 PyTorch's functions ask it before they read it, by `__torch_function__`. An activation then computes norm and activation
 in one pass, and so does a sum of a residual and the activation after it. Where nothing is derived, a convolution waits
-as well, and becomes one with a batch norm in evaluation mode. Anything else makes the tensor compute its layer, once:
-from then on it is a plain tensor. Nothing is guessed, so what a model does with a result changes no number. A layer
-whose results were read by something else twice waits no more; nor does one whose results nothing read, as it seems:
-code in C++ that does not ask met a tensor without memory.
+as well, and becomes one with a batch norm in evaluation mode. On a GPU, where PyTorch adds the bias of a convolution in
+a pass of its own, the sum waits: most norms take the convolution's result without it. Anything else makes the tensor
+compute its layer, once: from then on it is a plain tensor. Nothing is guessed, so what a model does with a result
+changes no number. A layer whose results were read by something else twice waits no more; nor does one whose results
+nothing read, as it seems: code in C++ that does not ask met a tensor without memory.
 
 The result of an activation waits for zeros around it, though it is known: a convolution that reads those has them as
 its padding, and nothing is copied.
@@ -98,7 +99,7 @@ class Waiting:
     def __init__(self, owner: Any, operands: tuple[Any, ...], options: tuple[Any, ...], read: Any = ()) -> None:
         self.owner = owner
         self.operands = operands
-        """Input, mean, reciprocal deviation, weight and bias."""
+        """Input, mean, reciprocal deviation, weight, bias, and a convolution's bias that is added to the input."""
         self.options = options
         """Groups, whether the statistics are the input's, what is added to the variance, and whether the result is
         float."""
@@ -166,14 +167,15 @@ class Waiting:
 
     def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
         # Everything below autograd's own state is as it was, since operators of ours have no rule of autocast.
+        *operands, input_bias = self.operands
         return torch.ops.nhwc.norm_activation._op(
-            *self.operands, self.residual, *self.options, activation, parameter, slope
+            *operands, self.residual, *self.options, activation, parameter, slope, input_bias
         )
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
         """Return a tensor for the sum, or `None` where it is to be computed at once."""
-        input, *others = self.operands
-        return torch.ops.nhwc.norm_waiting_sum._op(input, *others, residual, *self.options)
+        *operands, input_bias = self.operands
+        return torch.ops.nhwc.norm_waiting_sum._op(*operands, residual, *self.options, input_bias)
 
 
 class Known(Waiting):
@@ -222,10 +224,11 @@ class WaitingNormalization(Waiting):
 
     __slots__ = ()
     activations = frozenset(("silu",))
-    # Operands: input, weight and bias. Options: scale, and the least length.
+    # Operands: input, weight, bias, and a convolution's bias. Options: scale, and the least length.
 
     def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
-        return torch.ops.nhwc.normalize._op(*self.operands, *self.options, activation)
+        *operands, input_bias = self.operands
+        return torch.ops.nhwc.normalize._op(*operands, *self.options, activation, input_bias)
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
         return None
@@ -260,6 +263,33 @@ class WaitingConvolution(Waiting):
         return _waiting_like(result) if is_alike and residual.stride() == result.stride() else None
 
 
+class WaitingBias(Waiting):
+    """A call of a convolution on a GPU, and the sum with its bias."""
+
+    __slots__ = ()
+    # Operands: the result without the bias, which nothing changes, and the bias.
+
+    @property
+    def activations(self) -> frozenset[str]:  # type: ignore[override]
+        # A derivative would keep the convolution's result beside that of the activation.
+        return frozenset() if self.grad_mode else Waiting.activations
+
+    @property
+    def gains(self) -> bool:
+        return self.residual is not None
+
+    def _computed(self, activation: str, parameter: float, slope: Tensor | None) -> Tensor:
+        result, bias = self.operands
+        if activation == "none" and self.residual is None:
+            return _with_versions(torch.add, result, _beside(bias, result))
+        return torch.ops.nhwc.bias_activation._op(result, bias, self.residual, activation, parameter, slope)
+
+    def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
+        is_alike = residual.shape == result.shape and residual.dtype == result.dtype
+        is_alike = is_alike and residual.device == result.device and residual.stride() == result.stride()
+        return _waiting_like(result) if is_alike and not self.grad_mode else None
+
+
 def convolution(
     owner: Any, name: str, axes: int, input: Tensor, weight: Tensor, bias: Tensor | None, options: tuple[Any, ...]
 ) -> Tensor:
@@ -277,6 +307,8 @@ def convolution(
     padded = input.waiting if type(input) is Pending else None
     if type(padded) is Padded:
         input, weight, options = _unpadded(padded, input, axes, weight, options)
+    if bias is not None and _adds_bias_apart(input):
+        return _convolution_and_bias(owner, name, axes, input, weight, bias, options)
     is_large = type(input) is Pending or (type(input) is Tensor and input.numel() >= _FEWEST_INPUTS)
     if is_large and not torch.is_grad_enabled() and _may_wait() and not torch.is_autocast_enabled("cpu"):
         waiting = _waiting_convolution(owner, own, input, weight, bias, options)
@@ -284,6 +316,37 @@ def convolution(
             return waiting
         return _with_versions(functional.convolve, name, axes, input, weight, bias, options)
     return functional.convolve(name, axes, input, weight, bias, options)
+
+
+def _adds_bias_apart(input: Tensor) -> bool:
+    return input.is_cuda
+
+
+def _convolution_and_bias(
+    owner: Any, name: str, axes: int, input: Any, weight: Tensor, bias: Tensor, options: tuple[Any, ...]
+) -> Tensor:
+    """Call a convolution whose bias waits, or is added at once."""
+    _compute_among((input,))
+    is_usual = type(input) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN and input.dim() == axes + 2
+    is_usual = is_usual and _may_wait() and not _is_read_early(owner) and not _is_observed()
+    if not is_usual or _elements_of(input, weight, options[0]) < _FEWEST_ON_CUDA:
+        return functional.convolve(name, axes, input, weight, bias, options)
+    result = _with_versions(functional.convolve, name, axes, input, weight, None, options)
+    waiting = torch.ops.nhwc.bias_waiting._op(result, bias)
+    if waiting is None:
+        return result.add_(_beside(bias, result))
+    return _as_pending(waiting, WaitingBias(owner, (result, bias), ()))
+
+
+def _elements_of(input: Tensor, weight: Tensor, stride: Any) -> int:
+    """Return about how many elements a convolution's result has."""
+    strides = stride if isinstance(stride, tuple) else (stride,) * (input.dim() - 2)
+    return input.numel() * weight.shape[0] // max(1, input.shape[1] * math.prod(strides))
+
+
+def _beside(bias: Tensor, result: Tensor) -> Tensor:
+    """Return a bias beside the channels of a result, as PyTorch adds it."""
+    return bias.to(result.dtype).view(-1, *[1] * (result.dim() - 2))
 
 
 def _waiting_convolution(
@@ -395,12 +458,38 @@ def pending_norm(
     """
     if torch.compiler.is_compiling() or not _may_wait():
         return None
+    options = (running_mean, running_var, weight, bias, groups, training, momentum, eps, casts)
     if type(input) is Pending:
         if groups == 0 and training is False:
             folded = _with_batch_norm(owner, input, running_mean, running_var, weight, bias, eps)
             if folded is not None:
                 return folded
+        biased = _bias_apart(input)
+        if biased is not None:
+            result, summand = biased.operands
+            normed = _norm_in_two_steps(owner, result, summand, *options)
+            if normed is not None:
+                biased.is_taken = True
+                return normed
         _compute_among((input,))
+    return _norm_in_two_steps(owner, input, None, *options)
+
+
+def _norm_in_two_steps(
+    owner: Any,
+    input: Any,
+    input_bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    weight: Any,
+    bias: Any,
+    groups: Any,
+    training: Any,
+    momentum: Any,
+    eps: Any,
+    casts: bool,
+) -> Tensor | None:
+    """Return a norm that waits, of an input to which a bias is added, perhaps."""
     if type(input) is not Tensor or input.is_inference():  # which has no version
         return None
     is_cuda, is_float = input.is_cuda, False
@@ -418,12 +507,19 @@ def pending_norm(
     if not isinstance(eps, float) or not isinstance(momentum, float) or type(groups) is not int:
         return None
     mean, deviation, result = torch.ops.nhwc.norm_waiting._op(
-        input, running_mean, running_var, weight, bias, groups, training, momentum, eps, is_float
+        input, running_mean, running_var, weight, bias, groups, training, momentum, eps, is_float, input_bias
     )
     if result is None:
         return None
-    options = (groups, training, eps, is_float)
-    return _as_pending(result, Waiting(owner, (input, mean, deviation, weight, bias), options))
+    operands = (input, mean, deviation, weight, bias, input_bias)
+    return _as_pending(result, Waiting(owner, operands, (groups, training, eps, is_float)))
+
+
+def _bias_apart(input: Any) -> WaitingBias | None:
+    """Return what a convolution's result waits with, if that is its bias alone."""
+    waiting = input.waiting if type(input) is Pending else None
+    is_alone = isinstance(waiting, WaitingBias) and not waiting.gains and waiting.grad_mode == torch.is_grad_enabled()
+    return waiting if is_alone else None  # type: ignore[return-value]
 
 
 def pending_normalization(
@@ -432,15 +528,30 @@ def pending_normalization(
     """Return a result of `functional.normalize` that waits, or `None` where it is to be computed at once."""
     if torch.compiler.is_compiling() or not _may_wait():
         return None
+    options = (weight, bias, scale, eps)
+    biased = None if torch.is_grad_enabled() else _bias_apart(input)
+    if biased is not None:
+        result, summand = biased.operands
+        normed = _waiting_normalization(owner, result, summand, *options)
+        if normed is not None:
+            biased.is_taken = True
+            return normed
     _compute_among((input,))
+    return _waiting_normalization(owner, input, None, *options)
+
+
+def _waiting_normalization(
+    owner: Any, input: Any, input_bias: Any, weight: Any, bias: Any, scale: float, eps: float
+) -> Tensor | None:
     if type(input) is not Tensor or input.is_inference() or type(weight) not in _PLAIN or type(bias) not in _PLAIN:
         return None
     if input.numel() < (_FEWEST_ON_CUDA if input.is_cuda else _FEWEST_IN_GROUPS) or _is_read_early(owner):
         return None
-    result = None if _is_observed() else torch.ops.nhwc.normalize_waiting._op(input, weight, bias, scale, eps)
+    options = (scale, eps)
+    result = None if _is_observed() else torch.ops.nhwc.normalize_waiting._op(input, weight, bias, *options, input_bias)
     if result is None:
         return None
-    return _as_pending(result, WaitingNormalization(owner, (input, weight, bias), (scale, eps)))
+    return _as_pending(result, WaitingNormalization(owner, (input, weight, bias, input_bias), options))
 
 
 def _with_batch_norm(
@@ -641,8 +752,11 @@ def padded_by_layer(owner: Any, input: Any, pad: Any, mode: str = "constant", va
 
 
 def convolved_by_layer(owner: Any, name: str, axes: int, *arguments: Any) -> Tensor | None:
-    """Convolve an input with zeros around it that wait for this; `None` for others."""
-    if len(arguments) != 7 or type(arguments[0]) is not Pending or type(arguments[0].waiting) is not Padded:
+    """Convolve an input with zeros around it that wait for this, or whose bias waits; `None` for others."""
+    if len(arguments) != 7 or type(arguments[0]) not in (Tensor, Pending):
+        return None
+    is_padded = type(arguments[0]) is Pending and type(arguments[0].waiting) is Padded
+    if not is_padded and (arguments[2] is None or not _adds_bias_apart(arguments[0])):
         return None
     return convolution(owner, name, axes, *arguments[:3], arguments[3:])
 

@@ -398,15 +398,17 @@ class Replacement(NamedTuple):
     """Whether it gains on a CPU."""
     on_gpu: Callable[[Any], bool] = lambda layer: False
     """Says of a layer if it gains on a GPU where our kernels run."""
+    gains_on_gpu: str | None = None
+    """What it is there, if that is something else."""
 
 
 def _always(layer: Any) -> bool:
     return True
 
 
-def _is_padded_by_itself(layer: Any) -> bool:
-    """Return whether a convolution pads with what its input has."""
-    return layer.padding_mode != "zeros"
+def _has_pass_on_gpu(layer: Any) -> bool:
+    """Return whether a convolution on a GPU has a pass beside it: a padding with what its input has, or a bias."""
+    return layer.padding_mode != "zeros" or layer._parameters.get("bias") is not None
 
 
 def _has_kernel(layer: Any) -> bool:
@@ -414,6 +416,7 @@ def _has_kernel(layer: Any) -> bool:
 
 
 _CONVOLUTION = "right for every shape, fast where PyTorch is slow, also by fewer multiplications"
+_WITHOUT_PASSES = "fast where PyTorch is slow in this format, and without passes of its own for padding and bias"
 _BATCH_NORM = "accurate for every size, and one pass with the activation after it"
 _GROUP_NORM = "accurate for every mean, fast, and one pass with the activation after it"
 _INSTANCE_NORM = "in channels-last and fast, right for a batch of 1, and one pass with the activation after it"
@@ -449,8 +452,8 @@ REPLACEMENTS: dict[type[nn.Module], Replacement] = {
     nn.Upsample: Replacement(PreservingUpsample, _ONE_PASS, on_cpu=False, on_gpu=_has_kernel),
     nn.PixelShuffle: Replacement(PreservingPixelShuffle, _VOLUMES),
     nn.PixelUnshuffle: Replacement(PreservingPixelUnshuffle, _VOLUMES),
-    nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION, on_gpu=_is_padded_by_itself),
-    nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION, on_gpu=_is_padded_by_itself),
+    nn.Conv2d: Replacement(PreservingConv2d, _CONVOLUTION, on_gpu=_has_pass_on_gpu, gains_on_gpu=_WITHOUT_PASSES),
+    nn.Conv3d: Replacement(PreservingConv3d, _CONVOLUTION, on_gpu=_has_pass_on_gpu, gains_on_gpu=_WITHOUT_PASSES),
     nn.ConvTranspose2d: Replacement(PreservingConvTranspose2d, _CONVOLUTION),
     nn.ConvTranspose3d: Replacement(PreservingConvTranspose3d, _CONVOLUTION),
 }

@@ -180,7 +180,9 @@ def _replaceable(path: str, module: nn.Module, kind: _LayerKind, wrapped: Reason
     gains_here = None
     if reason is not Reason.REPLACED:
         gains_here = replacement.gains_here(module) if replacement.gains_here else None if replacement.on_cpu else False
-    return ReplaceableLayer(path, module, kind.name, replacement.gains, reason, gains_here)
+    is_on_gpu = getattr(_device_of(module), "type", None) == "cuda"
+    gains = (replacement.gains_on_gpu if is_on_gpu else None) or replacement.gains
+    return ReplaceableLayer(path, module, kind.name, gains, reason, gains_here)
 
 
 def _later_class(module: nn.Module) -> type[nn.Module] | None:
