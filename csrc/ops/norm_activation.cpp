@@ -32,7 +32,7 @@ struct Known {
   bool training;
   double eps;
   bool is_float;                       // the result is, as under autocast on a GPU
-  Optional input_bias = std::nullopt;  // a number for each channel, added to the input first; on a GPU alone
+  Optional input_bias = std::nullopt;  // a number for each channel, added to the input first
 
   const at::Tensor& weight() const { return value_of(scale); }
   const at::Tensor& bias() const { return value_of(shift); }
@@ -45,13 +45,18 @@ struct Known {
   bool is_of_input() const { return groups > 0 || training; }
   /// Returns whether a bias makes no difference, since it is a part of the mean that is subtracted.
   bool is_invariant() const { return is_of_input() && (groups == 0 || groups == input.size(1)); }
-  /// Returns a statistic of each group of what is normalised: beside a bias there is one of each channel.
-  at::Tensor of_groups(const at::Tensor& of_channels) const {
-    if (!input_bias || groups == 0) return of_channels;
-    return of_channels.view({of_channels.size(0), groups, -1}).select(2, 0);
+  /// Calls `use` with the same norm of an input that has its bias. Beside a bias there are statistics of each channel,
+  /// and the mean is without it.
+  template <typename Use>
+  auto with_biased(const Use& use) const {
+    const auto of_groups = [&](const at::Tensor& of_channels) {
+      if (groups == 0) return of_channels;
+      return of_channels.view({of_channels.size(0), groups, -1}).select(2, 0).contiguous();
+    };
+    const at::Tensor biased = with_bias(input, *input_bias),
+                     its_mean = of_groups(mean + input_bias->detach().to(at::kDouble)), its_rstd = of_groups(rstd);
+    return use(Known{biased, its_mean, its_rstd, scale, shift, groups, training, eps, is_float});
   }
-  at::Tensor mean_of_groups() const { return of_groups(input_bias ? mean + input_bias->to(at::kDouble) : mean); }
-  at::Tensor biased() const { return input_bias ? with_bias(input, *input_bias) : input; }
   at::ScalarType type_of_result() const { return is_float ? at::kFloat : input.scalar_type(); }
   /// Returns the norm for the kernels of a GPU, or nothing.
   std::optional<cuda::GroupNorm> find_cuda() const {
@@ -83,8 +88,7 @@ struct Known {
 
 /// Returns the norm alone. Statistics of the input are computed again, as part of what is differentiated.
 at::Tensor norm_alone(const Known& known) {
-  const auto& [_, mean, rstd, scale, shift, groups, training, eps, is_float, input_bias] = known;
-  const at::Tensor input = known.biased();
+  const auto& [input, mean, rstd, scale, shift, groups, training, eps, is_float, _] = known;
   if (is_float) {
     const auto cast = [](const Optional& each) { return each ? Optional(each->to(at::kFloat)) : std::nullopt; };
     return at::group_norm(input.to(at::kFloat), groups, cast(scale), cast(shift), eps);
@@ -112,22 +116,20 @@ Gradients norm_backward(const Known& known, const at::Tensor& grad, const std::v
                                  const Optional&, bool, double, std::array<bool, 3>)>(
           "nhwc::native_batch_norm_backward");
   if (known.is_float) {
-    const at::Tensor input = known.biased().to(at::kFloat);
+    const at::Tensor input = known.input.to(at::kFloat);
     const Optional scale = known.scale ? Optional(known.scale->to(at::kFloat)) : std::nullopt;
-    auto [of_input, of_scale, of_shift] =
-        norm_backward({input, known.mean_of_groups(), known.of_groups(known.rstd), scale, known.shift, known.groups,
-                       known.training, known.eps, false},
-                      grad, needed);
+    auto [of_input, of_scale, of_shift] = norm_backward(
+        {input, known.mean, known.rstd, scale, known.shift, known.groups, known.training, known.eps, false}, grad,
+        needed);
     if (of_scale.defined()) of_scale = of_scale.to(known.weight().scalar_type());
     return {of_input.defined() ? of_input.to(known.input.scalar_type()) : of_input, of_scale, of_shift};
   }
   const at::ScalarType type = known.norm().type_of_statistics();
-  const at::Tensor mean = known.mean_of_groups().to(type), rstd = known.of_groups(known.rstd).to(type),
-                   input = known.biased();
+  const at::Tensor mean = known.mean.to(type), rstd = known.rstd.to(type);
   const std::array<bool, 3> mask = {needed[0], needed[1], needed[2]};
   auto gradients = known.groups > 0
-                       ? of_groups.call(grad, input, mean, rstd, known.scale, known.groups, known.eps, mask)
-                       : of_batch.call(grad, input, mean, rstd, known.scale, known.training, known.eps, mask);
+                       ? of_groups.call(grad, known.input, mean, rstd, known.scale, known.groups, known.eps, mask)
+                       : of_batch.call(grad, known.input, mean, rstd, known.scale, known.training, known.eps, mask);
   // They give both parameters the dtype of the weight.
   if (known.shift && std::get<2>(gradients).defined()) {
     std::get<2>(gradients) = std::get<2>(gradients).to(known.bias().scalar_type());
@@ -202,22 +204,24 @@ std::vector<at::Tensor> all_gradients(const std::vector<at::Tensor>& gradients, 
   at::Tensor of_residual;
   if (saved.size() > 7) grad = gradient_before(grad, saved[7], activation);
   if (constants[5].toBool()) activation = {}, of_residual = needed[3] ? grad : at::Tensor();
-  const bool is_composed =
-      at::GradMode::is_enabled() || !is_unobserved({grad, known.input, known.weight(), known.bias(), slopes, saved[6]});
   at::Tensor of_slopes;
-  if (is_composed && activation.kind != ActivationKind::none) {
-    const at::Tensor y = norm_alone(known);
-    if (slopes.defined()) {
-      const at::Tensor beside = beside_channels(slopes, y);
-      if (needed[4]) of_slopes = at::where(y > 0, 0, grad * y).sum_to_size(beside.sizes()).reshape_as(slopes);
-      grad = at::where(y > 0, grad, grad * beside);
-    } else {
-      grad = gradient_before(grad, y, activation);
-    }
-  }
-  if (is_composed) {
-    auto [input, weight, bias] = norm_backward(known, grad, of_norm);
-    return {input, weight, bias, of_residual, of_slopes, of_input_bias(input)};
+  if (at::GradMode::is_enabled() || (known.input_bias && !known.input.is_cuda()) ||
+      !is_unobserved({grad, known.input, known.weight(), known.bias(), slopes, saved[6]})) {
+    const auto composed = [&](const Known& norm) -> std::vector<at::Tensor> {
+      if (activation.kind != ActivationKind::none) {
+        const at::Tensor y = norm_alone(norm);
+        if (slopes.defined()) {
+          const at::Tensor beside = beside_channels(slopes, y);
+          if (needed[4]) of_slopes = at::where(y > 0, 0, grad * y).sum_to_size(beside.sizes()).reshape_as(slopes);
+          grad = at::where(y > 0, grad, grad * beside);
+        } else {
+          grad = gradient_before(grad, y, activation);
+        }
+      }
+      auto [input, weight, bias] = norm_backward(norm, grad, of_norm);
+      return {input, weight, bias, of_residual, of_slopes, of_input_bias(input)};
+    };
+    return known.input_bias ? known.with_biased(composed) : composed(known);
   }
   const bool has_slopes = slopes.defined() && needed[4];
   if (has_slopes) grad = to_channels_last(grad);  // which two passes read
@@ -241,14 +245,13 @@ void record_if_needed(const Known& known, const at::Tensor& residual, const cpu:
   const std::array<at::Tensor, 6> inputs = {known.input, known.weight(),    known.bias(),
                                             residual,    activation.slopes, input_bias};
   if (!needs_gradient(inputs)) return;
-  // Of instance norm PyTorch copies what the backward reads: the parameters may change before it. So may the bias of a
-  // convolution, which saves none.
+  // Of instance norm PyTorch copies what the backward reads: the parameters may change before it. The input's bias is a
+  // copy already.
   const bool is_instance_norm = known.groups == known.input.size(1);
   const auto kept = [&](const at::Tensor& each) { return is_instance_norm && each.defined() ? each.clone() : each; };
   const bool saves_output = residual.defined() && activation.kind != ActivationKind::none;
   record(norm_activation_formula, output, inputs,
-         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), activation.slopes,
-          input_bias.defined() ? input_bias.detach().clone() : input_bias},
+         {known.input, known.mean, known.rstd, kept(known.weight()), kept(known.bias()), activation.slopes, input_bias},
          {known.groups, known.training, known.eps, static_cast<int64_t>(activation.kind), activation.parameter,
           residual.defined(), known.is_float},
          saves_output);
@@ -287,10 +290,6 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
                            const Optional& slopes, const Optional& input_bias) {
   const cpu::HugePages requested;
   const WithVersions with_versions;
-  if (input_bias && !input.is_cuda()) {
-    return norm_activation(with_bias(input, *input_bias), mean, rstd, weight, bias, residual, groups, training, eps,
-                           is_float, name, parameter, slopes, none);
-  }
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias};
   const at::Tensor& other = value_of(residual);
   cpu::Activation activation = activation_of("nhwc::norm_activation", name, parameter);
@@ -304,6 +303,12 @@ at::Tensor norm_activation(const at::Tensor& input, const at::Tensor& mean, cons
                 input.device(), ", got ", name, " and ", slopes->sym_sizes(), " on ", slopes->device());
   }
   const auto on_device = known.find_cuda();
+  if (input_bias && !(on_device && has_kernels(known, on_device, other, activation))) {
+    return known.with_biased([&](const Known& biased) {
+      return norm_activation(biased.input, biased.mean, biased.rstd, weight, bias, residual, groups, training, eps,
+                             is_float, name, parameter, slopes, none);
+    });
+  }
   if (!has_kernels(known, on_device, other, activation)) {
     const at::Tensor alone = norm_alone(known), sum = other.defined() ? alone + other : alone;
     return slopes ? at::prelu(sum, *slopes) : activated(sum, activation);
@@ -332,9 +337,18 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
                                                             const Optional& bias, int64_t groups, bool training,
                                                             double momentum, double eps, bool is_float,
                                                             const Optional& input_bias) {
-  if (input_bias && !input.is_cuda()) {
-    return norm_waiting(with_bias(input, *input_bias), running_mean, running_var, weight, bias, groups, training,
-                        momentum, eps, is_float, none);
+  if (input_bias && !input.is_cuda()) {  // where no kernel takes a bias
+    auto [mean, rstd, waiting] = norm_waiting(with_bias(input, *input_bias), running_mean, running_var, weight, bias,
+                                              groups, training, momentum, eps, is_float, none);
+    if (!waiting.defined()) return {};
+    if (groups > 0) {
+      const int64_t repeats = input.size(1) / groups;
+      mean = mean.repeat_interleave(repeats, 1), rstd = rstd.repeat_interleave(repeats, 1);
+    }
+    mean = mean - input_bias->detach().to(at::kDouble);
+    waiting = waiting_tensor(input.sizes(), input.scalar_type(), input.device());
+    record_if_needed({input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias}, {}, {}, waiting);
+    return {mean, rstd, waiting};
   }
   const Norm norm = groups == 0 ? batch_norm_of(input, running_mean, running_var, weight, bias, training, eps)
                                 : group_norm_of(input, groups, weight, bias, eps);
@@ -377,11 +391,13 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> norm_waiting(const at::Tensor& in
 at::Tensor norm_waiting_sum(const at::Tensor& input, const at::Tensor& mean, const at::Tensor& rstd,
                             const Optional& weight, const Optional& bias, const at::Tensor& residual, int64_t groups,
                             bool training, double eps, bool is_float, const Optional& input_bias) {
-  if (input_bias && !input.is_cuda()) {
-    return norm_waiting_sum(with_bias(input, *input_bias), mean, rstd, weight, bias, residual, groups, training, eps,
-                            is_float, none);
-  }
   const Known known{input, mean, rstd, weight, bias, groups, training, eps, is_float, input_bias};
+  if (input_bias && !input.is_cuda()) {
+    return known.with_biased([&](const Known& biased) {
+      return norm_waiting_sum(biased.input, biased.mean, biased.rstd, weight, bias, residual, groups, training, eps,
+                              is_float, none);
+    });
+  }
   if (!has_kernels(known, known.find_cuda(), residual, {}) || !is_channels_last(residual)) return {};
   const at::Tensor waiting = waiting_tensor(input.sizes(), known.type_of_result(), input.device());
   record_if_needed(known, residual, {}, waiting);

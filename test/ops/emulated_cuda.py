@@ -813,6 +813,19 @@ def test_under_autocast_a_norm_takes_a_bias_in_float():
 
 
 @pytest.mark.usefixtures("norms_on", "small_ones_wait")
+def test_a_norm_of_a_bias_and_a_sum_are_one_pass():
+    plain = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1, groups=8), nn.GroupNorm(2, 8))
+    model, volume = copy.deepcopy(plain).to("cuda"), torch.randn(2, 8, 5, 6, 7)
+    nhwc.convert_(model)
+    on_device = volume.to(memory_format=torch.channels_last_3d).to("cuda")
+    take_launches()
+    with torch.no_grad():
+        out = F.relu(model(on_device) + on_device)
+        assert take_steps() == [CONVOLVE, 0, 1, 2]
+        torch.testing.assert_close(of_host(out), F.relu(plain(volume) + volume))
+
+
+@pytest.mark.usefixtures("norms_on", "small_ones_wait")
 @pytest.mark.parametrize("residual", [False, True])
 def test_a_bias_and_what_follows_are_one_pass(residual):
     plain = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1, groups=8), nn.SiLU())

@@ -267,7 +267,8 @@ class WaitingBias(Waiting):
     """A call of a convolution on a GPU, and the sum with its bias."""
 
     __slots__ = ()
-    # Operands: the result without the bias, which nothing changes, and the bias.
+    # Operands: the result without the bias, and a copy of the bias: what shards or moves a model frees the bias's own
+    # memory as soon as its layer has been called. Nothing changes them.
 
     @property
     def activations(self) -> frozenset[str]:  # type: ignore[override]
@@ -328,19 +329,21 @@ def _convolution_and_bias(
     """Call a convolution whose bias waits, or is added at once."""
     _compute_among((input,))
     is_usual = type(input) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN and input.dim() == axes + 2
+    is_usual = is_usual and bias.shape == weight.shape[:1] and bias.dtype == weight.dtype  # otherwise PyTorch's error
     is_usual = is_usual and _may_wait() and not _is_read_early(owner) and not _is_observed()
     if not is_usual or _elements_of(input, weight, options[0]) < _FEWEST_ON_CUDA:
         return functional.convolve(name, axes, input, weight, bias, options)
     result = _with_versions(functional.convolve, name, axes, input, weight, None, options)
-    waiting = torch.ops.nhwc.bias_waiting._op(result, bias)
+    summand = _with_versions(torch.clone, bias)
+    waiting = torch.ops.nhwc.bias_waiting._op(result, summand)
     if waiting is None:
         return result.add_(_beside(bias, result))
-    return _as_pending(waiting, WaitingBias(owner, (result, bias), ()))
+    return _as_pending(waiting, WaitingBias(owner, (result, summand), ()))
 
 
 def _elements_of(input: Tensor, weight: Tensor, stride: Any) -> int:
     """Return about how many elements a convolution's result has."""
-    strides = stride if isinstance(stride, tuple) else (stride,) * (input.dim() - 2)
+    strides = stride if isinstance(stride, list | tuple) else (stride,) * (input.dim() - 2)
     return input.numel() * weight.shape[0] // max(1, input.shape[1] * math.prod(strides))
 
 
