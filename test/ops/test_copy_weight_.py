@@ -6,6 +6,7 @@ import pytest
 import reference
 import torch
 from reference import SHAPES, SOURCES, arrange, random_weight
+from selection import exhaustive
 from torch.autograd import forward_ad
 
 import torch_nhwc as nhwc
@@ -48,7 +49,7 @@ def test_large_weights_go_past_the_caches_with_the_same_bits(device):
     assert torch.equal(half, weight.bfloat16())
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", exhaustive("inductor")])
 def test_it_compiles(backend, device):
     weight = torch.randn(8, 4, 3, 3, device=device)
     out = torch.zeros(8, 4, 3, 3, device=device).to(memory_format=CL)
