@@ -58,17 +58,15 @@ class DepthwiseBlock {
     const std::int64_t row = (std::int64_t{sample} * sizes[0] + depth) * sizes[1] + height;
     return (row * sizes[2] + width) * plan_.channels + channel;
   }
-  /// Returns a vector of a row, or zeros where a row that is not whole lacks it.
+  /// Returns a vector of a row, or zeros where a row that is not whole lacks it. Callers step from place to place: with
+  /// all addresses at once, some architectures lack registers.
   template <bool is_whole>
-  NHWC_HOST_DEVICE Vector load(const void* activation, std::int64_t first, std::uint32_t index, std::int32_t begin,
+  NHWC_HOST_DEVICE Vector load(const void* activation, std::int64_t place, std::int32_t column,
                                std::int32_t size) const {
     if constexpr (!is_whole) {
-      if (static_cast<std::uint32_t>(begin + static_cast<std::int32_t>(index)) >= static_cast<std::uint32_t>(size)) {
-        return {};
-      }
+      if (static_cast<std::uint32_t>(column) >= static_cast<std::uint32_t>(size)) return {};
     }
-    const char* at = static_cast<const char*>(activation) + first * bytes;
-    return access_.template load<Vector>(at + std::uint64_t{index} * plan_.channels * bytes);
+    return access_.template load<Vector>(static_cast<const char*>(activation) + place * bytes);
   }
   NHWC_HOST_DEVICE bool sees_whole_window(std::int32_t begin) const {
     return begin >= 0 && begin + static_cast<std::int32_t>(window) <= plan_.input[2];
@@ -114,9 +112,9 @@ class DepthwiseConvolve : DepthwiseBlock<type, lanes, taps, stride, Access> {
       const std::uint32_t rest = slot / plan_.slots[1];
       const std::uint32_t column = (first_[2] + rest / plan_.slots[0]) * run;
       if (channel >= plan_.channels || height >= size(1) || column >= size(2)) return;
-      for (std::uint32_t step = 0; step < plan_.steps; ++step) {
-        const std::uint32_t depth = first_[0] + step * plan_.slots[0] + rest % plan_.slots[0];
-        if (depth < size(0)) convolve(channel, depth, height, column);
+      const std::uint32_t last = first_[0] + plan_.steps * plan_.slots[0], end = last < size(0) ? last : size(0);
+      for (std::uint32_t depth = first_[0] + rest % plan_.slots[0]; depth < end; depth += plan_.slots[0]) {
+        convolve(channel, depth, height, column);
       }
     });
   }
@@ -182,10 +180,11 @@ class DepthwiseConvolve : DepthwiseBlock<type, lanes, taps, stride, Access> {
         for (unsigned tap = 0; tap < taps; ++tap) {
           this->load_shared((row * taps + tap) * tile_channels + channel - channel_, filter[tap]);
         }
-        const std::int64_t first = this->place(plan_.input, sample_, d, h, begin, channel);
+        std::int64_t place = this->place(plan_.input, sample_, d, h, begin, channel);
+        std::int32_t column = begin;
         NHWC_UNROLL
-        for (unsigned k = 0; k < window; ++k) {
-          const Vector vector = this->template load<is_whole>(arguments_.input, first, k, begin, plan_.input[2]);
+        for (unsigned k = 0; k < window; ++k, place += plan_.channels, ++column) {
+          const Vector vector = this->template load<is_whole>(arguments_.input, place, column, plan_.input[2]);
           NHWC_UNROLL
           for (unsigned lane = 0; lane < lanes; ++lane) {
             const float value = this->lane_of(vector, lane);
@@ -263,7 +262,9 @@ class DepthwiseGradients : DepthwiseBlock<type, lanes, taps, stride, Access> {
     std::uint32_t column = static_cast<std::uint32_t>(rest % plan_.runs);
     rest /= plan_.runs;
     std::uint32_t depth = static_cast<std::uint32_t>(rest % depths), sample = static_cast<std::uint32_t>(rest / depths);
-    for (std::uint64_t i = begin; i < end && i < all; i += plan_.copies) {
+    const std::uint64_t last = end < all ? end : all;
+    const std::uint64_t count = begin < last ? (last - begin + plan_.copies - 1) / plan_.copies : 0;
+    for (auto left = static_cast<std::uint32_t>(count); left > 0; --left) {
       const std::int32_t d = static_cast<std::int32_t>(depth) * plan_.stride[0] + tap_depth;
       const std::int32_t h = static_cast<std::int32_t>(height) * plan_.stride[1] + tap_height;
       if (d >= 0 && d < plan_.input[0] && h >= 0 && h < plan_.input[1]) {
@@ -294,12 +295,12 @@ class DepthwiseGradients : DepthwiseBlock<type, lanes, taps, stride, Access> {
                                 float (&sums)[taps][lanes]) const {
     Vector grads[run];
     NHWC_UNROLL
-    for (unsigned i = 0; i < run; ++i) {
-      grads[i] = this->template load<is_whole>(arguments_.grad, grad, i, to, plan_.output[2]);
+    for (unsigned i = 0; i < run; ++i, grad += plan_.channels, ++to) {
+      grads[i] = this->template load<is_whole>(arguments_.grad, grad, to, plan_.output[2]);
     }
     NHWC_UNROLL
-    for (unsigned k = 0; k < window; ++k) {
-      const Vector vector = this->template load<is_whole>(arguments_.input, input, k, from, plan_.input[2]);
+    for (unsigned k = 0; k < window; ++k, input += plan_.channels, ++from) {
+      const Vector vector = this->template load<is_whole>(arguments_.input, input, from, plan_.input[2]);
       NHWC_UNROLL
       for (unsigned lane = 0; lane < lanes; ++lane) {
         const float value = this->lane_of(vector, lane);

@@ -1,7 +1,5 @@
 """The GPU's kernels of depthwise 3D convolutions, every thread of every block run on the CPU: values and costs."""
 
-import re
-
 import cuda_build
 import depthwise_model as model
 import pytest
@@ -130,10 +128,10 @@ def test_plans_are_work_for_all_processors():
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("architecture", ["75", "90", "120"])
+@pytest.mark.parametrize("architecture", ["75", "90", "100", "120"])
 def test_the_kernels_stay_in_registers(architecture, tmp_path):
     kernels = cuda_build.kernels("depthwise", architecture, tmp_path)
     # For each type those of lanes, taps and strides, and one that merges.
     assert len(kernels) == len(DTYPES) * (2 * 2 * 3 * 2 + 1)
     for kernel in kernels:
-        assert int(re.search(r"(\d+) bytes spill stores", kernel)[1]) <= 16, kernel  # of floats, two numbers
+        assert "0 bytes spill stores, 0 bytes spill loads" in kernel
