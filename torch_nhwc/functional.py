@@ -847,6 +847,8 @@ def convolve(name: str, axes: int, input: Any, weight: Any, bias: Any, options: 
             (input, weight, bias)
         ):
             return _pass_on(name, input, weight, bias, *options)
+    if input.is_cuda and not (axes == 3 and weight.shape[1] == 1):  # there only depthwise volumes are ours
+        return getattr(F, name)(input, weight, bias, *options)
     ours: tuple[Any, ...] | None  # the options for our operator, or None for PyTorch's function
     if torch.compiler.is_compiling():
         if _is_pytorch_s_compiled(axes, input, weight, bias, options):
@@ -914,8 +916,7 @@ def _way_of(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, .
 
 def _is_pytorch_s_compiled(axes: int, input: Any, weight: Any, bias: Any, options: tuple[Any, ...]) -> bool:
     """Return the same while a compiler traces. Where sizes may vary, the operator is called, which adds guards."""
-    is_depthwise_volume = axes == 3 and weight.shape[1] == 1
-    if torch.compiler.is_exporting() or (input.is_cuda and not is_depthwise_volume):
+    if torch.compiler.is_exporting():
         return True
     from torch.fx.experimental.symbolic_shapes import has_static_value  # loads sympy
 

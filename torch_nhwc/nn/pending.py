@@ -330,8 +330,13 @@ def _convolution_and_bias(
     _compute_among((input,))
     is_usual = type(input) is Tensor and type(weight) in _PLAIN and type(bias) in _PLAIN and input.dim() == axes + 2
     is_usual = is_usual and bias.shape == weight.shape[:1] and bias.dtype == weight.dtype  # otherwise PyTorch's error
-    is_usual = is_usual and _may_wait() and not _is_read_early(owner) and not _is_observed()
-    if not is_usual or _elements_of(input, weight, options[0]) < _FEWEST_ON_CUDA:
+    if (
+        not is_usual
+        or _elements_of(input, weight, options[0]) < _FEWEST_ON_CUDA
+        or not _may_wait()
+        or _is_read_early(owner)
+        or _is_observed()
+    ):
         return functional.convolve(name, axes, input, weight, bias, options)
     result = _with_versions(functional.convolve, name, axes, input, weight, None, options)
     summand = _with_versions(torch.clone, bias)
