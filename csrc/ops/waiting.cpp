@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/norms.h"
 #include "layout/channels_last.h"
 #include "ops/autograd_node.h"
 #include "ops/composition.h"
@@ -134,12 +135,17 @@ std::vector<at::Tensor> gradients_of_biased(const std::vector<at::Tensor>& gradi
 
 const Formula biased_formula = {"NhwcBiasWaitingBackward", gradients_of_biased};
 
-/// Returns a result that waits, of a convolution and its bias, or nothing where it has to be added at once.
+/// Returns a result that waits, of a convolution and its bias, or nothing where it has to be added at once: what takes
+/// it are our kernels of norms.
 at::Tensor bias_waiting(const at::Tensor& convolved, const at::Tensor& bias) {
   const bool is_alike = bias.dim() == 1 && convolved.dim() > 3 && bias.size(0) == convolved.size(1) &&
                         bias.device() == convolved.device() && convolved.is_floating_point();
   if (!is_alike || !is_unobserved({convolved, bias}) || records_inputs() || !is_channels_last(convolved) ||
       convolved.numel() == 0) {
+    return {};
+  }
+  if (convolved.is_cuda() &&
+      !cuda::runs_norm(convolved.device(), cuda::NormKind::instance, static_cast<int64_t>(convolved.nbytes()))) {
     return {};
   }
   const at::Tensor waiting = waiting_tensor(convolved.sizes(), convolved.scalar_type(), convolved.device());
