@@ -134,4 +134,4 @@ def test_the_kernels_stay_in_registers(architecture, tmp_path):
     # For each type those of lanes, taps and strides, and one that merges.
     assert len(kernels) == len(DTYPES) * (2 * 2 * 3 * 2 + 1)
     for kernel in kernels:
-        assert "0 bytes spill stores, 0 bytes spill loads" in kernel
+        assert "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads" in kernel

@@ -17,6 +17,7 @@ import math
 import os
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -259,8 +260,7 @@ class WaitingConvolution(Waiting):
         return value
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
-        is_alike = residual.shape == result.shape and residual.dtype == result.dtype and residual.is_cpu
-        return _waiting_like(result) if is_alike and residual.stride() == result.stride() else None
+        return _waiting_like(result) if _are_alike(residual, result) else None
 
 
 class WaitingBias(Waiting):
@@ -286,9 +286,13 @@ class WaitingBias(Waiting):
         return torch.ops.nhwc.bias_activation._op(result, bias, self.residual, activation, parameter, slope)
 
     def with_residual(self, result: Tensor, residual: Tensor) -> Tensor | None:
-        is_alike = residual.shape == result.shape and residual.dtype == result.dtype
-        is_alike = is_alike and residual.device == result.device and residual.stride() == result.stride()
-        return _waiting_like(result) if is_alike and not self.grad_mode else None
+        return _waiting_like(result) if not self.grad_mode and _are_alike(residual, result) else None
+
+    def taken_by(self, norm: Callable[..., Tensor | None], owner: Any, *options: Any) -> Tensor | None:
+        """Return what a norm makes of the result and the bias, or `None` where they are to be added first."""
+        normed = norm(owner, *self.operands, *options)
+        self.is_taken |= normed is not None
+        return normed
 
 
 def convolution(
@@ -473,12 +477,9 @@ def pending_norm(
             if folded is not None:
                 return folded
         biased = _bias_apart(input)
-        if biased is not None:
-            result, summand = biased.operands
-            normed = _norm_in_two_steps(owner, result, summand, *options)
-            if normed is not None:
-                biased.is_taken = True
-                return normed
+        normed = biased.taken_by(_norm_in_two_steps, owner, *options) if biased is not None else None
+        if normed is not None:
+            return normed
         _compute_among((input,))
     return _norm_in_two_steps(owner, input, None, *options)
 
@@ -538,12 +539,9 @@ def pending_normalization(
         return None
     options = (weight, bias, scale, eps)
     biased = None if torch.is_grad_enabled() else _bias_apart(input)
-    if biased is not None:
-        result, summand = biased.operands
-        normed = _waiting_normalization(owner, result, summand, *options)
-        if normed is not None:
-            biased.is_taken = True
-            return normed
+    normed = biased.taken_by(_waiting_normalization, owner, *options) if biased is not None else None
+    if normed is not None:
+        return normed
     _compute_among((input,))
     return _waiting_normalization(owner, input, None, *options)
 
@@ -580,6 +578,11 @@ def _with_batch_norm(
     waiting = WaitingConvolution(waiting.owner, (*waiting.operands[:3], *of_norm), options, waiting.read)
     waiting.norm = owner
     return _as_pending(_waiting_like(input), waiting)
+
+
+def _are_alike(residual: Tensor, result: Tensor) -> bool:
+    is_alike = residual.shape == result.shape and residual.dtype == result.dtype and residual.device == result.device
+    return is_alike and residual.stride() == result.stride()
 
 
 def _waiting_like(result: Tensor) -> Tensor:
